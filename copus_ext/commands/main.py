@@ -26,6 +26,7 @@ COMMANDS = (
     "generate",
     "inspect-checkpoint",
     "convert-checkpoint",
+    "plan-serving",
 )
 _ELSEWHERE = {"launch": "copus_ext.launch.supervisor"}
 

@@ -228,6 +228,24 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise UsageError("--top-k and --top-p exclude each other; drop one")
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """The model of a checkpoint on this process."""
+
+    config: Config
+    """Of the model, on one process."""
+    model: Model
+    """With its weights."""
+    groups: ProcessGroupCollection
+    """Of the one process."""
+    tokenizer: Tokenizer
+    """That the model was trained with."""
+    stored: Stored
+    """The checkpoint that the weights are from."""
+    device: torch.device
+    """Where the weights are."""
+
+
 @contextlib.contextmanager
 def open_generator(
     load: Path,
@@ -237,6 +255,25 @@ def open_generator(
     flags: Sequence[str] = (),
     trust_unverified: bool = False,
 ) -> Iterator[TextGenerator]:
+    """Builds the model of a checkpoint on this process, with its weights and its tokenizer; see
+    `open_model`."""
+    with open_model(
+        load, step=step, device=device, flags=flags, trust_unverified=trust_unverified
+    ) as opened:
+        yield TextGenerator(
+            opened.config, opened.model, opened.groups, opened.tokenizer, opened.stored
+        )
+
+
+@contextlib.contextmanager
+def open_model(
+    load: Path,
+    *,
+    step: int | None = None,
+    device: str = "auto",
+    flags: Sequence[str] = (),
+    trust_unverified: bool = False,
+) -> Iterator[OpenedModel]:
     """Builds the model of a checkpoint on this process, with its weights and its tokenizer.
 
     Args:
@@ -251,7 +288,7 @@ def open_generator(
         TrainingFailure: it is damaged or does not load.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("text is generated on one process; start it without torchrun or srun")
+        raise UsageError("a checkpoint is opened on one process; start it without torchrun or srun")
     if not load.is_dir():
         raise UsageError(f"--load {load} is no directory; give the --save directory of a run")
     if device == "auto":
@@ -282,7 +319,14 @@ def open_generator(
             model = build_for_inference(config, groups, opened)
             load_weights(stored, config, model, None, groups)
             _leave_out_further_tokens(model)
-            yield TextGenerator(config, model, groups, tokenizer, stored)
+            yield OpenedModel(
+                config=config,
+                model=model,
+                groups=groups,
+                tokenizer=tokenizer,
+                stored=stored,
+                device=opened.torch_device,
+            )
         finally:
             destroy_groups()
             dist.destroy_process_group()

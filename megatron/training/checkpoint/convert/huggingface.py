@@ -130,20 +130,10 @@ def save(
     if changes.optimizer not in (None, "none"):
         raise UsageError(f"--optimizer {changes.optimizer}: Hugging Face models hold weights only")
     archive = open_archive(source, step=step, trust_unverified=trust_unverified)
-    notes = check_files(archive)
-    found = check_weights(archive, DTYPES[changes.dtype] if changes.dtype else None)
-    dtype = DTYPES[changes.dtype] if changes.dtype else found.dtype
-    check_truth(archive, found)  # nothing to compare unless weights are made from masters
-    vocab = _exported_rows(archive, changes, notes)
-    config = config_json.config_of(archive.arguments, vocab, dtype)
-    dropout = archive.arguments.get("hidden_dropout")
-    if dropout:
-        notes.append(f"hidden_dropout {dropout} acts in training only and has no field in {CONFIG}")
-    notes += experts.notes_on(archive.arguments)
-    tensors = _exported(archive, found, dtype, vocab)
+    exported = export_of(archive, changes)
+    tensors = exported.tensors
     with staged(source, destination) as folder:
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (folder / CONFIG).write_text(text)
+        write_config(folder, exported.config)
         write_folder(folder, tensors, shard_bytes=shard_bytes)
         _check_written(folder, tensors, verify=verify)
         num_bytes = files.stored_bytes(folder)
@@ -156,8 +146,47 @@ def save(
         num_rewritten=len(tensors),
         num_bytes=num_bytes,
         num_compared=len(tensors) if verify else None,
-        notes=tuple(notes),
+        notes=exported.notes,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A checkpoint as a Hugging Face model, before anything is written."""
+
+    config: dict[str, Any]
+    """Its `config.json`."""
+    tensors: list[Piece]
+    """Its weights, made when their turn comes."""
+    notes: tuple[str, ...]
+    """What the user should know."""
+
+
+def export_of(archive: Archive, changes: Changes) -> Export:
+    """What `save` writes of an opened checkpoint.
+
+    Raises:
+        Refused: the checkpoint cannot be proved complete, or `config.json` cannot express its
+            network.
+        UsageError: changes that make no sense for this format.
+    """
+    notes = check_files(archive)
+    found = check_weights(archive, DTYPES[changes.dtype] if changes.dtype else None)
+    dtype = DTYPES[changes.dtype] if changes.dtype else found.dtype
+    check_truth(archive, found)  # nothing to compare unless weights are made from masters
+    vocab = _exported_rows(archive, changes, notes)
+    config = config_json.config_of(archive.arguments, vocab, dtype)
+    dropout = archive.arguments.get("hidden_dropout")
+    if dropout:
+        notes.append(f"hidden_dropout {dropout} acts in training only and has no field in {CONFIG}")
+    notes += experts.notes_on(archive.arguments)
+    tensors = _exported(archive, found, dtype, vocab)
+    return Export(config=config, tensors=tensors, notes=tuple(notes))
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes `config.json`."""
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _exported_rows(archive: Archive, changes: Changes, notes: list[str]) -> int:

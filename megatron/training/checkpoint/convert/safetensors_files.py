@@ -17,6 +17,8 @@ from megatron.training.common.errors import Refused, UsageError
 INDEX = "model.safetensors.index.json"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_WRITTEN = {**_NAMES, torch.int32: "I32", torch.int64: "I64"}
+"""What is written: also the words and shapes of quantised weights."""
 
 
 def _safe_open(path: Path) -> Any:
@@ -157,7 +159,7 @@ def _write_file(path: Path, tensors: Sequence[Piece]) -> None:
     offset = 0
     for tensor in tensors:
         header[tensor.key] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": _WRITTEN[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.num_bytes],
         }

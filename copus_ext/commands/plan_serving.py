@@ -1,0 +1,284 @@
+"""Plans how to serve a trained model: bits of every layer, stages, micro-batches; and writes it.
+
+python tools/plan_serving.py checkpoints --cluster mixed.json --prompt 512 --generate 128
+python tools/plan_serving.py checkpoints --cluster here --max-loss-increase 0.02 --apply served
+python tools/plan_serving.py --model llama-3-70b --sensitivity losses.json --cluster mixed.json
+
+The loss that each layer's bits cost is measured on held-out text, and kept beside the checkpoint.
+Seconds are predicted. Exit codes: 0 done, 1 I/O, 2 wrong flags, 3 refused or nothing fits, 4 the
+written model's loss is above the limit; without 0 there is no OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron.training.common.errors import Refused, UsageError
+from megatron.training.common.program import program_name, run_command, tell
+from megatron.training.config.arguments import Parser
+
+_SCRIPT = "plan_serving.py"
+_BITS = (3, 4, 8, 16)
+_LIMIT = 0.02
+"""Loss increase allowed where neither a limit nor its price is given."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = Parser(
+        prog=program_name(_SCRIPT),
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+    )
+    model = p.add_argument_group("model")
+    words = "the --save directory of a run, or the folder of one iteration"
+    model.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", type=Path, help=words)
+    model.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: the latest")
+    words = "accept a checkpoint of COPUS without its manifest; damage is not detected then"
+    model.add_argument("--ckpt-trust-unverified", action="store_true", help=words)
+    model.add_argument("--model", help="instead: a name such as llama-3-70b, or a config.json")
+    model.add_argument("--megatron-args", metavar="FLAGS", help="instead: Megatron's flags")
+    work = p.add_argument_group("workload")
+    work.add_argument("--prompts", type=int, default=32, help="of a batch (%(default)s)")
+    work.add_argument("--prompt", type=int, default=512, help="tokens of a prompt (%(default)s)")
+    words = "tokens to generate for each prompt (%(default)s)"
+    work.add_argument("--generate", type=int, default=128, help=words)
+    where = p.add_argument_group("cluster")
+    words = "KIND:GPUS such as h100-80g:8, a JSON file, or here; each device is a stage or unused"
+    where.add_argument("--cluster", required=True, help=words)
+    words = "share of each memory to leave free (%(default)s)"
+    where.add_argument("--memory-margin", type=float, default=0.04, help=words)
+    limits = p.add_argument_group("bits and loss")
+    words = "bits to choose from (3,4,8,16; with --apply 4,8,16)"
+    limits.add_argument("--bits", metavar="LIST", help=words)
+    words = "weights of a row that share a scale (%(default)s)"
+    limits.add_argument("--group-size", type=int, default=128, help=words)
+    words = f"most nats per token that all layers together may cost ({_LIMIT}; none with --theta)"
+    limits.add_argument("--max-loss-increase", type=float, metavar="NATS", help=words)
+    words = "seconds that a loss increase of one nat is worth (0)"
+    limits.add_argument("--theta", type=float, help=words)
+    loss = p.add_argument_group("measuring the loss")
+    words = "measured loss increases, in place of measuring"
+    loss.add_argument("--sensitivity", type=Path, metavar="FILE", help=words)
+    words = "text, as of the trainer; default: what the checkpoint was trained on"
+    loss.add_argument("--data-path", nargs="+", default=[], metavar="WORD", help=words)
+    words = "shares of train, valid and test; default: those of the run. The second one is read"
+    loss.add_argument("--split", help=words)
+    words = "samples of the run's length (%(default)s)"
+    loss.add_argument("--eval-samples", type=int, default=64, metavar="N", help=words)
+    loss.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    out = p.add_argument_group("answer")
+    out.add_argument("--json", action="store_true", help="print JSON")
+    words = "write the model with these bits, for transformers and vLLM; must not exist"
+    out.add_argument("--apply", type=Path, metavar="OUT", help=words)
+    others = ("intra", "nic", "gpu", "nodes", "gpus_per_node", "seq_length")
+    p.set_defaults(**dict.fromkeys(others), nic_is_measured=False)
+    return p
+
+
+def bits_of(args: argparse.Namespace) -> tuple[int, ...]:
+    """The bits to choose from, ascending.
+
+    Raises:
+        UsageError: no such bits, or bits that are not written.
+    """
+    text = args.bits or ",".join(map(str, _BITS[1:] if args.apply else _BITS))
+    parts = text.split(",")
+    if not all(x.isdecimal() and int(x) in (*range(2, 9), 16) for x in parts):
+        raise UsageError(f"--bits {text}: write numbers from 2 to 8, and 16, such as 4,8,16")
+    found = tuple(sorted(set(map(int, parts))))
+    if args.apply:
+        from copus_ext.serving.plan import check_bits
+
+        check_bits(found)
+    return found
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses flags that make no sense.
+
+    Raises:
+        UsageError: naming the flag.
+    """
+    for name in ("prompts", "prompt", "generate", "group_size", "eval_samples"):
+        if not 1 <= getattr(args, name) <= 1 << 24:
+            flag, value = name.replace("_", "-"), getattr(args, name)
+            raise UsageError(f"--{flag} {value} must be from 1 to {1 << 24}")
+    for name in ("max_loss_increase", "theta"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} {value:g} must be at least 0 and finite")
+    if not 0 <= args.memory_margin < 1:
+        raise UsageError(f"--memory-margin {args.memory_margin} must be from 0 to below 1")
+    named = args.model is not None or args.megatron_args is not None
+    if (args.checkpoint is None) != named:
+        raise UsageError("give either CHECKPOINT, or --model or --megatron-args with --sensitivity")
+    if named and args.sensitivity is None:
+        raise UsageError("--model has no weights to measure; give --sensitivity FILE or CHECKPOINT")
+    if args.apply is not None and named:
+        raise UsageError("--apply writes a checkpoint; give CHECKPOINT in place of --model")
+    if args.apply is not None and args.apply.exists():
+        raise UsageError(f"--apply {args.apply} exists; name another or remove it")
+
+
+def described(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The cluster; and the model of `--model`, or None.
+
+    Raises:
+        UsageError: they cannot be read.
+    """
+    from copus_ext.cost_model.spec_file import SpecError
+    from copus_ext.planner.request import InputProblem, UsageProblem, cluster_of, model_of
+
+    try:
+        named = args.checkpoint is None
+        return cluster_of(args), model_of(args) if named else None
+    except (SpecError, InputProblem, UsageProblem) as error:
+        raise UsageError(str(error)) from error
+
+
+def source_of(args: argparse.Namespace) -> Any:
+    """The checkpoint."""
+    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
+
+    set_process_defaults()
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    check_environment()
+    from copus_ext.serving.source import Source
+
+    return Source(
+        args.checkpoint,
+        step=args.ckpt_step,
+        device=args.device,
+        trust_unverified=args.ckpt_trust_unverified,
+        data_path=args.data_path,
+        split=args.split,
+        num_samples=args.eval_samples,
+    )
+
+
+def measured_of(args: argparse.Namespace, source: Any, bits: tuple[int, ...]) -> Any:
+    """The loss increases: given, kept from before, or measured now with a bar."""
+    from tqdm import tqdm
+
+    from copus_ext.serving.sensitivity import Sensitivity
+
+    if args.sensitivity is not None:
+        found = Sensitivity.read(args.sensitivity)
+        if found.group_size != args.group_size:
+            raise UsageError(
+                f"{args.sensitivity} was measured with --group-size {found.group_size}; give that"
+            )
+        return found
+    tqdm.monitor_interval = 0
+    with tqdm(unit="layer", delay=1, leave=False, desc="measuring") as bar:
+
+        def on_layer(done: int, layers: int) -> None:
+            bar.total = layers
+            bar.update(done - bar.n)
+
+        return source.sensitivity(
+            bits, args.group_size, on_layer=on_layer, tell=lambda text: tell(_SCRIPT, text)
+        )
+
+
+def limit_of(args: argparse.Namespace) -> float | None:
+    """The limit of the loss increase; None: it has a price instead."""
+    if args.max_loss_increase is None and args.theta is None:
+        return _LIMIT
+    return args.max_loss_increase
+
+
+def answer(args: argparse.Namespace, model: Any, cluster: Any, measured: Any) -> tuple[Any, Any]:
+    """The plan, and its record as JSON.
+
+    Raises:
+        Refused: nothing fits.
+    """
+    from copus_ext.cost_model.spec_file import SpecError
+    from copus_ext.serving import plan as plans
+    from copus_ext.serving.costs import ServingCosts, Workload
+
+    bits, limit = bits_of(args), limit_of(args)
+    if len(measured.loss_increase) != model.num_layers:
+        raise UsageError(
+            f"the sensitivity has {len(measured.loss_increase)} layers and the model "
+            f"{model.num_layers}; give that of this model"
+        )
+    if limit is not None and measured.rounding > limit:
+        raise Refused(
+            f"rounding to 16 bits alone costs {measured.rounding:.5f}, above --max-loss-increase "
+            f"{limit:g}; raise it"
+        )
+    work = Workload(prompts=args.prompts, prompt=args.prompt, generate=args.generate)
+    try:
+        costs = ServingCosts(
+            model,
+            cluster,
+            work,
+            bits=bits,
+            group_size=args.group_size,
+            memory_margin=args.memory_margin,
+        )
+        best, uniform = plans.plan_serving(
+            costs,
+            measured.table(bits),
+            max_loss_increase=None if limit is None else limit - measured.rounding,
+            theta=args.theta or 0.0,
+        )
+    except SpecError as error:
+        raise UsageError(str(error)) from error
+    if best is None:
+        raise Refused(
+            f"no plan of {cluster.world_size} devices fits within their memory and the loss; give "
+            "more devices, fewer --prompts, lower --bits, or a higher --max-loss-increase"
+        )
+    return best, plans.record_of(best, uniform, costs, limit=limit, rounding=measured.rounding)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, plans, writes; returns the exit code."""
+    from copus_ext.serving.plan import applied_line, table
+
+    check(args)
+    bits = bits_of(args)
+    cluster, model = described(args)
+    source = None
+    if args.checkpoint is not None:
+        source = source_of(args)
+        model = source.model
+        model.check_dense("`plan-serving`")
+    best, record = answer(args, model, cluster, measured_of(args, source, bits))
+    if not args.json:
+        print("\n".join(table(record)), flush=True)
+    if args.apply is not None and source is not None:
+        limit = limit_of(args)
+        done = source.apply(args.apply, best.bits, args.group_size, max_loss_increase=limit)
+        record["applied"] = {**dataclasses.asdict(done), "folder": str(args.apply)}
+        for note in done.notes:
+            tell(_SCRIPT, f"note: {note}")
+        if not args.json:
+            print(applied_line(record["applied"]))
+    if args.json:
+        print(json.dumps(record))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Reads flags, plans, and turns problems into one line and an exit code."""
+
+    def fail(code: int, text: str) -> None:
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            print(json.dumps({"status": "failed", "exit_code": code, "reason": text}))
+
+    return run_command(_SCRIPT, lambda: run(parser().parse_args(argv)), on_failure=fail)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""The checkpoint that is to be served: its model, its held-out text, what was measured on it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.serving.export import Written, load_written, written
+from copus_ext.serving.held_out import HeldOut, Text
+from copus_ext.serving.measure import measure
+from copus_ext.serving.sensitivity import FILE, Sensitivity
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert.archive import Archive, open_archive
+from megatron.training.common.errors import UsageError, VerificationFailed
+from megatron.training.config.arguments import parse_args, with_checkpoint_args
+from megatron.training.train.generate import OpenedModel, open_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """A model that was written, and its loss."""
+
+    loss_before: float
+    """Of the checkpoint, in nats per token."""
+    loss_after: float
+    """Of the weights that were written, read back."""
+    loss_increase: float
+    """Between the two."""
+    standard_error: float
+    """Of that, over samples."""
+    notes: tuple[str, ...]
+    """What the user should know."""
+
+
+class Source:
+    """A checkpoint and the text to measure its loss on.
+
+    Args:
+        checkpoint: a `--save` directory, or the folder of one iteration.
+        step: iteration; None takes the latest.
+        device: see `open_model`.
+        trust_unverified: `--ckpt-trust-unverified`.
+        data_path: words of `--data-path`; empty for the data of the run.
+        split: of `--split`; None for that of the run.
+        num_samples: samples to measure on.
+
+    Raises:
+        Refused: there is no complete checkpoint.
+        UsageError: it does not say what it was trained on.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        step: int | None = None,
+        device: str = "auto",
+        trust_unverified: bool = False,
+        data_path: Sequence[str] = (),
+        split: str | None = None,
+        num_samples: int,
+    ) -> None:
+        self.device, self.trust_unverified = device, trust_unverified
+        self.archive: Archive = open_archive(
+            checkpoint, step=step, trust_unverified=trust_unverified
+        )
+        self.root, self.step = self.archive.folder.parent, self.archive.iteration
+        self.text = Text.of_run(
+            self.archive.arguments, data_path=data_path, split=split, num_samples=num_samples
+        )
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        """The shape of its model."""
+        stored = self.archive.arguments
+        args = with_checkpoint_args(parse_args(["--seq-length", str(self.text.seq_length)]), stored)
+        args.padded_vocab_size = stored.get("padded_vocab_size")
+        return ModelSpec.from_arguments(args)
+
+    def open(self) -> AbstractContextManager[OpenedModel]:
+        """Builds its model with its weights."""
+        return open_model(
+            self.root,
+            step=self.step,
+            device=self.device,
+            trust_unverified=self.trust_unverified,
+        )
+
+    def settings(self, group_size: int) -> dict[str, Any]:
+        """What a measurement depends on."""
+        manifest = self.archive.folder / files.MANIFEST
+        data = manifest.read_bytes() if manifest.is_file() else b""
+        return {
+            "iteration": self.step,
+            "manifest": hashlib.sha256(data).hexdigest(),
+            "group_size": group_size,
+            "text": self.text.to_json(),
+        }
+
+    def sensitivity(
+        self,
+        bits: Sequence[int],
+        group_size: int,
+        *,
+        on_layer: Callable[[int, int], None] = lambda done, layers: None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> Sensitivity:
+        """What the loss increases by, as measured before or now.
+
+        Args:
+            bits: that must be known.
+            group_size: weights that share a scale.
+            on_layer: called with layers done and layers in all.
+            tell: called with a note.
+        """
+        path, settings = self.root / FILE, self.settings(group_size)
+        known = None
+        if path.is_file():
+            try:
+                known = Sensitivity.read(path)
+            except UsageError as error:
+                tell(f"note: {error}; measuring again")
+        if known is not None and known.settings == settings and _has(known, bits, self.model):
+            tell(f"note: loss increases are those of {path}")
+            return known
+        can_write = True
+
+        def keep(done: int, found: Sensitivity) -> None:
+            nonlocal can_write
+            on_layer(done, self.model.num_layers)
+            try:
+                if can_write:
+                    found.write(path)
+            except OSError as error:
+                can_write = False
+                tell(f"note: {path} cannot be written ({error.strerror}); nothing is kept")
+
+        with self.open() as opened:
+            return measure(
+                HeldOut(opened, self.text),
+                bits=bits,
+                group_size=group_size,
+                settings=settings,
+                known=known,
+                on_layer=keep,
+            )
+
+    def apply(
+        self,
+        destination: Path,
+        bits: Sequence[int],
+        group_size: int,
+        *,
+        max_loss_increase: float | None,
+    ) -> Applied:
+        """Writes the model with the bits of each layer, if its measured loss is within the limit.
+
+        Raises:
+            VerificationFailed: it is not, or the files differ from what they should be; then there
+                is no `destination`.
+        """
+        with self.open() as opened:
+            held_out = HeldOut(opened, self.text)
+            before = held_out.losses()
+            how = {"group_size": group_size, "trust_unverified": self.trust_unverified}
+            with written(opened, destination, bits, **how) as made:
+                found = _measured(held_out, made)
+                increase, error = found.increase_over(before)
+                if max_loss_increase is not None and not increase <= max_loss_increase:
+                    raise VerificationFailed(
+                        f"the loss with these bits is {found.mean:.5f}, {increase:.5f} more than "
+                        f"the checkpoint's, above --max-loss-increase {max_loss_increase:g}; "
+                        f"{destination} was not written; plan with a lower limit"
+                    )
+        return Applied(
+            loss_before=before.mean,
+            loss_after=found.mean,
+            loss_increase=increase,
+            standard_error=error,
+            notes=made.notes,
+        )
+
+
+def _measured(held_out: HeldOut, made: Written) -> Any:
+    load_written(held_out.opened, made)
+    return held_out.losses()
+
+
+def _has(known: Sensitivity, bits: Sequence[int], model: ModelSpec) -> bool:
+    layers = known.loss_increase
+    wanted = {str(b) for b in bits if b != 16}
+    return len(layers) == model.num_layers and all(wanted <= layer.keys() for layer in layers)
