@@ -244,7 +244,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             destroy_groups()
             dist.destroy_process_group()
     except (UsageError, ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        # Once for all ranks, which find the same.
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
 
 
 if __name__ == "__main__":
