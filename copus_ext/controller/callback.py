@@ -420,7 +420,7 @@ class Controller(Callback):
         )
         run = self.table, self.state, context, self.gns.observer
         trial = self.message_trials.due(inputs, decision, *run)
-        ranks = self.rank_requests.due(inputs, *run[:3], moving_s=self.pauses.any_s)
+        ranks = self.rank_requests.due(inputs, *run[:3], decision, moving_s=self.pauses.any_s)
         answer = {"decision": decision.to_json(), "trial": trial, "ranks": ranks}
         return json.loads(json.dumps(answer, allow_nan=False))
 

@@ -16,7 +16,7 @@ from copus_ext.controller import rules
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.throughput_table import ThroughputTable
-from copus_ext.goodput.inputs import DecisionInputs
+from copus_ext.goodput.inputs import Decision, DecisionInputs
 from copus_ext.goodput.ranks import ELASTIC_S, RankInputs, choose_ranks, ranks_of
 from copus_ext.goodput.state import ControllerState, RankChange
 from megatron.training.common.control import GENERATION_VARIABLE, write_ranks
@@ -42,6 +42,7 @@ class RankRequests:
     def __init__(self, flags: CopusConfig, log: DecisionLog) -> None:
         self._flags, self._log = flags, log
         self._range = rank_range(flags)
+        self._watched: int | None = None
         is_elastic = GENERATION_VARIABLE in os.environ
         if self._range is not None and flags.copus_mode == "act" and not is_elastic:
             raise UsageError(
@@ -55,6 +56,7 @@ class RankRequests:
         table: ThroughputTable | None,
         state: ControllerState,
         context: CallbackContext,
+        decision: Decision,
         *,
         moving_s: float,
     ) -> dict[str, Any] | None:
@@ -65,51 +67,59 @@ class RankRequests:
             table: throughputs.
             state: of the controller.
             context: of the run.
+            decision: about batch and layout. One change at a time.
             moving_s: upper estimate of the seconds in which the state moves.
 
         Returns:
             What was asked for, to be kept in the state on every rank; None if nothing was.
         """
-        if self._range is None or table is None or table.planner is None or inputs.paused:
+        if self._range is None or table is None or table.planner is None:
+            return None
+        if inputs.paused or decision.kind != "stay":
             return None
         counts = whole_nodes(self._range, table.planner.cluster.gpus_per_node)
         batches = rules.batches_to_weigh(inputs.rules, inputs.now.global_batch_size)
         rows = [*inputs.rows, *table.rows_of_ranks(counts, batches, now=inputs.now)]
-        if (last := state.rank_change) is not None:
+        last, present = state.rank_change, ranks_of(inputs.now)
+        has_come = last is not None and last.after == present
+        if last is not None and has_come:
             at = max(last.iteration, inputs.last_relayout_iteration or 0)
             inputs = dataclasses.replace(inputs, last_relayout_iteration=at)
-        decision = choose_ranks(
+        found = choose_ranks(
             RankInputs.of(
                 inputs,
                 rows,
                 cost_of_time=self._flags.copus_cost_of_time or 0.0,
                 pause_s=ELASTIC_S + moving_s,
-                last=last,
+                last=last if has_come else None,
             )
         )
-        after = ranks_of(decision.to)
-        if not decision.changes or (last is not None and last.after == after):
+        after = ranks_of(found.to)
+        is_asked = last is not None and (last.before, last.after) == (present, after)
+        if not found.changes or is_asked or self._watched == after:
             return None
-        found = RankChange(
-            before=ranks_of(inputs.now),
+        change = RankChange(
+            before=present,
             after=after,
             critical_batch_size=inputs.critical_batch_size or math.nan,
             iteration=inputs.iteration,
         )
-        self._ask(found, decision.reason, context)
-        return dataclasses.asdict(found)
+        return dataclasses.asdict(change) if self._ask(change, found.reason, context) else None
 
-    def _ask(self, change: RankChange, reason: str, context: CallbackContext) -> None:
-        """Writes the request, the journal and a line."""
+    def _ask(self, change: RankChange, reason: str, context: CallbackContext) -> bool:
+        """Writes the request, the journal and a line. Returns whether the launchers can see it."""
         acts = self._flags.copus_mode == "act"
+        if acts and context.run_dir is not None:
+            try:
+                write_ranks(context.run_dir, change.after)
+            except OSError as error:
+                logger.warning("ranks cannot be asked for: %s", error)
+                return False
+            print(f"copus: asks for {change.after} ranks; {reason}", flush=True)
+        else:
+            self._watched = change.after  # said once
         self._log.note("ranks", applied=acts, reason=reason, **dataclasses.asdict(change))
-        if not acts or context.run_dir is None:
-            return
-        print(f"copus: asks for {change.after} ranks; {reason}", flush=True)
-        try:
-            write_ranks(context.run_dir, change.after)
-        except OSError as error:
-            logger.warning("ranks cannot be asked for: %s", error)
+        return acts
 
 
 def rank_range(flags: CopusConfig) -> tuple[int, int] | None:

@@ -4,6 +4,8 @@ it goes."""
 from __future__ import annotations
 
 import itertools
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import ForeignProfile, Timing, read_profile
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
+from megatron.training.common.control import GENERATION_VARIABLE
 from megatron.training.common.errors import UsageError
 from megatron.training.common.program import other_command
 from megatron.training.config.layout import Layout
@@ -179,13 +182,13 @@ class ThroughputTable:
             if count == now.layout.world_size:
                 continue
             if count not in self._elsewhere:
-                nodes = count // planner.cluster.gpus_per_node
                 self._elsewhere[count] = Planner(
                     planner.model,
-                    replace(planner.cluster, num_nodes=nodes),
+                    planner.cluster.resize(count),
                     constants=planner.constants,
                     limits=planner.limits,
                 )
+            self._elsewhere[count].set_peaks(planner.peaks)
             for plan in self._elsewhere[count].rank(list(batches), top=_PER_BATCH):
                 for r in plan.ranked:
                     speed = r.prediction.samples_per_s * now.samples_per_s / raw
@@ -454,6 +457,10 @@ def _cluster(
     text = flags.copus_cluster
     if text is not None:
         spec = ClusterSpec.load(Path(text)) if text.endswith(".json") else preset(text)
+        if spec.world_size != world_size and GENERATION_VARIABLE in os.environ:
+            # Ranks come and go, and need not fill nodes.
+            of_node = math.gcd(spec.gpus_per_node, world_size)
+            return replace(spec, gpus_per_node=of_node, links=None, nodes=()).resize(world_size)
         if spec.world_size != world_size:
             raise SpecError(f"it has {spec.world_size} GPUs and the run {world_size}")
         return spec

@@ -22,7 +22,7 @@ from copus_ext.reshard.model_shape import ModelShape, shape_of
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.saved_state import adam_steps, scaler_state
 from megatron.training.checkpoint.save import common_state
-from megatron.training.common.collectives import broadcast_from_rank0
+from megatron.training.common.collectives import broadcast_from_rank0, first_problem
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.sharding import Record
 from megatron.training.model.shards import KINDS, Shards, own_shards
@@ -259,13 +259,26 @@ class PeerCopies(Callback):
         following = broadcast_from_rank0(self._membership.latest)
         if following.released:
             self._join_thread()
-            self._exchange(self.held.sets[moment], keepers_of_released(self._generation, following))
-            state = torch.tensor([self._state])
-            dist.all_reduce(state, op=dist.ReduceOp.MIN, group=self._flags)
-            if int(state) != _COMPLETE:
-                # The copies before, or the checkpoint, may do.
-                self.held.drop(moment)
+            self._hand_over(moment, following)
         raise WorldChanged("ranks come or leave")
+
+    def _hand_over(self, moment: Moment, following: Generation) -> None:
+        """Sends the copies of ranks that leave to ranks that stay. Where that fails, older copies
+        or the checkpoint have to do. Collective."""
+        copies, keepers = self.held.sets[moment], keepers_of_released(self._generation, following)
+        pieces, problem = [], ""
+        try:
+            pieces = self._pieces_for(copies, keepers)
+        except RuntimeError as error:  # no memory: nobody may wait for this rank
+            problem = str(error)
+        problem = first_problem(problem)
+        if not problem:
+            self._exchange(copies, keepers, pieces)
+            problem = first_problem("" if self._state == _COMPLETE else "a message failed")
+        if problem:
+            self.held.drop(moment)
+            if dist.get_rank() == 0:
+                print(f"ALERT: ranks leave and could not hand over their state: {problem}")
 
     def _take(self, context: CallbackContext) -> Moment:
         """Copies this rank's shard, between two steps; the copy's place among those held."""
@@ -281,23 +294,33 @@ class PeerCopies(Callback):
         )
         return moment
 
-    def _exchange(self, copies: CopySet, keepers: Sequence[int | None]) -> None:
+    def _pieces_for(self, copies: CopySet, keepers: Sequence[int | None]) -> list[Piece]:
+        """Room for the copies that this rank keeps."""
+        assert self._shape is not None
+        rank, records = dist.get_rank(), all_of_layout(self._shape, copies.layout)
+        wards = [ward for ward, keeper in enumerate(keepers) if keeper == rank]
+        return [Piece.empty(ward, records[ward]) for ward in wards]
+
+    def _exchange(
+        self,
+        copies: CopySet,
+        keepers: Sequence[int | None],
+        pieces: list[Piece] | None = None,
+    ) -> None:
         """Sends the own copy to its keeper and receives those that this rank keeps.
 
         Args:
             copies: with the own one.
             keepers: by rank, the rank that keeps its copy.
+            pieces: room for those that this rank keeps, if it is there.
         """
         try:
-            assert self._shape is not None
-            rank, records = dist.get_rank(), all_of_layout(self._shape, copies.layout)
-            wards = [ward for ward, keeper in enumerate(keepers) if keeper == rank]
-            pieces = [Piece.empty(ward, records[ward]) for ward in wards]
+            pieces = self._pieces_for(copies, keepers) if pieces is None else pieces
             work: list[Any] = [
                 dist.irecv(piece.buffer, group=self._group, group_src=piece.rank)
                 for piece in pieces
             ]
-            if (keeper := keepers[rank]) is not None:
+            if (keeper := keepers[dist.get_rank()]) is not None:
                 own = copies.pieces[0].buffer
                 work.append(dist.isend(own, group=self._group, group_dst=keeper))
             for one in work:

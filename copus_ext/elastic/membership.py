@@ -154,9 +154,10 @@ class Membership:
         again."""
         self._lines.send(failing=1)
 
-    def leaving(self) -> None:
-        """Tells the launcher that this process ends with the run, and is not lost."""
-        self._lines.send(leaving=1)
+    def leaving(self, *, released: bool = False) -> None:
+        """Tells the launcher that this process ends and is not lost: with the run, or because that
+        goes on without it."""
+        self._lines.send(**{"released" if released else "leaving": 1})
 
     def wait_newer(self, timeout_s: float) -> Generation:
         """The newest generation, once there is one after that of this rank.

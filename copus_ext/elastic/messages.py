@@ -109,5 +109,5 @@ class Lines:
 
     def close(self) -> None:
         """Closes the connection."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._sending:
             self.connection.close()

@@ -29,7 +29,7 @@ from copus_ext.elastic.rank_process import RankProcess, failure_of
 from copus_ext.elastic.resize import ask_cluster, staying
 from copus_ext.launch import workers
 from copus_ext.launch.failure import Failure
-from copus_ext.launch.workers import FENCED, Launch
+from copus_ext.launch.workers import FENCED, RELEASED, Launch
 from megatron.training.common.control import RanksAsked, ranks_asked
 from megatron.training.common.program import tell
 from megatron.training.resilience.env_checks import no_collection
@@ -110,6 +110,8 @@ class Agent:
     """Nodes that were let go and are still connected."""
     _is_released: bool = False
     """The run goes on without this node, since it asks for fewer ranks."""
+    _released_s: float | None = None
+    """Since when its ranks leave for that reason."""
     _first_run: int = 0
     """Number of the first ranks here: above those of this node before, in a launch that goes on."""
 
@@ -186,7 +188,10 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 rank.process.kill()
         code = rank.process.wait()
-        if self._is_released:
+        if rank.was_released:
+            self._released_s = self._released_s or time.monotonic()
+            self._peers.tell(gone=[rank.member])
+            self._forget(rank.member)
             return
         if code != 0:
             self._failures[rank.member] = rank.failure(code, self._rank_of(rank.member))
@@ -196,9 +201,16 @@ class Agent:
             return
         self._lose(rank.member)
         self._peers.tell(died=[rank.member])
-        if not self._is_ending and place.restarts < len(_BACK_S):
+        if not (self._is_ending or self._is_released) and place.restarts < len(_BACK_S):
             place.start_again_at = time.monotonic() + _BACK_S[place.restarts]
             place.restarts += 1
+
+    def _forget(self, member: Member) -> None:
+        """Notes that a rank has gone that the run can do without, if it still can."""
+        if self.generation is not None and member in self.generation.members:
+            self._lose(member)
+        self._alive.discard(member)
+        self._dead.add(member)
 
     def _leave(self, member: Member) -> None:
         """Notes that a rank has ended with the run."""
@@ -213,13 +225,15 @@ class Agent:
     def _end_the_rest(self) -> None:
         """Ends ranks that have come too late for any generation, and those that hang as they
         leave."""
-        assert self._ending_s is not None
-        is_late = time.monotonic() - self._ending_s > _LINGER_S
-        members = () if self.generation is None else self.generation.members
+        since_s = self._ending_s or self._released_s
+        is_late = since_s is not None and time.monotonic() - since_s > _LINGER_S
+        now = self.generation
+        members = () if now is None else (*now.members, *now.released)
         for place in self._places:
             place.start_again_at = None
             if place.rank is not None and (is_late or place.rank.member not in members):
-                place.rank.has_left = True
+                place.rank.has_left = self._is_ending
+                place.rank.was_released = self._is_released
                 place.rank.process.kill()
 
     def _rank_of(self, member: Member) -> int:
@@ -238,12 +252,14 @@ class Agent:
     def _what_failed(self) -> list[Failure]:
         """A rank that died is no failure of the run if that went on without it, to its end."""
         generation = self.generation
+        if self._is_released:
+            return [failure_of(-1, RELEASED, "the run asks for fewer ranks", "")]
         found = [
             failure
             for member, failure in self._failures.items()
             if generation is None or not self._is_ending or member in generation.members
         ]
-        if not found and not self._is_ending and not self._is_released:
+        if not found and not self._is_ending:
             return [failure_of(-1, 1, "no rank is left", "")]
         return found
 
@@ -314,7 +330,10 @@ class Agent:
         self._alive.discard(member)
         self._waiting.discard(member)
         self._dead.add(member)
-        if self.generation is not None and member in self.generation.members:
+        now = self.generation
+        if now is not None and member in now.released:
+            self._is_broken = True  # what it holds may not be handed over yet
+        if now is not None and member in (*now.members, *now.released):
             self._due_s = min(self._due_s or math.inf, time.monotonic() + _SETTLE_S)
 
     # What comes in.
@@ -323,6 +342,7 @@ class Agent:
         looked_s = 0.0
         self._peers.start_to_beat()
         while self._goes_on:
+            self._peers.turn()
             self._look()
             now_s = time.monotonic()
             if self.generation is None and self._alive and self._ready >= self._alive:
@@ -338,7 +358,7 @@ class Agent:
             for local, place in enumerate(self._places):
                 if place.start_again_at is not None and now_s >= place.start_again_at:
                     self._start(local)
-            if self._is_ending:
+            if self._is_ending or self._is_released:
                 self._end_the_rest()
             if self._due_s is not None and now_s >= self._due_s:
                 self._due_s = None
@@ -380,6 +400,8 @@ class Agent:
         assert rank is not None
         if "leaving" in message:
             rank.has_left = True
+        if "released" in message:
+            rank.has_left = rank.was_released = True
         if "failing" in message:
             self._places[local].restarts = len(_BACK_S)
         if "broken" in message:
@@ -388,13 +410,17 @@ class Agent:
         if "ready" in message and rank.member.run == 0:
             self._ready.add(rank.member)
             self._peers.tell(is_ready=[rank.member])
-        elif "ready" in message:
+        elif "ready" in message and not self._is_released:
             self._join([rank.member])
             self._peers.tell(ready=[rank.member])
 
     def _hear_peer(self, node: int, message: dict[str, Any]) -> None:
         for member in message.get("died", ()):
             self._lose(Member(*member))
+        for member in message.get("gone", ()):
+            self._forget(Member(*member))
+        if "asked" in message:
+            self._asked = RanksAsked(*message["asked"])
         if "left" in message:
             self._ending_s = self._ending_s or time.monotonic()
             self._alive -= {Member(*member) for member in message["left"]}
@@ -445,8 +471,12 @@ class Agent:
                 self._due_s = time.monotonic() + _MINORITY_S
                 return
         is_loss = bool(lost) or self._is_broken
+        if before is not None and not is_loss and set(before.released) & self._alive:
+            self._due_s = time.monotonic() + BEAT_S  # once they have handed over what they hold
+            return
         kind: Kind = "start" if before is None else "loss" if is_loss else "join"
-        self._announce(kind, tuple(sorted(self._alive)), lost=tuple(lost))
+        if not self._announce(kind, tuple(sorted(self._alive)), lost=tuple(lost)):
+            self._due_s = time.monotonic() + BEAT_S
 
     def _announce(
         self,
@@ -455,8 +485,8 @@ class Agent:
         *,
         lost: tuple[Member, ...] = (),
         released: tuple[Member, ...] = (),
-    ) -> None:
-        """Claims the next generation and tells all of it.
+    ) -> bool:
+        """Claims the next generation and tells all of it. Returns whether the file system let it.
 
         Raises:
             Fenced: somebody else has its number.
@@ -469,8 +499,7 @@ class Agent:
             raise Fenced("the other nodes have gone on without it") from None
         except OSError as error:  # the file system will be there again
             tell("launcher", f"{path} cannot be made ({error.strerror or error}): trying again")
-            self._due_s = time.monotonic() + BEAT_S
-            return
+            return False
         generation = Generation(
             number=number,
             members=members,
@@ -481,6 +510,7 @@ class Agent:
         )
         self._peers.tell(generation=generation.to_json())
         self._take(generation)
+        return True
 
     def _resize(self) -> None:
         """Lets nodes go if the run asks for fewer ranks, and tells the cluster once they are free.
@@ -494,7 +524,7 @@ class Agent:
         if self._leaving and not self._leaving & set(self._peers.lines):
             self._leaving = set()
             if now is not None and self._asked is not None:
-                ask_cluster(self._asked.ranks, len(now.members))
+                ask_cluster(self._asked.ranks, now)
         if now is None or self._is_ending or self._due_s is not None or self._waiting:
             return
         if set(now.members) != self._alive or now.members[0].node != self.launch.node:
@@ -502,14 +532,18 @@ class Agent:
         asked = ranks_asked(self._run_dir)
         if asked is None or asked == self._asked:
             return
-        self._asked, kept = asked, staying(now.members, asked.ranks)
+        kept = staying(now.members, asked.ranks)
+        released = tuple(m for m in now.members if m not in kept)
+        if released and not self._announce("resize", kept, released=released):
+            return
+        self._asked = asked
+        self._peers.tell(asked=list(asked))
         if asked.ranks > len(now.members):
-            ask_cluster(asked.ranks, len(now.members))
-        if released := tuple(m for m in now.members if m not in kept):
+            ask_cluster(asked.ranks, now)
+        if released:
             self._leaving = {m.node for m in released}
             nodes = ", ".join(map(str, sorted(self._leaving)))
             tell("launcher", f"the run asks for {asked.ranks} ranks: let go is node {nodes}")
-            self._announce("resize", kept, released=released)
 
     def _take(self, generation: Generation) -> None:
         """Passes a generation on to the ranks here.
@@ -523,18 +557,19 @@ class Agent:
             return
         self._is_broken = False
         self._waiting -= set(generation.members)
-        self._alive = (set(generation.members) | self._waiting) - self._dead
-        if set(generation.members) & self._dead:
+        # Those that are to leave count until they have handed over what they hold.
+        taking_part = {*generation.members, *generation.released}
+        self._alive = (taking_part | self._waiting) - self._dead
+        if taking_part & self._dead:
             self._due_s = self._due_s or time.monotonic() + _SETTLE_S
         for place in self._places:
             if place.rank is not None:
                 place.rank.lines.send(generation=generation.to_json())
         here = {place.rank.member for place in self._places if place.rank is not None}
-        if here & set(generation.released):
-            self._is_released = True
-            for place in self._places:
-                place.start_again_at, place.restarts = None, len(_BACK_S)
-        elif before is not None and here & set(before.members) - set(generation.members):
+        self._is_released = bool(here & set(generation.released))
+        if self._is_released:
+            return
+        if before is not None and here & set(before.members) - set(generation.members):
             raise Fenced("the other nodes have gone on without it")
 
     def _linger(self) -> None:

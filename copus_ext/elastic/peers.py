@@ -22,6 +22,9 @@ from megatron.training.checkpoint.files import write_atomically
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
+_STUCK_S = 6.0
+"""A launcher whose loop has not gone round for so long falls silent. With the silence that the
+others wait for, it is less than ranks wait for a new generation."""
 _CONNECT_S = 1.0
 
 
@@ -39,6 +42,7 @@ class Peers:
         self._token = secrets.token_hex(8)
         self._server = socket.create_server(("", 0))
         select.register(self._server, selectors.EVENT_READ, ("server", None))
+        self._turned_s = time.monotonic()
         self.lines: dict[int, Lines] = {}
         """By node, of those that are connected."""
 
@@ -106,9 +110,13 @@ class Peers:
         for lines in self.lines.values():
             lines.send(**message)
 
+    def turn(self) -> None:
+        """Notes that the launcher's loop goes round."""
+        self._turned_s = time.monotonic()
+
     def start_to_beat(self) -> None:
-        """Shows the others that this launcher lives, from now on, even while it waits for a file
-        system. Counts their silence from now on, too: nobody sends before all have met."""
+        """Shows the others that this launcher lives, from now on, also while it waits a little for
+        a file system. Counts their silence from now on: nobody sends before all have met."""
         for lines in self.lines.values():
             lines.heard_s = time.monotonic()
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
@@ -116,6 +124,8 @@ class Peers:
     def _beat(self) -> None:
         while True:
             time.sleep(BEAT_S)
+            if time.monotonic() - self._turned_s > _STUCK_S:
+                continue  # another node may lead
             for lines in list(self.lines.values()):
                 lines.send(beat=1)
 

@@ -33,6 +33,8 @@ class RankProcess:
     """Where it leaves its error."""
     has_left: bool = False
     """It said that it ends, before it did."""
+    was_released: bool = False
+    """It said that the run goes on without it."""
 
     @classmethod
     def start(cls, member: Member, launch: Launch, command: Sequence[str]) -> RankProcess:

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Sequence
 
-from copus_ext.elastic.messages import Member
+from copus_ext.elastic.messages import Generation, Member
 from copus_ext.launch.workers import RESIZE_VARIABLE
+from megatron.training.common.control import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE
 from megatron.training.common.program import tell
 
 WANTED_VARIABLE, PRESENT_VARIABLE = "COPUS_WANTED_RANKS", "COPUS_PRESENT_RANKS"
 """Environment variables of the command: ranks that the run asks for, and has."""
+NODES_VARIABLE = "COPUS_NODES"
+"""The same: numbers of the nodes that it has, with commas."""
+_OF_LAUNCH = (LAUNCH_VARIABLE, SUPERVISOR_VARIABLE)
+"""By these a supervisor finds what it ends with its launch. The command may live longer."""
 
 
 def staying(members: Sequence[Member], ranks: int) -> tuple[Member, ...]:
@@ -31,20 +37,26 @@ def staying(members: Sequence[Member], ranks: int) -> tuple[Member, ...]:
     return tuple(kept)
 
 
-def ask_cluster(wanted: int, present: int) -> None:
+def ask_cluster(wanted: int, generation: Generation) -> None:
     """Says where the run wants more ranks than it has, and starts the command for another number.
 
     Args:
         wanted: ranks that the run asks for.
-        present: ranks that it has.
+        generation: that it has.
     """
+    present = len(generation.members)
     if wanted > present:
         tell("launcher", f"the run asks for {wanted} ranks and has {present}: start more nodes")
     command = os.environ.get(RESIZE_VARIABLE)
     if not command:
         return
-    env = {**os.environ, WANTED_VARIABLE: str(wanted), PRESENT_VARIABLE: str(present)}
-    try:
-        subprocess.Popen(command, shell=True, env=env, stdin=subprocess.DEVNULL)
-    except OSError as error:
-        tell("launcher", f"--resize-command cannot be started: {error.strerror or error}")
+    env = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCH}
+    env |= {WANTED_VARIABLE: str(wanted), PRESENT_VARIABLE: str(present)}
+    env[NODES_VARIABLE] = ",".join(map(str, generation.nodes))
+    threading.Thread(target=_run, args=(command, env), daemon=True).start()
+
+
+def _run(command: str, env: dict[str, str]) -> None:
+    code = subprocess.run(command, shell=True, env=env, stdin=subprocess.DEVNULL).returncode
+    if code != 0:
+        tell("launcher", f"--resize-command left with {code}: {command}")

@@ -107,7 +107,7 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
         membership.leave(wait=is_join)
         left_s = time.monotonic() - began_s
         if membership.is_released:
-            membership.leaving()
+            membership.leaving(released=True)
             sys.stdout.flush()
             exit_immediately(0)
         fruitless = fruitless + 1 if max(held.sets, default=None) == newest else 0

@@ -40,6 +40,7 @@ from copus_ext.launch.slurm_job import SIGNAL_LEAD, watch_of
 from copus_ext.launch.workers import (
     COPY_INTERVAL_VARIABLE,
     FENCED,
+    RELEASED,
     RESIZE_VARIABLE,
     Launch,
     Workers,
@@ -241,6 +242,9 @@ class WorkerNode(Node):
             number = plan.number
             if str(self.options.node_rank) in plan.num_ranks:
                 ended = self.run(plan)
+                if ended.code == RELEASED:
+                    say("the run goes on without this node: it asks for fewer ranks")
+                    return DONE
         if ended is None or not self._is_elastic:
             return FAILED
         # The run went on without node 0, to its end or until it could not.

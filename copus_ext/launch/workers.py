@@ -44,8 +44,9 @@ RESIZE_VARIABLE = "COPUS_RESIZE_COMMAND"
 ranks."""
 COPY_INTERVAL_VARIABLE = "COPUS_COPY_INTERVAL"
 """Environment variable: steps between two copies of the state in an elastic launch."""
-FENCED = 87
-"""Exit code of a launcher whose node the others have gone on without."""
+FENCED, RELEASED = 87, 88
+"""Exit codes of a launcher whose node the others have gone on without: it was taken for lost, or
+the run asks for fewer ranks."""
 _END_WAIT_S, _PARENT_LOOK_S = 10.0, 0.2
 _LEFT_TO_OTHERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Schedulers send these to every process of a job; ranks and supervisor answer them."""

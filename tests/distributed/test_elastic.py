@@ -18,7 +18,7 @@ import pytest
 
 from bench.elastic_kills import MODEL, account, start, start_node, wait
 from copus_ext.launch.workers import RESIZE_VARIABLE
-from megatron.training.common.control import write_ranks
+from megatron.training.common.control import write_ranks, write_stop
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
 from tests.helpers.launch import ROOT, run_ranks
@@ -66,6 +66,14 @@ class Run:
         except FileNotFoundError:
             return []
         return [r for r in records if r["kind"] == "run.start"]
+
+    def last_step(self) -> int:
+        """The last step of the record; 0 before there is one."""
+        try:
+            rows = read_metrics(self.folder / "run")
+        except FileNotFoundError:
+            return 0
+        return max((r["iteration"] for r in rows if r["kind"] == "step"), default=0)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + _LIMIT_S
@@ -171,23 +179,23 @@ def test_a_node_leaves_that_the_run_can_do_without(
     told = tmp_path / "told"
     command = f'echo "$COPUS_PRESENT_RANKS to $COPUS_WANTED_RANKS" >> {told}'
     monkeypatch.setenv(RESIZE_VARIABLE, command)
-    run = begin((1, 1, 2), "--tensor-model-parallel-size 2 --exit-interval 90")
+    run = begin((1, 1, 2), "--tensor-model-parallel-size 2")
 
-    def last_step() -> int:
-        try:
-            rows = read_metrics(run.folder / "run")
-        except FileNotFoundError:
-            return 0
-        return max((r["iteration"] for r in rows if r["kind"] == "step"), default=0)
+    def was_told() -> list[str]:
+        return told.read_text().splitlines() if told.exists() else []
 
     # More than there are changes nothing; 3 leave those of the first two nodes.
-    run.wait_for(lambda: last_step() > 20)
+    run.wait_for(lambda: run.last_step() > 20)
     write_ranks(run.folder / "run", 6)
-    run.wait_for(lambda: last_step() > 40)
+    run.wait_for(lambda: was_told() == ["4 to 6"])
     write_ranks(run.folder / "run", 3)
-    assert run.end() == [0, 0, 0]
-    run.check(reference, 90)
+    assert run.children[2].wait(_LIMIT_S) == 0, "it ends while the others train"
+    run.wait_for(lambda: was_told() == ["4 to 6", "2 to 3"])
     first, second = run.starts()
+    run.wait_for(lambda: run.last_step() > second["iteration"] + 20)
+    write_stop(run.folder / "run", "")
+    run.end()
+    run.check(reference, run.last_step())
     assert len(first["members"]) == 4 and first["why"] == "start"
     assert second["members"] == first["members"][:2] and second["why"] == "resize"
     assert second["loaded"] == "memory of the ranks"
@@ -196,7 +204,6 @@ def test_a_node_leaves_that_the_run_can_do_without(
         for r in read_metrics(run.folder / "run", superseded=True)
         if r["kind"] == "step" and r["t"] < second["t"]
     )
-    assert told.read_text().splitlines() == ["4 to 6", "2 to 3"]
     assert "start more nodes" in run.log and "let go is node 2" in run.log
 
 

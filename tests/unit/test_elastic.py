@@ -7,8 +7,10 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +26,13 @@ from copus_ext.elastic.copies import (
     keepers_of_released,
 )
 from copus_ext.elastic.messages import Generation, Lines, Member
+from copus_ext.elastic.node import Agent
 from copus_ext.elastic.resize import ask_cluster, staying
 from copus_ext.launch.options import COPY_INTERVAL, read_options
-from copus_ext.launch.workers import RESIZE_VARIABLE
+from copus_ext.launch.workers import RELEASED, RESIZE_VARIABLE, Launch
 from megatron.training.common.control import (
     GENERATION_VARIABLE,
+    LAUNCH_VARIABLE,
     LOCK_FILE,
     RANKS_FILE,
     ranks_asked,
@@ -147,18 +151,132 @@ def test_the_cluster_is_asked_by_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = tmp_path / "said"
-    command = f'echo "$COPUS_PRESENT_RANKS to $COPUS_WANTED_RANKS" >> {said}'
-    monkeypatch.setenv(RESIZE_VARIABLE, command)
-    ask_cluster(6, 4)
+    command = 'echo "$COPUS_PRESENT_RANKS to $COPUS_WANTED_RANKS on $COPUS_NODES $COPUS_LAUNCH"'
+    monkeypatch.setenv(RESIZE_VARIABLE, f"{command} >> {said}")
+    monkeypatch.setenv(LAUNCH_VARIABLE, "ends with its processes")
+    ask_cluster(6, generation(2, 2))
+    wait_for(lambda: said.exists() and said.read_text().endswith("\n"))
+    assert said.read_text() == "4 to 6 on 0,1 \n"
+    assert "asks for 6 ranks and has 4: start more nodes" in capsys.readouterr().err
+    monkeypatch.setenv(RESIZE_VARIABLE, "exit 3")
+    ask_cluster(2, generation(2))
+    told: list[str] = []
+    wait_for(lambda: told.append(capsys.readouterr().err) or "left with 3" in "".join(told))
+    monkeypatch.delenv(RESIZE_VARIABLE)
+    ask_cluster(2, generation(2))
+    assert capsys.readouterr().err == ""
+
+
+def wait_for(condition: Callable[[], object]) -> None:
     deadline_s = time.monotonic() + 20
-    while not (said.exists() and said.read_text().endswith("\n")):
+    while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
-    assert said.read_text() == "4 to 6\n"
-    assert "asks for 6 ranks and has 4: start more nodes" in capsys.readouterr().err
-    monkeypatch.delenv(RESIZE_VARIABLE)
-    ask_cluster(2, 2)
-    assert capsys.readouterr().err == "" and said.read_text() == "4 to 6\n"
+
+
+class Quiet:
+    """Other nodes that are connected and say nothing."""
+
+    def __init__(self, *nodes: int) -> None:
+        self.lines = dict.fromkeys(nodes)
+        self.told: list[dict[str, Any]] = []
+
+    def tell(self, **message: Any) -> None:
+        self.told.append(message)
+
+
+def agent(tmp_path: Path, *ranks: int, node: int = 0) -> Agent:
+    """The launcher of a node in a first generation, without processes."""
+    shared = tmp_path / "control" / "elastic" / "launch"
+    shared.mkdir(parents=True)
+    launch = Launch(
+        name="launch",
+        node=node,
+        nodes=list(range(len(ranks))),
+        num_ranks=ranks[node],
+        endpoint="",
+        folder=str(tmp_path),
+        shared=str(shared),
+    )
+    one = Agent(launch=launch, command=[], folder=shared)
+    others: Any = Quiet(*(n for n in range(len(ranks)) if n != node))
+    one._peers, one._store = others, "127.0.0.1:1"
+    one._take(generation(*ranks))
+    return one
+
+
+def ask(one: Agent, tmp_path: Path, ranks: int) -> None:
+    write_ranks(tmp_path, ranks)
+    one._resize()
+
+
+def test_a_join_waits_until_released_ranks_have_left(tmp_path: Path) -> None:
+    one = agent(tmp_path, 1, 1, 1)
+    ask(one, tmp_path, 2)
+    assert one.generation is not None and one.generation.kind == "resize"
+    assert one.generation.released == (Member(2, 0),)
+    one._hear_peer(1, {"ready": [[1, 0, 1000]]})
+    one._propose()
+    assert one.generation.number == 2, "the released rank still holds its state"
+    one._hear_peer(2, {"gone": [[2, 0, 0]]})
+    one._propose()
+    assert one.generation.number == 3 and one.generation.kind == "join"
+    assert one.generation.members == (Member(0, 0), Member(1, 0), Member(1, 0, 1000))
+
+
+@pytest.mark.parametrize("died", [Member(1, 0), Member(2, 0)])
+def test_a_loss_takes_back_what_was_let_go(tmp_path: Path, died: Member) -> None:
+    # The other one may hold the only copy that is left.
+    one = agent(tmp_path, 1, 1, 1, 1)
+    ask(one, tmp_path, 2)
+    one._hear_peer(died.node, {"died": [list(died)]})
+    one._propose()
+    now = one.generation
+    assert now is not None and now.kind == "loss" and now.released == ()
+    assert now.members == tuple(Member(n, 0) for n in range(4) if n != died.node)
+
+
+def test_a_rank_that_has_left_and_is_wanted_again_is_lost(tmp_path: Path) -> None:
+    one = agent(tmp_path, 1, 1, 1)
+    ask(one, tmp_path, 2)
+    one._hear_peer(1, {"died": [[1, 0, 0]]})
+    one._propose()
+    one._hear_peer(2, {"gone": [[2, 0, 0]]})
+    one._propose()
+    now = one.generation
+    assert now is not None and now.members == (Member(0, 0),) and now.lost == (Member(2, 0),)
+
+
+def test_a_request_counts_once_and_for_all_launchers(tmp_path: Path) -> None:
+    one = agent(tmp_path, 1, 1, 1)
+    ask(one, tmp_path, 2)
+    asked = next(m["asked"] for m in one._peers.told if "asked" in m)  # pyright: ignore[reportAttributeAccessIssue]
+    one._hear_peer(2, {"gone": [[2, 0, 0]]})
+    one._hear_peer(2, {"ready": [[2, 0, 1000]]})
+    one._propose()
+    one._resize()
+    assert one.generation is not None and one.generation.number == 3, "it came, and stays"
+    heir = agent(tmp_path / "heir", 1, 1, 1, node=1)
+    heir._hear_peer(0, {"asked": asked})
+    assert heir._asked == ranks_asked(tmp_path)
+
+
+def test_a_released_launcher_ends_with_its_own_code(tmp_path: Path) -> None:
+    one = agent(tmp_path, 1, 1, node=1)
+    rank: Any = SimpleNamespace(
+        member=Member(1, 0), lines=SimpleNamespace(send=lambda **message: None)
+    )
+    one._places = [SimpleNamespace(rank=rank, start_again_at=None)]  # pyright: ignore[reportAttributeAccessIssue]
+    one._failures[Member(1, 0, 0)] = SimpleNamespace(code=1)  # pyright: ignore[reportArgumentType]
+    released = generation(1, kind="resize", number=2, released=(Member(1, 0),))
+    one._take(released)
+    assert one._goes_on
+    one._places[0].rank = None
+    assert not one._goes_on
+    assert [failure.code for failure in one._what_failed()] == [RELEASED]
+    one._places[0].rank = rank
+    one._take(generation(1, 1, kind="loss", number=3))
+    assert not one._is_released, "it was taken back"
 
 
 def test_a_piece_holds_what_its_records_name() -> None:

@@ -15,6 +15,7 @@ import pytest
 from copus_ext.controller.decision_log import NAME, DecisionLog
 from copus_ext.controller.rank_requests import RankRequests, rank_range, whole_nodes
 from copus_ext.controller.throughput_table import ThroughputTable
+from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.goodput.state import ControllerState, RankChange
 from copus_ext.planner.configuration import Configuration
 from megatron.training.common.control import GENERATION_VARIABLE, ranks_asked
@@ -79,6 +80,7 @@ class Asking:
         monkeypatch.setenv(GENERATION_VARIABLE, "launch/1")
         folder.mkdir(exist_ok=True)
         self.folder, self.state = folder, ControllerState()
+        self.decision: Any = SimpleNamespace(kind="stay")
         given = flags(copus_ranks="1-8", copus_max_global_batch_size=64, **more)
         self.table = ThroughputTable(config(), given, gpu=None)
         self.requests = RankRequests(given, DecisionLog(folder))
@@ -89,7 +91,9 @@ class Asking:
         inputs = replace(inputs, current=rows.index(now))
         context: Any = SimpleNamespace(run_dir=self.folder)
         with redirect_stdout(io.StringIO()):
-            found = self.requests.due(inputs, self.table, self.state, context, moving_s=0.5)
+            found = self.requests.due(
+                inputs, self.table, self.state, context, self.decision, moving_s=0.5
+            )
         if found is not None:
             self.state.rank_change = RankChange(**json.loads(json.dumps(found)))
         return self.state.rank_change if found is not None else None
@@ -134,8 +138,59 @@ def test_nothing_is_asked_for_while_decisions_are_paused_or_only_watched(
     watched = Asking(
         tmp_path / "watched", monkeypatch, copus_cost_of_time=1e6, copus_mode="observe"
     )
-    assert watched.due(1e5) is not None
+    assert watched.due(1e5) is None and watched.due(1e5) is None
     assert ranks_asked(watched.folder) is None, "only the journal tells"
+    assert len((watched.folder / NAME).read_text().splitlines()) == 1, "and once"
+
+
+def test_one_change_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Asking(tmp_path, monkeypatch, copus_cost_of_time=1e6)
+    run.decision.kind = "batch"
+    assert run.due(1e5) is None
+    run.decision.kind = "stay"
+    assert run.due(1e5) is not None
+
+
+def test_a_request_that_cannot_be_written_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Asking(tmp_path, monkeypatch, copus_cost_of_time=1e6)
+    (tmp_path / "control").write_text("a file in its place")
+    assert run.due(1e5) is None and run.state.rank_change is None
+    (tmp_path / "control").unlink()
+    assert run.due(1e5) is not None
+
+
+def test_ranks_that_have_gone_again_are_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Asking(tmp_path, monkeypatch, copus_cost_of_time=1e6)
+    asked = run.due(1e5)
+    assert asked is not None and run.due(1e5) is None
+    # It had come from another number then; the run has left that number since.
+    run.state.rank_change = replace(asked, before=8)
+    assert run.due(1e5) is not None
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_a_cluster_that_a_flag_describes_follows_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    monkeypatch.setenv(GENERATION_VARIABLE, "launch/2")
+    text = "h100-80g:16"
+    if links:
+        spec = preset(text).to_json()
+        spec["links"] = {"bytes_per_s": [[1e10] * 2] * 2, "latency_s": [[1e-5] * 2] * 2}
+        (tmp_path / "cluster.json").write_text(json.dumps(spec))
+        text = str(tmp_path / "cluster.json")
+    given = flags(copus_cluster=text, copus_ranks="8-32", copus_cost_of_time=1.0)
+    table = ThroughputTable(config(world=8), given, gpu=None)
+    assert table.cluster is not None and table.cluster.world_size == 8
+    _, now = rows_of(table, BATCHES, present)
+    rows = table.rows_of_ranks([8, 16, 32], BATCHES, now=now)
+    assert {r.layout.world_size for r in rows} == {16, 32}
+    left = ThroughputTable(config("--global-batch-size 12", world=6), given, gpu=None)
+    assert left.cluster is not None and left.cluster.world_size == 6
 
 
 def test_a_state_keeps_what_was_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import hashlib
@@ -160,14 +161,20 @@ def _let_go(groups: list[Any], *, linger: bool, is_broken: bool = False) -> None
 
 
 def _drop_last(held: list[Any]) -> None:
-    """Drops a reference once it is the last one."""
+    """Drops a reference once it is the last one. After a while it keeps it for good."""
+    deadline_s = time.monotonic() + _KEEP_S
     while sys.getrefcount(held[0]) > 2:  # of `held`, and the argument of the call
+        if time.monotonic() > deadline_s:
+            _kept.append(held)
+            return
         time.sleep(_LOOK_S)
     held.clear()
 
 
 _closing: list[threading.Thread] = []
-_LOOK_S = 0.05
+_LOOK_S, _KEEP_S = 0.05, 60.0
+_kept: list[list[Any]] = []
+"""Broken groups that something else refers to."""
 _BROKEN_S = 0.2
 
 
@@ -181,9 +188,12 @@ def destroy_broken_world() -> None:
     """Destroys all groups and the world after the loss of a rank, once nothing refers to them. Not
     collective. A group that gloo cannot close keeps a thread and its sockets."""
     await_closed()
-    _forget_model()
     world = dist.distributed_c10d._world
-    groups = list(world.pg_map)
+    groups = [group for group in world.pg_map if dist.get_backend(group) == "gloo"]
+    if torch.cuda.is_available():
+        with contextlib.suppress(Exception):  # before anything waits for the GPU
+            dist.distributed_c10d._abort_process_group()
+    _forget_model()
     try:
         dist.destroy_process_group()
     except Exception as error:  # the tables are what matters
@@ -191,7 +201,6 @@ def destroy_broken_world() -> None:
     parallel_state.destroy_model_parallel()
     _reset_globals()
     if torch.cuda.is_available():
-        groups.clear()
         torch.cuda.empty_cache()
     _let_go(groups, linger=True, is_broken=True)
     deadline_s = time.monotonic() + _BROKEN_S
