@@ -7,11 +7,12 @@ chain. Then the same on CPU ranks, in two ways, with the steps of both plans in 
 
 * Two ranks, one for each core, compute. The four branches lie two by two on the ranks, and the
   decoder behind them is small. The planner chooses both plans from the measured times of the nodes.
-* Five ranks run tiny nodes that sleep in place of a device, as five cores are not here. Messages,
-  order and gradients are real.
+* Two ranks, and five, run tiny nodes that sleep in place of a device, as five cores are not here,
+  and other work on the cores counts less. Messages, order and gradients are real.
 
 The plain pipeline runs on the same code with the same messages, only in its own order. Writes
-docs/results/graph_stages.json. It needs two cores, nothing else running, and about five minutes.
+docs/results/graph_stages.json. It needs two cores, nothing else running, and about seven minutes.
+`--only` measures one of both ways.
 """
 
 from __future__ import annotations
@@ -41,25 +42,38 @@ COMPUTING = {
     "samples": 4,
     "num_microbatches": [2, 4, 8],
     "steps": 3,
-    "rows": 12,
+    "rows": 10,
 }
-SLEEPING = {
-    "shape": {
-        "branches": [
-            {"name": f"view{i}", "num_layers": 1, "seq_length": 8, "merged": 2}
-            for i in range(BRANCHES)
-        ],
-        "decoder_layers": 1,
-        "seq_length": 8,
-        "patch_size": 8,
-    },
+TINY = {
     "flags": "--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --lr 1e-3",
     "samples": 1,
-    "num_microbatches": [4, 8],
     "steps": 2,
     "rows": 6,
-    "sleep_s": [[0.04, 0.08]] * (BRANCHES + 1),
 }
+
+
+def tiny_shape(nodes: int) -> dict[str, Any]:
+    """Four branches of so many nodes."""
+    own = {"num_layers": nodes, "seq_length": 8, "nodes": nodes, "merged": 2}
+    views = [{"name": f"view{i}", **own} for i in range(BRANCHES)]
+    return {"branches": views, "decoder_layers": 1, "seq_length": 8, "patch_size": 8}
+
+
+SLEEPING = {
+    2: {
+        **TINY,
+        "shape": tiny_shape(4),
+        "num_microbatches": [2, 4, 8],
+        "sleep_s": [[0.008, 0.016]] * (4 * BRANCHES + 1),
+    },
+    5: {
+        **TINY,
+        "shape": tiny_shape(1),
+        "num_microbatches": [4, 8],
+        "sleep_s": [[0.04, 0.08]] * (BRANCHES + 1),
+    },
+}
+"""By ranks."""
 
 
 def exact(num_branches: int, count: int) -> dict[str, Any]:
@@ -105,28 +119,37 @@ def table(result: dict[str, Any]) -> str:
     for p in result["exact"]:
         times = f"{p['sequential_s']:g} | {p['graph_s']:g} | {p['ratio']:.2f} | – |"
         lines.append(f"| {p['branches']} branches, exact | {p['num_microbatches']} | {times}")
-    for name in ("computing", "sleeping"):
-        for p in result[name]["points"]:
+    for name, run in [("computing", x) for x in result["computing"]] + [
+        ("sleeping", x) for x in result["sleeping"]
+    ]:
+        for p in run["points"]:
             m = p["measured"]
             times = f"{m['sequential_wall_s']:.3f} | {m['graph_wall_s']:.3f}"
             ratio = f"{m['median_ratio']:.2f} ({m['median_low_95']:.2f}–{m['median_high_95']:.2f})"
-            where = f"{result[name]['ranks']} ranks, {name} | {p['num_microbatches']}"
+            where = f"{run['ranks']} ranks, {name} | {p['num_microbatches']}"
             lines.append(f"| {where} | {times} | {ratio} | {p['predicted_ratio']:.2f} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Predicts, measures, prints and writes."""
-    args = arguments(__doc__, "graph_stages.json").parse_args()
-    begun = origin()
+    parser = arguments(__doc__, "graph_stages.json")
+    parser.add_argument("--only", choices=("computing", "sleeping"), help="keep the rest")
+    args = parser.parse_args()
+    before = json.loads(args.output.read_text()) if args.output.exists() else {}
     points = [exact(branches, count) for branches in (BRANCHES, 1) for count in COUNTS]
     result = {
-        **begun,
+        **origin(),
         "command": "python -m bench.graph_stages",
         "exact": points,
-        "computing": on_ranks(2, COMPUTING),
-        "sleeping": on_ranks(BRANCHES + 1, SLEEPING),
+        "computing": before.get("computing", []),
+        "sleeping": before.get("sleeping", []),
     }
+    if args.only in (None, "computing"):
+        load = origin()["load_average"]
+        result["computing"] = [{"load_average": load, **on_ranks(2, COMPUTING)}]
+    if args.only in (None, "sleeping"):
+        result["sleeping"] = [on_ranks(ranks, request) for ranks, request in SLEEPING.items()]
     write(args.output, result, hide=("computing", "sleeping"))
     print(table(result))
 
