@@ -24,8 +24,8 @@ from copus_ext.serving.problem import Objective, Phase, ServingProblem
 
 WHOLE = 16
 """Bits of weights that are not quantised."""
-_KERNELS = 22
-"""Of a layer, with attention in one."""
+_KERNELS = 12
+"""Of a layer as servers fuse it; assumed."""
 _KERNEL_S = 5e-6
 """Least time of a kernel that a captured graph starts on a GPU."""
 _TILE_ROWS = 16

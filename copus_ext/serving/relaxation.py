@@ -46,7 +46,7 @@ def relax(p: ServingProblem) -> Prices:
 
     own = np.arange(held).reshape(devices, bits)
     first, last = ends + np.arange(devices), ends + devices + np.arange(devices)
-    scale = float(np.max(p.capacity_bytes))
+    scale = max(float(np.max(p.capacity_bytes)), float(np.max(p.layer_bytes)))
     for j in range(devices):
         parts = np.append(p.layer_bytes, [p.first_bytes, p.last_bytes]) / scale
         row(p.capacity_bytes[j] / scale, ([*own[j], first[j], last[j]], parts))

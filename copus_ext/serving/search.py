@@ -206,6 +206,10 @@ class Search:
             keep = through < self._target
             names = ("start", "length", "choice", "prefill", "decode", "loss")
             self.columns[kind] = _columns({n: getattr(x, n)[keep] for n in names})
+        self.values = [
+            np.unique(np.concatenate([getattr(x, name) for x in self.columns]))
+            for name in ("prefill", "decode")
+        ]
         return sum(map(len, self.columns))
 
     def _costs(
@@ -362,6 +366,12 @@ class Search:
 
     def _explore(self, node: _Node) -> list[tuple[_Node, float]]:
         """Bounds a node; returns its children and their bounds."""
+        # The longest stage takes as long as some column: between two of them there is nothing.
+        at = [np.searchsorted(v, low) for v, low in zip(self.values, node.low)]
+        if any(i == len(v) for i, v in zip(at, self.values)):
+            return []
+        low = float(self.values[0][at[0]]), float(self.values[1][at[1]])
+        node = _Node(low=low, high=node.high)
         bound, path, price = self._price_path(node)
         if path is None or bound >= self._target:
             return []
@@ -377,13 +387,16 @@ class Search:
         side = int(excess[1] >= excess[0])
         if excess[side] <= TOLERANCE * abs(bound) / 4:
             return []
-        middle = (node.low[side] + longest[side]) / 2
+        values = self.values[side]
+        middle = (int(at[side]) + int(np.searchsorted(values, longest[side]))) // 2
 
-        def cut(ends: tuple[float, float]) -> tuple[float, float]:
-            return (middle, ends[1]) if side == 0 else (ends[0], middle)
+        def cut(ends: tuple[float, float], at: int) -> tuple[float, float]:
+            value = float(values[at])
+            return (value, ends[1]) if side == 0 else (ends[0], value)
 
-        below = _Node(low=node.low, high=cut(node.high))
-        return [(below, bound), (_Node(low=cut(node.low), high=node.high), bound)]
+        below = _Node(low=node.low, high=cut(node.high, middle))
+        above = _Node(low=cut(node.low, middle + 1), high=node.high)
+        return [(below, bound), (above, bound)]
 
     def _listed(self, node: _Node, price: float) -> _Path | None:
         """The plan whose charges are least under the limit of loss, exactly; None if no plan of the
@@ -404,59 +417,58 @@ class Search:
         )
         limit = np.inf if p.max_loss_increase is None else p.max_loss_increase
         slack = limit * (1 + TOLERANCE) if np.isfinite(limit) else limit
-        # A label: one value per piece without the price, then the loss; and where it came from.
         plain = [self._costs(s, 0.0, node=node) for s in np.eye(num)]
         constants = np.array([c for _, c in plain])
         priced = np.array([c for _, c in bounds])
-        labels: dict[tuple[int, int], Any] = {(0, 0): np.zeros((1, num + 1))}
-        came: dict[tuple[int, int], Any] = {(0, 0): np.zeros((1, 3), dtype=int)}
 
-        def promising(values: Any, j: int, end: int) -> Any:
+        def promising(values: Any, j: int, ends: Any) -> Any:
             sums = np.concatenate(
                 [values[:, :num], (values[:, :num] @ self.prices.pieces)[:, None]], axis=1
             )
-            ahead = np.array([b[j, end] for b in behind])
+            ahead = np.array([b[j, ends] for b in behind]).T
             least = (sums + price * values[:, num:] + ahead + priced).max(axis=1)
-            return (least < self._target) & (values[:, num] + losses[j, end] <= slack)
+            return (least < self._target) & (values[:, num] + losses[j, ends] <= slack)
 
+        # A label: one value per piece without the price, then the loss. `ends` are the layers done.
+        values, ends = np.zeros((1, num + 1)), np.zeros(1, dtype=int)
+        steps: list[tuple[Any, Any]] = []
         for j, kind in enumerate(self.kind_of):
             x = self.columns[kind]
-            steps = np.stack([*(v[kind] for v, _ in plain), x.loss], axis=1)
-            for end_before in range(p.num_layers + 1):
-                here = labels.get((j, end_before))
-                if here is None:
-                    continue
-                _merge(labels, came, (j + 1, end_before), here, _from(here, end_before, -1))
-                for first, last in _ranges_from(x, end_before):
-                    end = int(x.start[first] + x.length[first])
-                    able = first + np.flatnonzero(np.isfinite(steps[first:last, 0]))
-                    values = (here[:, None, :] + steps[None, able]).reshape(-1, num + 1)
-                    keep = np.flatnonzero(promising(values, j + 1, end))
-                    if len(keep):
-                        origin = _from(here, end_before, 0)[keep // len(able)]
-                        origin[:, 2] = able[keep % len(able)]
-                        _merge(labels, came, (j + 1, end), values[keep], origin)
-            for end in range(p.num_layers + 1):
-                if (j + 1, end) in labels:
-                    _prune(labels, came, (j + 1, end))
-        final = labels.get((p.num_devices, p.num_layers))
-        if final is None:
-            return None
-        totals = (final[:, :num] + constants).max(axis=1)
+            own = np.stack([*(v[kind] for v, _ in plain), x.loss], axis=1)
+            able = np.isfinite(own[:, 0])
+            nothing = np.full(len(values), -1)
+            found = [(values, ends, np.arange(len(values)), nothing)]
+            for start in np.unique(ends):
+                rows = np.flatnonzero(ends == start)
+                first, last = np.searchsorted(x.start, [start, start + 1])
+                taken = first + np.flatnonzero(able[first:last])
+                made = (values[rows][:, None, :] + own[None, taken]).reshape(-1, num + 1)
+                row, column = np.repeat(rows, len(taken)), np.tile(taken, len(rows))
+                end = x.start[column] + x.length[column]
+                keep = promising(made, j + 1, end)
+                found.append((made[keep], end[keep], row[keep], column[keep]))
+            values, ends, row, column = (np.concatenate(part) for part in zip(*found))
+            kept = _undominated(values, ends)
+            values, ends = values[kept], ends[kept]
+            steps.append((row[kept], column[kept]))
+        done = np.flatnonzero(ends == p.num_layers)
+        totals = (values[done, :num] + constants).max(axis=1)
         best: _Path | None = None
-        for at in np.argsort(totals):
-            path = self._trace(came, int(at), float(totals[at]), float(final[at, num]))
+        for at in done[np.argsort(totals)]:
+            value = float((values[at, :num] + constants).max())
+            path = self._trace(steps, int(at), value, float(values[at, num]))
             best = best or path
             self._offer(path)
         return best
 
-    def _trace(self, came: Any, at: int, value: float, loss: float) -> _Path:
-        picked, end = [], self.p.num_layers
-        for j in range(self.p.num_devices, 0, -1):
-            before, row, column = (int(n) for n in came[j, end][at])
-            if column >= 0:
-                picked.append((j - 1, self.kind_of[j - 1], column))
-            end, at = before, row
+    def _trace(self, steps: list[tuple[Any, Any]], at: int, value: float, loss: float) -> _Path:
+        """The path of a label, from what every device added to it."""
+        picked = []
+        for j in range(self.p.num_devices - 1, -1, -1):
+            rows, columns = steps[j]
+            if columns[at] >= 0:
+                picked.append((j, self.kind_of[j], int(columns[at])))
+            at = int(rows[at])
         return _Path(picked=tuple(reversed(picked)), value=value, loss=loss)
 
 
@@ -470,40 +482,18 @@ def _columns(parts: dict[str, Any]) -> _Columns:
     return _Columns(**parts, ranges=np.flatnonzero(new))
 
 
-def _ranges_from(x: _Columns, start: int) -> list[tuple[int, int]]:
-    """First and last column, exclusively, of the ranges that begin at a layer."""
-    starts = x.start[x.ranges]
-    first, last = np.searchsorted(starts, [start, start + 1])
-    edges = np.append(x.ranges, len(x))
-    return [(int(edges[i]), int(edges[i + 1])) for i in range(first, last)]
-
-
-def _from(labels: Any, end: int, column: int) -> Any:
-    """Where labels come from: layers done, row there, column taken (-1: the device has none)."""
-    count = len(labels)
-    return np.stack([np.full(count, end), np.arange(count), np.full(count, column)], axis=1)
-
-
-def _merge(labels: Any, came: Any, where: tuple[int, int], values: Any, origin: Any) -> None:
-    """Adds labels to those of a place."""
-    if where in labels:
-        values = np.concatenate([labels[where], values])
-        origin = np.concatenate([came[where], origin])
-    labels[where], came[where] = values, origin
-
-
-def _prune(labels: Any, came: Any, where: tuple[int, int]) -> None:
-    """Keeps the labels that no other one beats or equals in every number."""
-    values, origin = labels[where], came[where]
-    order = np.lexsort(values.T[::-1])
-    values, origin = values[order], origin[order]
+def _undominated(values: Any, ends: Any) -> Any:
+    """Which labels no other one with as many layers beats or equals in every number."""
+    order = np.lexsort((*values.T[::-1], ends))
     kept: list[int] = []
-    front = np.empty((0, values.shape[1]))
-    for at, value in enumerate(values):
-        if not (front <= value).all(axis=1).any():
-            kept.append(at)
-            front = np.concatenate([front, value[None]])
-    labels[where], came[where] = values[kept], origin[kept]
+    front, end = np.empty((0, values.shape[1])), -1
+    for at in order:
+        if ends[at] != end:
+            front, end = np.empty((0, values.shape[1])), ends[at]
+        if not (front <= values[at]).all(axis=1).any():
+            kept.append(int(at))
+            front = np.concatenate([front, values[at][None]])
+    return np.array(kept, dtype=int)
 
 
 def find_best(problems: list[ServingProblem]) -> tuple[int, Found] | None:
