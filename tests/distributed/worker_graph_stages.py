@@ -11,6 +11,7 @@ SIZES = "--hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --lr 2e-3
 PLANS: dict[str, list[list[str]]] = {
     "a stage for each branch": [["image.0", "image.1"], ["words"], ["decoder.0", "decoder.1"]],
     "a branch in two parts": [["image.0", "words"], ["image.1", "decoder.0"], ["decoder.1"]],
+    "a branch beside the decoder": [["image.0"], ["image.1"], ["words", "decoder.0", "decoder.1"]],
     "a plain pipeline": [["image.0", "image.1"], ["words", "decoder.0"], ["decoder.1"]],
 }
 """Nodes of the stages of three ranks."""

@@ -341,7 +341,7 @@ class _Search:
         self.problem, self.sets = problem, sets
         self.is_sequential, self.most, self.left = is_sequential, most_passes, most_passes
         self.best: GraphPartition | None = None
-        self.share = np.inf
+        self.spent: tuple[float, int] = np.inf, 0
         self.seen: set[tuple[int, ...]] = set()
         self.unseen_s = np.inf
         self.least_lack = np.inf
@@ -449,9 +449,11 @@ class _Search:
             return
         step_s = p.step_s(graph)
         limit = np.inf if self.best is None else self.best.step_s
-        is_same = step_s <= limit * (1 + _SAME) and max(peaks) < self.share
+        # Of equally fast ones, that with the most memory to spare, then that with fewer messages.
+        spent = max(peaks), len(graph.messages)
+        is_same = step_s <= limit * (1 + _SAME) and spent < self.spent
         if step_s < limit * (1 - _SAME) or is_same:
-            self.share = max(peaks)
+            self.spent = spent
             self.best = GraphPartition(
                 graph=graph,
                 names=p.names,
