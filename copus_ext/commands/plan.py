@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from copus_ext.commands import plan_graph
-from copus_ext.monitor import phase_plan, rank_plan
+from copus_ext.monitor import graph_plan, phase_plan, rank_plan
 from copus_ext.monitor.phase_plan import TOKENS_A_PARAMETER
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
@@ -123,7 +122,7 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
     elif command in _FLAG_OF:
         p.set_defaults(**{_FLAG_OF[command]: True})
     if command == "partition":
-        plan_graph.add_flag(out)
+        graph_plan.add_flag(out)
     return p
 
 
@@ -553,7 +552,7 @@ def put(text: str, output: Path | None) -> None:
 
 def graph_answer(argv: list[str]) -> int:
     """Plans the stages of a graph; returns the exit code."""
-    text, output, problem = plan_graph.answer(argv)
+    text, output, problem = graph_plan.answer(argv)
     if problem is not None:
         tell("plan.py", f"error: {problem}")
         return 4
@@ -568,7 +567,7 @@ def main(argv: list[str] | None = None) -> int:
 
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return graph_answer(argv[1:]) if plan_graph.is_asked(argv) else answer(parse(argv))
+        return graph_answer(argv[1:]) if graph_plan.is_asked(argv) else answer(parse(argv))
     except (UsageProblem, SpecError, UsageError) as error:
         tell("plan.py", f"error: {error}")
         return 2
