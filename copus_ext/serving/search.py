@@ -185,11 +185,27 @@ class Search:
                 + (x.first_s[j] * first + np.where(last, x.last_s[j], x.hop_s[j]))[row]
                 for x in (p.prefill, p.decode)
             ]
-            full = np.full(len(row), length)
-            parts.append([starts[row], full, choice, *seconds, least[row, choice]])
+            loss = least[row, choice]
+            keep = np.flatnonzero(self._can_win(length, *seconds, loss))
+            full = np.full(len(keep), length)
+            parts.append(
+                [starts[row[keep]], full, choice[keep], *(x[keep] for x in seconds), loss[keep]]
+            )
         names = ("start", "length", "choice", "prefill", "decode", "loss")
         joined = [np.concatenate(x) for x in zip(*parts)] or [np.zeros(0, dtype=int)] * 6
         return _columns(dict(zip(names, joined)))
+
+    def _can_win(self, length: int, prefill: Any, decode: Any, loss: Any) -> Any:
+        """Whether stages of a length may be in a better plan: all other layers take the least
+        seconds that a layer can."""
+        p = self.p
+        rest = [(p.num_layers - length) * np.min(x.layer_s) for x in (p.prefill, p.decode)]
+        seconds = prefill * (1 + p.objective.max_prefill) + rest[0] + p.objective.theta * loss
+        seconds = seconds + np.max(
+            [c * (decode + rest[1]) + d * decode for c, d in self.pieces], axis=0
+        )
+        within = p.max_loss_increase is None or loss <= p.max_loss_increase * (1 + TOLERANCE)
+        return (seconds < self._target) & within
 
     def _drop_dear(self) -> int:
         """Leaves out columns that no better plan has; returns how many are left."""
