@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_graph_stages import PLANS, STEPS
+from tests.distributed.worker_graph_stages import PLANS, REPLICAS, STEPS
 from tests.helpers.on_ranks import on_ranks
 
 CLOSE = 1e-6
@@ -14,12 +14,14 @@ CLOSE = 1e-6
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folders = [tmp_path_factory.mktemp("graph") for _ in range(2)]
-    found = on_ranks("worker_graph_stages", folders[0], 3, timeout_s=120)
-    return found | on_ranks("worker_graph_stages", folders[1], 1, timeout_s=120)
+    found: dict[str, Any] = {}
+    for ranks in (1, 3, 4):
+        folder = tmp_path_factory.mktemp("graph")
+        found |= on_ranks("worker_graph_stages", folder, ranks, timeout_s=120)
+    return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, *REPLICAS])
 def test_losses_and_gradients_are_those_of_one_rank(runs: dict[str, Any], plan: str) -> None:
     own, alone = runs[plan], runs["one rank"]
     assert len(alone["losses"]) == STEPS

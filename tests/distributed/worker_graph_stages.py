@@ -15,6 +15,8 @@ PLANS: dict[str, list[list[str]]] = {
     "a plain pipeline": [["image.0", "image.1"], ["words", "decoder.0"], ["decoder.1"]],
 }
 """Nodes of the stages of three ranks."""
+REPLICAS = {"two replicas": [["image.0", "image.1"], ["words", "decoder.0", "decoder.1"]]}
+"""Nodes of the stages of four ranks."""
 
 
 def main(output: Path) -> Any:
@@ -26,7 +28,8 @@ def main(output: Path) -> Any:
     from megatron.training.train.branches import whole_nodes
 
     shape, _ = model([])
-    plans = PLANS if dist.get_world_size() > 1 else {"one rank": [list(shape.nodes)]}
+    alone = {"one rank": [list(shape.nodes)]}
+    plans = {1: alone, 3: PLANS, 4: REPLICAS}[dist.get_world_size()]
     # Text that every Python has.
     text = Path(os.__file__).read_bytes()
     with use_device("cpu", local_rank=0, backend="gloo") as device:
@@ -68,13 +71,14 @@ def train(name: str, stages: list[list[str]], text: bytes, device: Any, groups: 
 
     shape, graph = model(stages, is_sequential=name == "a plain pipeline")
     training = BranchedTraining(config_of(SIZES.split()), shape, graph, text, device, groups)
-    losses = [training.step(MICRO_BATCHES, SAMPLES)]
+    count = MICRO_BATCHES // training.num_replicas
+    losses = [training.step(count, SAMPLES)]
     own = {
         f"{shape.nodes[n]} {key}": few(param.grad)
         for n, node in training.nodes.items()
         for key, param in node.named_parameters()
     }
-    losses += [training.step(MICRO_BATCHES, SAMPLES) for _ in range(STEPS - 1)]
+    losses += [training.step(count, SAMPLES) for _ in range(STEPS - 1)]
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     training.close()

@@ -22,11 +22,12 @@ class GraphLink:
     no two stages wait for each other. Outputs and gradients have a group each: with NCCL messages
     of one group between two ranks run one after the other.
 
-    Building it is collective over the world, whose rank r runs stage r.
+    Building it is collective over the world.
 
     Args:
         graph: stages and their messages.
         stage: of this rank.
+        first_rank: of the world, which runs stage 0 of this replica; the others follow.
         lengths: rows of a sample in the output of every node.
         width: of a row.
         dtype: of outputs and gradients.
@@ -38,12 +39,13 @@ class GraphLink:
         graph: StageGraph,
         stage: int,
         *,
+        first_rank: int = 0,
         lengths: list[int],
         width: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.graph, self.stage = graph, stage
+        self.graph, self.stage, self._first_rank = graph, stage, first_rank
         self._lengths, self._width = lengths, width
         self._dtype, self._device = dtype, device
         self._groups: list[Any] = [dist.new_group(), dist.new_group()]
@@ -83,7 +85,7 @@ class GraphLink:
             rows = self._lengths[self.graph.messages[i].producer]
             shape = rows, self._micro_batch_size, self._width
             room = torch.empty(shape, dtype=self._dtype, device=self._device)
-            request = dist.irecv(room, peer, group=self._groups[is_gradient])
+            request = dist.irecv(room, self._first_rank + peer, group=self._groups[is_gradient])
             self._coming[is_gradient, (i, number)] = request, room
 
     def receive(self, message: int, micro_batch: int, *, is_gradient: bool) -> torch.Tensor:
@@ -107,7 +109,7 @@ class GraphLink:
         m = self.graph.messages[message]
         whole = tensor.detach().contiguous()
         to = m.source if is_gradient else m.target
-        request = dist.isend(whole, to, group=self._groups[is_gradient])
+        request = dist.isend(whole, self._first_rank + to, group=self._groups[is_gradient])
         self._sending.append((request, whole))
 
     def finish(self) -> None:

@@ -1,4 +1,5 @@
-"""Trains a GPT decoder behind branches, whose stages are a graph: one rank for each stage.
+"""Trains a GPT decoder behind branches, whose stages are a graph: one rank for each stage of each
+replica.
 
     torchrun --nproc-per-node 2 -m megatron.training.train.branches --text FILE --plan PLAN.json
 
@@ -95,7 +96,8 @@ class TextWindows:
 
 
 class BranchedTraining:
-    """A model with branches on the ranks of the world, stage r on rank r, and Adam.
+    """A model with branches on the ranks of the world, and Adam. The stages of a replica are ranks
+    that follow each other.
 
     Building it is collective. Call `close` on all ranks at the end.
 
@@ -117,29 +119,34 @@ class BranchedTraining:
         device: Device,
         groups: ProcessGroupCollection,
     ) -> None:
-        ranks = dist.get_world_size()
-        if graph.num_stages != ranks:
-            raise UsageError(f"{graph.num_stages} stages need as many ranks, not {ranks}")
-        stage = dist.get_rank()
+        ranks, stages = dist.get_world_size(), graph.num_stages
+        if ranks % stages:
+            raise UsageError(f"{stages} stages need a multiple of so many ranks, not {ranks}")
+        self.num_replicas = ranks // stages
+        self._replica, stage = divmod(dist.get_rank(), stages)
         nodes = build_nodes(shape, config, groups, graph.order[stage])
         for node in nodes.values():
             node.to(device.torch_device)
         link = None
-        if ranks > 1:
+        if stages > 1:
             link = GraphLink(
                 graph,
                 stage,
+                first_rank=self._replica * stages,
                 lengths=shape.output_lengths(),
                 width=config.model.hidden_size,
                 dtype=parameter_dtype(config),
                 device=device.torch_device,
             )
+        # Each rank has part in making the groups of all stages.
+        alike = [dist.new_group(list(range(r, ranks, stages))) for r in range(stages)]
+        self._alike: Any = alike[stage]
         self.nodes, self._link, self._device = nodes, link, device.torch_device
         self._schedule = GraphSchedule(graph, stage, nodes, link)
         self._windows = TextWindows(text, shape, seed=config.runtime.seed)
-        parameters = [p for n in sorted(nodes) for p in nodes[n].parameters()]
+        self._parameters = [p for n in sorted(nodes) for p in nodes[n].parameters()]
         self.optimizer = torch.optim.AdamW(
-            parameters,
+            self._parameters,
             lr=config.optim.lr,
             betas=(config.optim.adam_beta1, config.optim.adam_beta2),
             eps=config.optim.adam_eps,
@@ -148,27 +155,49 @@ class BranchedTraining:
         self.consumed_samples = 0
 
     def step(self, num_microbatches: int, micro_batch_size: int) -> float:
-        """Takes a step; returns the mean loss of its tokens, in nats, on every rank."""
-        first = self.consumed_samples
-        starts = range(first, first + num_microbatches * micro_batch_size, micro_batch_size)
+        """Takes a step.
+
+        Args:
+            num_microbatches: of each replica.
+            micro_batch_size: samples of each.
+
+        Returns:
+            The mean loss of all its tokens, in nats, on every rank.
+        """
+        samples = num_microbatches * micro_batch_size
+        first = self.consumed_samples + self._replica * samples
+        starts = range(first, first + samples, micro_batch_size)
         batches = [
             {k: v.to(self._device) for k, v in self._windows.batch(s, micro_batch_size).items()}
             for s in starts
         ]
         self.optimizer.zero_grad()
         losses = self._schedule.run(batches, micro_batch_size=micro_batch_size)
+        self._average_gradients()
         self.optimizer.step()
-        self.consumed_samples += len(batches) * micro_batch_size
+        self.consumed_samples += self.num_replicas * samples
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for loss in losses:
             total += loss.double()
         dist.all_reduce(total)
-        return total.item() / num_microbatches
+        return total.item() / (num_microbatches * self.num_replicas)
+
+    def _average_gradients(self) -> None:
+        """Gives all replicas of a stage the mean of their gradients."""
+        if self.num_replicas == 1:
+            return
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        together = torch.cat([g.flatten() for g in gradients])
+        dist.all_reduce(together, group=self._alike)
+        together /= self.num_replicas
+        for g, mean in zip(gradients, together.split([g.numel() for g in gradients])):
+            g.copy_(mean.view_as(g))
 
     def close(self) -> None:
         """Destroys the groups of its messages."""
         if self._link is not None:
             self._link.close()
+        dist.destroy_process_group(self._alike)
 
 
 def whole_nodes() -> ProcessGroupCollection:
@@ -220,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--plan", type=Path, help=words)
     p.add_argument("--text", type=Path, required=True, help="file whose bytes are trained on")
     p.add_argument("--steps", type=int, default=20)
-    p.add_argument("--num-microbatches", type=int, default=4, help="of a step")
+    p.add_argument("--num-microbatches", type=int, default=4, help="of each replica")
     p.add_argument("--samples", type=int, default=2, help="of a micro-batch")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args, flags = p.parse_known_args(argv)
