@@ -141,7 +141,7 @@ def check_bits(bits: Sequence[int]) -> None:
     if bad := [b for b in bits if b not in APPLIED]:
         raise UsageError(
             f"--apply writes 4, 8 and 16 bits, not {bad[0]}: releases of compressed-tensors pack "
-            f"{bad[0]} bits in different ways, and vLLM reads none; give --bits 4,8,16"
+            f"{bad[0]} bits in different ways; give --bits 4,8,16"
         )
 
 
@@ -204,15 +204,15 @@ def _least(uniform: dict[int, ServingPlan]) -> int | None:
 
 def table(record: dict[str, Any]) -> list[str]:
     """The answer in lines for people."""
-    lines = [f"{'layers':>9}  {'bits':<26}  {'prefill s':>9}  {'token s':>9}  {'GB':>13}  device"]
+    lines = [f"{'layers':>9}  {'bits':<26}  {'prefill s':>9}  {'token s':>9}  {'GB':>15}  device"]
     for stage in record["stages"]:
         last = stage["first_layer"] + stage["num_layers"] - 1
         counts = Counter(stage["bits"])
         bits = ", ".join(f"{counts[b]} x {b}" for b in sorted(counts))
-        held = f"{stage['bytes'] / 1e9:.2f} of {stage['capacity_bytes'] / 1e9:.2f}"
+        held = f"{stage['bytes'] / 1e9:.3g} of {stage['capacity_bytes'] / 1e9:.3g}"
         lines.append(
             f"{stage['first_layer']:>4}-{last:<4}  {bits:<26}  {stage['prefill_s']:>9.4f}  "
-            f"{stage['decode_s']:>9.5f}  {held:>13}  {stage['device']}"
+            f"{stage['decode_s']:>9.5f}  {held:>15}  {stage['device']}"
         )
     limit = record["max_loss_increase"]
     within = "" if limit is None else f", limit {limit:g}"
