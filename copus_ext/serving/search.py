@@ -186,7 +186,7 @@ class Search:
                 for x in (p.prefill, p.decode)
             ]
             loss = least[row, choice]
-            keep = np.flatnonzero(self._can_win(length, *seconds, loss))
+            keep = np.flatnonzero(self._can_win(length, seconds[0], seconds[1], loss))
             full = np.full(len(keep), length)
             parts.append(
                 [starts[row[keep]], full, choice[keep], *(x[keep] for x in seconds), loss[keep]]

@@ -17,6 +17,7 @@ from copus_ext.serving.measure import measure
 from copus_ext.serving.sensitivity import FILE, Sensitivity
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert.archive import Archive, open_archive
+from megatron.training.checkpoint.convert.huggingface import is_model
 from megatron.training.common.errors import UsageError, VerificationFailed
 from megatron.training.config.arguments import parse_args, with_checkpoint_args
 from megatron.training.train.generate import OpenedModel, open_model
@@ -52,7 +53,7 @@ class Source:
 
     Raises:
         Refused: there is no complete checkpoint.
-        UsageError: it does not say what it was trained on.
+        UsageError: it is no checkpoint, or does not say what it was trained on.
     """
 
     def __init__(
@@ -66,6 +67,11 @@ class Source:
         split: str | None = None,
         num_samples: int,
     ) -> None:
+        if not checkpoint.is_dir() or is_model(checkpoint):
+            what = "a Hugging Face model" if checkpoint.is_dir() else "no directory"
+            raise UsageError(
+                f"CHECKPOINT {checkpoint} is {what}; give the --save directory of a run"
+            )
         self.device, self.trust_unverified = device, trust_unverified
         self.archive: Archive = open_archive(
             checkpoint, step=step, trust_unverified=trust_unverified

@@ -307,3 +307,13 @@ def test_the_text_is_that_of_the_flags() -> None:
     }
     other = Text.of_run(run, data_path=["c"], split="0,1,0", num_samples=3).to_json()
     assert (other["data_path"], other["split"]) == (["c"], "0,1,0")
+
+
+def test_what_is_no_checkpoint_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    for name, said in (("hf", "is a Hugging Face model"), ("nowhere", "is no directory")):
+        code, _, err = run(capsys, str(tmp_path / name), *words[1:])
+        assert code == 2 and said in err and "--save directory" in err
