@@ -242,6 +242,21 @@ def answer(args: argparse.Namespace, model: Any, cluster: Any, measured: Any) ->
     return best, plans.record_of(best, uniform, costs, limit=limit, rounding=measured.rounding)
 
 
+def check_model(model: Any) -> None:
+    """Refuses a model that cannot be priced, before anything is measured.
+
+    Raises:
+        UsageError: naming what is not known.
+    """
+    from copus_ext.cost_model.spec_file import SpecError
+
+    try:
+        model.check_dense("`plan-serving`")
+        model.check_predictable()
+    except SpecError as error:
+        raise UsageError(str(error)) from error
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures, plans, writes; returns the exit code."""
     from copus_ext.serving.plan import applied_line, table
@@ -253,7 +268,7 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint is not None:
         source = source_of(args)
         model = source.model
-        model.check_dense("`plan-serving`")
+    check_model(model)
     best, record = answer(args, model, cluster, measured_of(args, source, bits))
     if not args.json:
         print("\n".join(table(record)), flush=True)
