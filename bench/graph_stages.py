@@ -40,9 +40,9 @@ COMPUTING = {
     },
     "flags": "--hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 --lr 1e-3",
     "samples": 4,
-    "num_microbatches": [2, 4, 8],
+    "num_microbatches": [4, 2],
     "steps": 3,
-    "rows": 10,
+    "rows": 8,
 }
 TINY = {
     "flags": "--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --lr 1e-3",
