@@ -33,8 +33,8 @@ OBJECTIVE = "goodput"
 MARGIN = 0.01
 """Least gain of another number of ranks, as a logarithm."""
 ELASTIC_S = 1.6
-"""Seconds of a change of ranks beside what moves and NCCL's groups: nine tenths of the recoveries
-in docs/results/elastic_kills.json took less, on four CPU ranks."""
+"""Seconds of a change of ranks beside what moves and NCCL's groups: nine tenths of 76 recoveries on
+four CPU ranks took less (docs/results/elastic_kills.json of d1f89c1)."""
 _BISECTIONS, _SAME = 60, 1e-9
 """Steps of a search, and the relative difference of times that count as equal."""
 _FASTEST, _CHEAPEST = 1e6, 1e-6
