@@ -530,7 +530,7 @@ def find_best(problems: list[ServingProblem]) -> tuple[int, Found] | None:
     for share in _FURTHER:
         cutoff = least * share if least > 0 else np.inf
         for i in order:
-            if prices[i].bound >= cutoff or not np.isfinite(prices[i].bound):
+            if prices[i].bound >= cutoff or prices[i].bound == np.inf:
                 break
             found = Search(problems[i], tables=tables, prices=prices[i]).run(cutoff)
             if found is not None:

@@ -200,9 +200,12 @@ def best_graph_partition(
         small, sets = _reduced(problem)
     search = _Search(small, sets, is_sequential=is_sequential, most_passes=most_passes)
     found = search.run()
-    if small is not problem and not isinstance(found, NoPartition):
-        found = _spread(found, problem, small)
-    return found
+    if small is problem:
+        return found
+    if isinstance(found, NoPartition):
+        # Nodes were joined: cut between them something may fit.
+        return replace(found, proved=False)
+    return _spread(found, problem, small)
 
 
 def _of_chain(

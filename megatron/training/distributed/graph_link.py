@@ -109,6 +109,8 @@ class GraphLink:
         m = self.graph.messages[message]
         whole = tensor.detach().contiguous()
         to = m.source if is_gradient else m.target
+        # What has left is not kept till the end of the step.
+        self._sending = [one for one in self._sending if one[0] and not one[0].is_completed()]
         request = dist.isend(whole, self._first_rank + to, group=self._groups[is_gradient])
         self._sending.append((request, whole))
 
