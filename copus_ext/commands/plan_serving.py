@@ -25,6 +25,7 @@ from megatron.training.config.arguments import Parser
 
 _SCRIPT = "plan_serving.py"
 _BITS = (3, 4, 8, 16)
+_VLLM_GROUPS = (32, 64, 128)
 _LIMIT = 0.02
 """Loss increase allowed where neither a limit nor its price is given."""
 
@@ -276,7 +277,11 @@ def run(args: argparse.Namespace) -> int:
         limit = limit_of(args)
         done = source.apply(args.apply, best.bits, args.group_size, max_loss_increase=limit)
         record["applied"] = {**dataclasses.asdict(done), "folder": str(args.apply)}
-        for note in done.notes:
+        notes = list(done.notes)
+        if args.group_size not in _VLLM_GROUPS:
+            known = ", ".join(map(str, _VLLM_GROUPS))
+            notes.append(f"vLLM has kernels for --group-size {known}, and may not load this one")
+        for note in notes:
             tell(_SCRIPT, f"note: {note}")
         if not args.json:
             print(applied_line(record["applied"]))

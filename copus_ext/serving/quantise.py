@@ -41,7 +41,7 @@ def check_group_size(group_size: int, columns: int, name: str) -> None:
         UsageError: naming the flag.
     """
     if group_size < 8 or group_size % 8 or columns % group_size:
-        fitting = [g for g in (256, 128, 64, 32, 16, 8) if columns % g == 0]
+        fitting = [g for g in (128, 64, 32, 16, 8) if columns % g == 0]
         fix = f"such as {fitting[0]}" if fitting else "which none does here"
         raise UsageError(
             f"--group-size {group_size} must be a multiple of 8 that divides the {columns} columns "

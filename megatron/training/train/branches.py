@@ -257,8 +257,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape = shape_of_json(json.loads(args.shape.read_text()))
         stages = [list(shape.nodes)]
         if args.plan is not None:
-            plan = json.loads(args.plan.read_text())["graph"]
-            stages = [stage["nodes"] for stage in plan["stages"]]
+            plan = json.loads(args.plan.read_text())
+            try:
+                stages = [stage["nodes"] for stage in plan["graph"]["stages"]]
+            except (KeyError, TypeError):
+                problem = f"--plan {args.plan} is no answer of `plan partition --graph`"
+                raise ValueError(problem) from None
         graph = StageGraph(
             num_nodes=len(shape.nodes), edges=shape.edges, stage_of=shape.stage_of(stages)
         )

@@ -107,7 +107,9 @@ class GraphSchedule:
         for n in reversed(self.graph.segments[self.stage][one.segment]):
             output = self._outputs.pop((n, m))
             if self.graph.consumers[n]:
-                torch.autograd.backward(output, self._values.pop((n, m)).grad)
+                gradient = self._values.pop((n, m)).grad
+                if output.requires_grad:  # else all before it is frozen
+                    torch.autograd.backward(output, gradient)
             else:
                 torch.autograd.backward(output * share)
         for i in self._entering[one.segment]:
