@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from megatron.training.common.errors import UsageError
-from megatron.training.common.program import program_name, run_command
+from megatron.training.common.program import json_failure, program_name, run_command
 from megatron.training.config.arguments import Parser
 
 _SCRIPT = "convert_checkpoint.py"
@@ -105,12 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, converts, and turns problems into one line and an exit code."""
-
-    def fail(code: int, text: str) -> None:
-        if "--json" in (sys.argv[1:] if argv is None else argv):
-            print(json.dumps({"status": "failed", "exit_code": code, "reason": text}))
-
-    return run_command(_SCRIPT, lambda: run(parser().parse_args(argv)), on_failure=fail)
+    failed = json_failure(argv)
+    return run_command(_SCRIPT, lambda: run(parser().parse_args(argv)), on_failure=failed)
 
 
 if __name__ == "__main__":

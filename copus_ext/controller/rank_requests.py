@@ -17,15 +17,20 @@ from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.goodput.inputs import Decision, DecisionInputs
-from copus_ext.goodput.ranks import ELASTIC_S, RankInputs, choose_ranks, ranks_of
+from copus_ext.goodput.ranks import (
+    ELASTIC_S,
+    RankInputs,
+    choose_ranks,
+    ranks_of,
+    read_range,
+    whole_nodes,
+)
 from copus_ext.goodput.state import ControllerState, RankChange
 from megatron.training.common.control import GENERATION_VARIABLE, write_ranks
 from megatron.training.common.errors import UsageError
 from megatron.training.train.callbacks import CallbackContext
 
 logger = logging.getLogger(__name__)
-
-_MOST_NUMBERS = 12
 
 
 class RankRequests:
@@ -77,7 +82,8 @@ class RankRequests:
             return None
         if inputs.paused or decision.kind != "stay":
             return None
-        counts = whole_nodes(self._range, table.planner.cluster.gpus_per_node)
+        of_node = table.planner.cluster.gpus_per_node
+        counts = [of_node * nodes for nodes in whole_nodes(*self._range, of_node)]
         batches = rules.batches_to_weigh(inputs.rules, inputs.now.global_batch_size)
         rows = [*inputs.rows, *table.rows_of_ranks(counts, batches, now=inputs.now)]
         last, present = state.rank_change, ranks_of(inputs.now)
@@ -133,11 +139,10 @@ def rank_range(flags: CopusConfig) -> tuple[int, int] | None:
         if cost is not None:
             raise UsageError("--copus-cost-of-time needs --copus-ranks MIN-MAX; give both")
         return None
-    least, dash, most = text.partition("-")
-    if not dash or not all(x.isascii() and x.isdecimal() and int(x) for x in (least, most)):
-        raise UsageError(f"--copus-ranks {text}: write MIN-MAX, such as 16-64")
-    if int(least) > int(most):
-        raise UsageError(f"--copus-ranks {text}: the first number must not exceed the second")
+    try:
+        found = read_range(text)
+    except ValueError as error:
+        raise UsageError(f"--copus-ranks {text}: {error}") from None
     if cost is None:
         raise UsageError(
             "--copus-ranks needs --copus-cost-of-time, what an hour of waiting is worth in hours "
@@ -145,15 +150,4 @@ def rank_range(flags: CopusConfig) -> tuple[int, int] | None:
         )
     if cost < 0 or math.isnan(cost):
         raise UsageError(f"--copus-cost-of-time {cost:g} must be at least 0")
-    return int(least), int(most)
-
-
-def whole_nodes(given: tuple[int, int], gpus_per_node: int) -> list[int]:
-    """Numbers of ranks in a range that are whole nodes. Where they are many, those of the form 2^k
-    and 3 x 2^k nodes, and both ends."""
-    first, last = math.ceil(given[0] / gpus_per_node), given[1] // gpus_per_node
-    nodes = list(range(max(first, 1), last + 1))
-    if len(nodes) > _MOST_NUMBERS:
-        handy = {k * 2**i for k in (1, 3) for i in range(last.bit_length())}
-        nodes = sorted({nodes[0], last, *(n for n in handy if first < n < last)})
-    return [n * gpus_per_node for n in nodes]
+    return found

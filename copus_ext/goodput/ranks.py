@@ -32,6 +32,8 @@ from megatron.training.config.layout import Layout
 OBJECTIVE = "goodput"
 MARGIN = 0.01
 """Least gain of another number of ranks, as a logarithm."""
+MOST_NUMBERS = 12
+"""Numbers of nodes up to which all of them are looked at."""
 ELASTIC_S = 1.6
 """Seconds of a change of ranks beside what moves and NCCL's groups: nine tenths of 76 recoveries on
 four CPU ranks took less (docs/results/elastic_kills.json of d1f89c1)."""
@@ -52,6 +54,30 @@ def no_pause(before: Layout, after: Layout) -> float:
 def ranks_of(row: ConfigThroughput) -> int:
     """The ranks that a configuration uses."""
     return row.layout.world_size
+
+
+def read_range(text: str) -> tuple[int, int]:
+    """Reads the fewest and the most ranks, such as `16-64`.
+
+    Raises:
+        ValueError: another text; what to write.
+    """
+    least, dash, most = text.partition("-")
+    if not dash or not all(x.isascii() and x.isdecimal() and int(x) for x in (least, most)):
+        raise ValueError("write MIN-MAX, such as 16-64")
+    if int(least) > int(most):
+        raise ValueError("the first number must not exceed the second")
+    return int(least), int(most)
+
+
+def whole_nodes(least: int, most: int, gpus_per_node: int) -> list[int]:
+    """Numbers of whole nodes in a range of ranks. Where they are many, both ends and those of the
+    form 2^k and 3 x 2^k, which batches can be divided by."""
+    first, last = max(math.ceil(least / gpus_per_node), 1), most // gpus_per_node
+    if last - first < MOST_NUMBERS:
+        return list(range(first, last + 1))
+    handy = {k * 2**i for k in (1, 3) for i in range(last.bit_length())}
+    return sorted({first, last, *(n for n in handy if first < n < last)})
 
 
 def weight(ranks: np.ndarray, cost_of_time: float) -> np.ndarray:

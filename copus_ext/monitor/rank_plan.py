@@ -25,8 +25,6 @@ from copus_ext.planner.request import LARGEST, InputProblem, UsageProblem
 from megatron.training.common.errors import counted
 
 SCHEMA = "copus.ranks/1"
-MOST_NUMBERS = 12
-"""Numbers of nodes up to which a plan looks at all of them."""
 LITTLE = 0.02
 """A saving below this is not worth changes of the ranks."""
 _HOUR_S = 3600.0
@@ -59,12 +57,13 @@ def rank_range(text: str | None) -> tuple[int, int]:
     """
     if text is None:
         raise UsageProblem("`elastic` needs --copus-ranks MIN-MAX; give it, such as 16-64")
-    least, dash, most = text.partition("-")
-    if not dash or not all(x.isascii() and x.isdecimal() and int(x) for x in (least, most)):
-        raise UsageProblem(f"--copus-ranks {text}: write MIN-MAX, such as 16-64")
-    if int(least) > int(most) or int(most) > LARGEST:
-        raise UsageProblem(f"--copus-ranks {text}: the first number must not exceed the second")
-    return int(least), int(most)
+    try:
+        least, most = ranks.read_range(text)
+    except ValueError as error:
+        raise UsageProblem(f"--copus-ranks {text}: {error}") from None
+    if most > LARGEST:
+        raise UsageProblem(f"--copus-ranks {text}: at most {LARGEST}")
+    return least, most
 
 
 def node_counts(text: str | None, gpus_per_node: int) -> list[int]:
@@ -74,17 +73,13 @@ def node_counts(text: str | None, gpus_per_node: int) -> list[int]:
     Raises:
         UsageProblem: there is none.
     """
-    least, most = rank_range(text)
-    first, last = math.ceil(least / gpus_per_node), most // gpus_per_node
-    if first > last:
+    found = ranks.whole_nodes(*rank_range(text), gpus_per_node)
+    if not found:
         raise UsageProblem(
             f"--copus-ranks {text}: no whole number of nodes; use multiples of {gpus_per_node}, "
             "the GPUs of a node, or change --gpus-per-node"
         )
-    if last - first < MOST_NUMBERS:
-        return list(range(first, last + 1))
-    handy = {k * 2**i for k in (1, 3) for i in range(last.bit_length())}
-    return sorted({first, last, *(n for n in handy if first < n < last)})
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -255,6 +255,26 @@ def test_a_chain_is_as_fast_as_plain_1f1b_or_faster(
         assert np.allclose(found.stage_s, clocks, rtol=1e-12)
 
 
+@pytest.mark.parametrize("is_sequential", [False, True])
+def test_a_last_node_that_fits_nowhere_ends_the_search_at_once(is_sequential: bool) -> None:
+    # All ways to it would be followed to their end: more than can be.
+    num, edges = branches(2, 16, 16)
+    found = best_graph_partition(
+        GraphProblem(
+            names=names(num),
+            edges=edges,
+            num_stages=8,
+            num_microbatches=4,
+            forward_s=[1.0] * num,
+            backward_s=[2.0] * num,
+            static_bytes=[1.0] * (num - 1) + [99.0],
+            limit_bytes=10.0,
+        ),
+        is_sequential=is_sequential,
+    )
+    assert isinstance(found, NoPartition)
+
+
 def equal_branches(count: int, num_microbatches: int) -> GraphProblem:
     num, edges = branches(count, 1, 1)
     return GraphProblem(

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from copus_ext.controller.decision_log import NAME, DecisionLog
-from copus_ext.controller.rank_requests import RankRequests, rank_range, whole_nodes
+from copus_ext.controller.rank_requests import RankRequests, rank_range
 from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.goodput.ranks import whole_nodes
 from copus_ext.goodput.state import ControllerState, RankChange
 from copus_ext.planner.configuration import Configuration
 from megatron.training.common.control import GENERATION_VARIABLE, ranks_asked
@@ -64,7 +65,7 @@ def test_only_an_elastic_run_acts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_whole_nodes(given: tuple[int, int], of_node: int, found: list[int]) -> None:
-    assert whole_nodes(given, of_node) == found
+    assert [of_node * nodes for nodes in whole_nodes(*given, of_node)] == found
 
 
 def present(c: Configuration) -> tuple[float, float, int] | None:

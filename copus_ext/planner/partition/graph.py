@@ -28,6 +28,8 @@ MOST_SETS = 2_000
 """Sets of nodes that a search looks at; beyond them nodes that follow each other are joined."""
 MOST_PASSES = 600_000
 """Passes that a search simulates: a second or two."""
+_EDGES_OF_A_PASS = 32
+"""Looks at an edge of a stage that take as long as a pass."""
 _MOST_NODES = 60
 """So many fit the bits of a number."""
 _SAME = 1e-9
@@ -351,9 +353,10 @@ class _Search:
         work = problem.forward_s + problem.backward_s
         members = [[n for n in range(len(problem.names)) if s >> n & 1] for s in sets]
         self.work = np.array([work[m].sum() for m in members])
-        self.static = np.array([problem.static_bytes[m].sum() for m in members])
-        self.saved = np.array([problem.saved_bytes[m].sum() for m in members])
-        self.bottleneck = self._bottlenecks()
+        self.held = np.array(
+            [(problem.static_bytes[m] + problem.saved_bytes[m]).sum() for m in members]
+        )
+        self.bottleneck, self.fullest = self._least_of_most(self.work, self.held)
 
     @functools.cached_property
     def contained(self) -> list[Any]:
@@ -363,17 +366,19 @@ class _Search:
         bits = np.array(self.sets, dtype=np.uint64)
         return [np.flatnonzero(((bits & one) == one) & (bits != one)) for one in bits]
 
-    def _bottlenecks(self) -> Any:
-        """[stages + 1, sets] the least work of the busiest of so many stages that hold what a set
-        lacks."""
-        found = np.full((self.problem.num_stages + 1, len(self.sets)), np.inf)
-        found[0, -1] = 0.0
-        for k in range(1, self.problem.num_stages + 1):
-            for i, more in enumerate(self.contained):
-                if len(more):
-                    own = np.maximum(self.work[more] - self.work[i], found[k - 1, more])
-                    found[k, i] = own.min()
-        return found
+    def _least_of_most(self, *amounts: Any) -> list[Any]:
+        """[stages + 1, sets] for each amount of the sets, the least that the stage with most of it
+        has, of so many stages that hold what a set lacks."""
+        shape = self.problem.num_stages + 1, len(self.sets)
+        results = [np.full(shape, np.inf) for _ in amounts]
+        for amount, found in zip(amounts, results):
+            found[0, -1] = 0.0
+            for k in range(1, len(found)):
+                for i, more in enumerate(self.contained):
+                    if len(more):
+                        own = np.maximum(amount[more] - amount[i], found[k - 1, more])
+                        found[k, i] = own.min()
+        return results
 
     def run(self) -> GraphPartition | NoPartition:
         """Searches."""
@@ -403,11 +408,13 @@ class _Search:
         more = self.contained[at] if left > 1 else np.array([len(self.sets) - 1])
         bound = np.maximum(self.work[more] - self.work[at], self.bottleneck[left - 1, more])
         bound = np.maximum(bound, slowest)
-        held = self.static[more] - self.static[at] + self.saved[more] - self.saved[at]
+        held = np.maximum(self.held[more] - self.held[at], self.fullest[left - 1, more])
         ok = np.isfinite(bound) & (held <= p.limit_bytes)
-        lacks = (held - p.limit_bytes)[np.isfinite(bound) & ~ok]
+        lacks = held[np.isfinite(bound) & ~ok] - p.limit_bytes
         self.least_lack = min([self.least_lack, *lacks])
         more, bound = more[ok], bound[ok]
+        # Ways on that lead to no partition count, too: one edge of one takes so much less.
+        self.left -= len(more) * len(p.edges) // _EDGES_OF_A_PASS
         cut = [self._cut(self.sets[int(i)] & ~self.sets[at]) for i in more]
         for i in np.lexsort((cut, bound)):
             least = p.num_microbatches * float(bound[i])

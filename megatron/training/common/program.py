@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,20 @@ def run_command(
         on_failure(code, text)
         tell(script, f"error: {text}")
         return code
+
+
+def json_failure(argv: Sequence[str] | None) -> Callable[[int, str], None]:
+    """For `run_command`: prints a failure as a line of JSON where `--json` is among the flags.
+
+    Args:
+        argv: flags; None for those of the process.
+    """
+
+    def fail(code: int, text: str) -> None:
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            print(json.dumps({"status": "failed", "exit_code": code, "reason": text}))
+
+    return fail
 
 
 def other_command(script: str) -> str:
