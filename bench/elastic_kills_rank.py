@@ -3,8 +3,9 @@
 The plan is a JSON file that `COPUS_KILL_PLAN` names: {"kills": [{"number", "step", "moment",
 "victim": [node, local], "what"}]}. Each kill happens once; the rank writes `kill-<number>` beside
 the plan, with the time and the step, before it acts. `pause_s` more seconds go by in each step
-after `pause_from`, so that those that come again find the others at work. With `move_every` the
-run changes its layout in the running processes every so many steps.
+after `pause_from` while ranks of the first generation are missing, so that those that come again
+find the others at work. With `move_every` the run changes its layout in the running processes every
+so many steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch.distributed as dist
 
 from copus_ext.commands import pretrain
 from copus_ext.controller.decision_log import DecisionLog
@@ -108,7 +110,8 @@ def _watch_steps() -> None:
 
     def watched(job: Any) -> Any:
         _STEP[0] = job.state.iteration
-        time.sleep(_PAUSE_S if _STEP[0] > _PAUSE_FROM else 0.0)
+        if _STEP[0] > _PAUSE_FROM and dist.get_world_size() < _GIVEN.get("ranks", 0):
+            time.sleep(_PAUSE_S)
         if (kill := _mine("any time")) is not None:
             delay_s = random.Random(kill["number"]).random() * kill["seconds"]
             threading.Timer(delay_s, _act, [kill]).start()
