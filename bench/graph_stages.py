@@ -7,6 +7,7 @@ chain. Then the same on CPU ranks, in two ways, with the steps of both plans in 
 
 * Two ranks, one for each core, compute. The four branches lie two by two on the ranks, and the
   decoder behind them is small. The planner chooses both plans from the measured times of the nodes.
+  Then they run a chain.
 * Two ranks, and five, run tiny nodes that sleep in place of a device, as five cores are not here,
   and other work on the cores counts less. Messages, order and gradients are real.
 
@@ -44,6 +45,18 @@ COMPUTING = {
     "steps": 3,
     "rows": 8,
 }
+CHAIN = {
+    **COMPUTING,
+    "shape": {
+        "branches": [
+            {"name": "view", "num_layers": 12, "seq_length": 64, "nodes": 12, "merged": 8}
+        ],
+        "decoder_layers": 1,
+        "seq_length": 32,
+        "patch_size": 64,
+    },
+}
+"""Nothing to run at the same time."""
 TINY = {
     "flags": "--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --lr 1e-3",
     "samples": 1,
@@ -126,7 +139,8 @@ def table(result: dict[str, Any]) -> str:
             m = p["measured"]
             times = f"{m['sequential_wall_s']:.3f} | {m['graph_wall_s']:.3f}"
             ratio = f"{m['median_ratio']:.2f} ({m['median_low_95']:.2f}–{m['median_high_95']:.2f})"
-            where = f"{run['ranks']} ranks, {name} | {p['num_microbatches']}"
+            branches = len(run["request"]["shape"]["branches"])
+            where = f"{run['ranks']} ranks, {branches} branches, {name} | {p['num_microbatches']}"
             lines.append(f"| {where} | {times} | {ratio} | {p['predicted_ratio']:.2f} |")
     return "\n".join(lines)
 
@@ -147,7 +161,9 @@ def main() -> None:
     }
     if args.only in (None, "computing"):
         load = origin()["load_average"]
-        result["computing"] = [{"load_average": load, **on_ranks(2, COMPUTING)}]
+        result["computing"] = [
+            {"load_average": load, **on_ranks(2, request)} for request in (COMPUTING, CHAIN)
+        ]
     if args.only in (None, "sleeping"):
         result["sleeping"] = [on_ranks(ranks, request) for ranks, request in SLEEPING.items()]
     write(args.output, result, hide=("computing", "sleeping"))

@@ -334,6 +334,24 @@ def test_a_large_graph_is_joined_until_the_search_can_look_at_it() -> None:
     assert closed_sets(num, edges, 2_000) is None
 
 
+def test_where_nothing_fits_nodes_are_joined_no_more() -> None:
+    # 13 nodes of a branch fit on a stage, and those that the search joins are larger.
+    num, edges = branches(4, 13, 26)
+    problem = GraphProblem(
+        names=names(num),
+        edges=edges,
+        num_stages=6,
+        num_microbatches=4,
+        forward_s=[1.0 + n % 2 for n in range(num)],
+        backward_s=2.0,
+        static_bytes=1.0,
+        limit_bytes=13.0,
+    )
+    found = best_graph_partition(problem, most_passes=5_000)
+    assert isinstance(found, GraphPartition) and not found.proved
+    assert found.peak_bytes == (13.0,) * 6 and found.step_s == problem.step_s(found.graph)
+
+
 def test_closed_sets_hold_what_they_need() -> None:
     assert closed_sets(3, [(0, 2), (1, 2)], 100) == [0b000, 0b001, 0b010, 0b011, 0b111]
 

@@ -11,6 +11,7 @@ first, and `GraphPartition.proved` says whether the answer is surely the best.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -197,17 +198,26 @@ def best_graph_partition(
     if (chain := problem.layers()) is not None:
         return _of_chain(problem, best_partition(chain))
     if is_sequential:
-        small, sets = problem, [(1 << k) - 1 for k in range(len(problem.names) + 1)]
+        small, sets = problem, _in_order(problem)
     else:
         small, sets = _reduced(problem)
     search = _Search(small, sets, is_sequential=is_sequential, most_passes=most_passes)
     found = search.run()
     if small is problem:
         return found
-    if isinstance(found, NoPartition):
-        # Nodes were joined: cut between them something may fit.
-        return replace(found, proved=False)
-    return _spread(found, problem, small)
+    if not isinstance(found, NoPartition):
+        return _spread(found, problem, small)
+    # Nodes were joined: cut between them something may fit.
+    last = _Search(problem, _in_order(problem), is_sequential=False, most_passes=most_passes).run()
+    if isinstance(last, NoPartition):
+        return replace(last, proved=False)
+    own = tuple((n,) for n in range(len(problem.names)))
+    return _spread(last, problem, replace(problem, joined=own))
+
+
+def _in_order(problem: GraphProblem) -> list[int]:
+    """The sets of nodes in the order in which they are given."""
+    return [(1 << k) - 1 for k in range(len(problem.names) + 1)]
 
 
 def _of_chain(
@@ -361,7 +371,7 @@ class _Search:
     @functools.cached_property
     def contained(self) -> list[Any]:
         """For every set the numbers of those that hold more."""
-        if self.is_sequential:
+        if all(a & b == a for a, b in itertools.pairwise(self.sets)):
             return [np.arange(k + 1, len(self.sets)) for k in range(len(self.sets))]
         bits = np.array(self.sets, dtype=np.uint64)
         return [np.flatnonzero(((bits & one) == one) & (bits != one)) for one in bits]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.training.config.stage_graph import StageGraph
+from megatron.training.config.stage_graph import Message, StageGraph
 
-_Message = tuple[int, int]
+_Expected = tuple[int, int]
 """Number of a message of the graph, and micro-batch."""
 
 
@@ -19,8 +19,8 @@ class GraphLink:
     sends.
 
     A receiving stage waits only for passes that come before in every order of the passes, so that
-    no two stages wait for each other. Outputs and gradients have a group each: with NCCL messages
-    of one group between two ranks run one after the other.
+    no two stages wait for each other. Two stages have a group for outputs and one for gradients:
+    with NCCL all messages of a rank in one group run one after the other.
 
     Building it is collective over the world.
 
@@ -48,11 +48,26 @@ class GraphLink:
         self.graph, self.stage, self._first_rank = graph, stage, first_rank
         self._lengths, self._width = lengths, width
         self._dtype, self._device = dtype, device
-        self._groups: list[Any] = [dist.new_group(), dist.new_group()]
-        self._expected: dict[tuple[int, bool], deque[_Message]] = {}
-        self._coming: dict[tuple[bool, _Message], tuple[Any, torch.Tensor]] = {}
+        self._groups: dict[tuple[int, int, bool], Any] = {}
+        self._make_groups()
+        self._expected: dict[tuple[int, bool], deque[_Expected]] = {}
+        self._coming: dict[tuple[bool, _Expected], tuple[Any, torch.Tensor]] = {}
         self._sending: list[tuple[Any, torch.Tensor]] = []
         self._micro_batch_size = 1
+
+    def _make_groups(self) -> None:
+        """Makes the groups of all replicas, in the same order on all ranks."""
+        stages = self.graph.num_stages
+        pairs = sorted({(m.source, m.target) for m in self.graph.messages})
+        for first in range(0, dist.get_world_size(), stages):
+            for a, b in pairs:
+                for is_gradient in (False, True):
+                    group = dist.new_group([first + a, first + b])
+                    if first == self._first_rank and self.stage in (a, b):
+                        self._groups[a, b, is_gradient] = group
+
+    def _group(self, message: Message, *, is_gradient: bool) -> Any:
+        return self._groups[message.source, message.target, is_gradient]
 
     def begin(self, num_microbatches: int, micro_batch_size: int) -> None:
         """Prepares for the messages of a step. All stages give the same.
@@ -82,10 +97,12 @@ class GraphLink:
         peer = m.target if is_gradient else m.source
         while (is_gradient, key) not in self._coming:
             i, number = self._expected[peer, is_gradient].popleft()
-            rows = self._lengths[self.graph.messages[i].producer]
+            own = self.graph.messages[i]
+            rows = self._lengths[own.producer]
             shape = rows, self._micro_batch_size, self._width
             room = torch.empty(shape, dtype=self._dtype, device=self._device)
-            request = dist.irecv(room, self._first_rank + peer, group=self._groups[is_gradient])
+            group = self._group(own, is_gradient=is_gradient)
+            request = dist.irecv(room, self._first_rank + peer, group=group)
             self._coming[is_gradient, (i, number)] = request, room
 
     def receive(self, message: int, micro_batch: int, *, is_gradient: bool) -> torch.Tensor:
@@ -111,7 +128,8 @@ class GraphLink:
         to = m.source if is_gradient else m.target
         # What has left is not kept till the end of the step.
         self._sending = [one for one in self._sending if one[0] and not one[0].is_completed()]
-        request = dist.isend(whole, self._first_rank + to, group=self._groups[is_gradient])
+        group = self._group(m, is_gradient=is_gradient)
+        request = dist.isend(whole, self._first_rank + to, group=group)
         self._sending.append((request, whole))
 
     def finish(self) -> None:
@@ -124,6 +142,6 @@ class GraphLink:
 
     def close(self) -> None:
         """Destroys the groups. All ranks."""
-        for group in self._groups:
+        for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
