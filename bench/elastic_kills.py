@@ -6,7 +6,8 @@ Launches of four CPU ranks on one to four nodes (a node is a supervisor with its
 lose ranks and whole nodes by SIGKILL, and nodes that stop and go on later, at drawn moments: while
 ranks compute, in collectives, in the optimizer, in saves, evaluations, copies, recoveries, and in
 moves to another layout, of which each run makes one every 15 steps. A rank that was killed is
-started again and joins. Every run must end by itself. Its record must hold every step once with the
+started again and joins. In runs of several nodes fewer ranks are asked for at two drawn steps; a
+node that was let go is started again, and joins. Every run must end by itself. Its record must hold every step once with the
 samples of an undisturbed run, and the losses of that run. Then the same kills are timed with a
 relaunch in place of the recovery. Writes docs/results/elastic_kills.json. It takes about a quarter
 of a minute for each kill; run nothing else.
@@ -15,6 +16,7 @@ of a minute for each kill; run nothing else.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,19 @@ def plan_of(seed: int, nodes: Sequence[int], kills: int) -> list[dict[str, Any]]
     return found
 
 
+def requests_of(seed: int, nodes: Sequence[int], kills: int) -> list[dict[str, int]]:
+    """When a run asks for fewer ranks than it has."""
+    rng = random.Random(1_000_003 * seed)
+    return [
+        {
+            "number": i,
+            "step": _FIRST + _APART * (kills * i // 2) + rng.randrange(_APART),
+            "ranks": rng.randrange(sum(nodes) // 2, sum(nodes)),
+        }
+        for i in range(2 if len(nodes) > 1 and kills > 1 else 0)
+    ]
+
+
 def start_node(
     folder: Path,
     nodes: Sequence[int],
@@ -148,6 +163,31 @@ def wait(children: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[
         except subprocess.TimeoutExpired:
             codes.append(None)
     return codes
+
+
+def attend(
+    children: list[subprocess.Popen[bytes]],
+    again: Callable[[int], subprocess.Popen[bytes]],
+    is_done: Callable[[], bool],
+    timeout_s: float,
+) -> tuple[list[int | None], int]:
+    """Starts nodes again that were let go, until all have ended.
+
+    Returns:
+        Exit codes, None for one that hangs; and how many nodes were started again.
+    """
+    deadline_s, let_go = time.monotonic() + timeout_s, 0
+    ended: set[int] = set()
+    while len(ended) < len(children) and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+        for node, child in enumerate(children):
+            if node in ended or child.poll() is None:
+                continue
+            if child.returncode == 0 and not is_done() and len(ended) + 1 < len(children):
+                children[node], let_go = again(node), let_go + 1
+            else:
+                ended.add(node)
+    return wait(children, 0.1), let_go
 
 
 def account(folder: Path, steps: int, reference: dict[int, float]) -> dict[str, Any]:
@@ -221,9 +261,17 @@ def trial(
     with tempfile.TemporaryDirectory(prefix="elastic-") as scratch:
         folder = Path(scratch) if keep is None else keep / f"seed-{seed}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(json.dumps({"kills": planned, "move_every": _MOVE_EVERY}))
+        plan = {"kills": planned, "move_every": _MOVE_EVERY}
+        if elastic:
+            plan["requests"] = requests_of(seed, nodes, kills)
+        (folder / "plan.json").write_text(json.dumps(plan))
         children = start(folder, nodes, layout, steps, elastic=elastic, mark=mark)
-        codes = wait(children, _HANG_S + kills * 30.0)
+
+        def again(node: int) -> subprocess.Popen[bytes]:
+            return start_node(folder, nodes, node, layout, steps, mark=mark)
+
+        done = functools.partial(_is_done, folder, steps)
+        codes, let_go = attend(children, again, done, _HANG_S + kills * 30.0)
         relaunches = 0
         took_leader = any(k["what"] == "node" and k["victim"][0] == 0 for k in planned)
         if None not in codes and not _is_done(folder, steps) and took_leader:
@@ -241,6 +289,7 @@ def trial(
             "codes": codes,
             "hung": None in codes,
             "started_by_hand": relaunches,
+            "nodes_let_go": let_go,
             "relaunches": log.count("start again under") + log.count("start again as at first"),
             **account(folder, steps, reference),
             "rows": rows_of(folder, planned),
@@ -293,6 +342,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "no_step_followed": sum(r["outcome"] == "no step followed" for r in rows),
         "hung": sum(run["hung"] for run in runs),
         "not_done": sum(not run["done"] for run in runs),
+        "nodes_let_go": sum(run["nodes_let_go"] for run in runs),
         "samples_lost": sum(run["samples_lost"] for run in runs),
         "largest_loss_difference": max((r["largest_loss_difference"] for r in runs), default=0.0),
         "noticed_s": quantiles([r["noticed_s"] for r in deaths if "noticed_s" in r]),

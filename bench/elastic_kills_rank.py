@@ -5,7 +5,7 @@ The plan is a JSON file that `COPUS_KILL_PLAN` names: {"kills": [{"number", "ste
 the plan, with the time and the step, before it acts. `pause_s` more seconds go by in each step
 after `pause_from` while ranks of the first generation are missing, so that those that come again
 find the others at work. With `move_every` the run changes its layout in the running processes every
-so many steps.
+so many steps. `requests` asks for a number of ranks at a step, each once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from copus_ext.goodput.state import ControllerState
 from copus_ext.launch.layout_fit import layouts_for
 from copus_ext.reshard import change
 from megatron.training.checkpoint.save import Checkpointer
+from megatron.training.common.control import write_ranks
 from megatron.training.common.step_settings import Request
 from megatron.training.config.layout import Layout
 from megatron.training.train import loop, step
@@ -69,6 +70,14 @@ def _fault(moment: str) -> None:
         _act(kill)
 
 
+def _ask_for_ranks() -> None:
+    for request in _GIVEN.get("requests", ()):
+        path = _PLAN.parent / f"asked-{request['number']}"
+        if dist.get_rank() == 0 and _STEP[0] >= request["step"] and not path.exists():
+            path.touch()
+            write_ranks(_PLAN.parent / "run", request["ranks"])
+
+
 def _act(kill: dict[str, Any]) -> None:
     path = _PLAN.parent / f"kill-{kill['number']}"
     try:
@@ -87,6 +96,9 @@ def _act(kill: dict[str, Any]) -> None:
         subprocess.Popen(["sh", "-c", script], start_new_session=True)
         for pid in pids:
             os.kill(int(pid), signal.SIGSTOP)
+        return
+    if kill["what"] == "launcher":
+        launcher.kill()
         return
     if kill["what"] == "node":
         for process in node:
@@ -112,6 +124,7 @@ def _watch_steps() -> None:
         _STEP[0] = job.state.iteration
         if _STEP[0] > _PAUSE_FROM and dist.get_world_size() < _GIVEN.get("ranks", 0):
             time.sleep(_PAUSE_S)
+        _ask_for_ranks()
         if (kill := _mine("any time")) is not None:
             delay_s = random.Random(kill["number"]).random() * kill["seconds"]
             threading.Timer(delay_s, _act, [kill]).start()

@@ -30,7 +30,7 @@ from copus_ext.elastic.resize import ask_cluster, staying
 from copus_ext.launch import workers
 from copus_ext.launch.failure import Failure
 from copus_ext.launch.workers import FENCED, RELEASED, Launch
-from megatron.training.common.control import RanksAsked, ranks_asked
+from megatron.training.common.control import RANKS_FILE, RanksAsked, ranks_asked
 from megatron.training.common.program import tell
 from megatron.training.resilience.env_checks import no_collection
 
@@ -531,6 +531,10 @@ class Agent:
             return
         asked = ranks_asked(self._run_dir)
         if asked is None or asked == self._asked:
+            return
+        if not asked.ranks:
+            self._asked = asked
+            tell("launcher", f"{RANKS_FILE} is no number of ranks: write one of 1 or more")
             return
         kept = staying(now.members, asked.ranks)
         released = tuple(m for m in now.members if m not in kept)

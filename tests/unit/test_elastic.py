@@ -130,13 +130,6 @@ def test_those_that_stay_keep_what_those_that_leave_hold() -> None:
     assert Generation.from_json(json.loads(json.dumps(following.to_json()))) == following
 
 
-@pytest.mark.parametrize("text", ["", "many", "-3", "0", "3.5"])
-def test_no_number_of_ranks_asks_for_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / "control").mkdir()
-    (tmp_path / RANKS_FILE).write_text(text)
-    assert ranks_asked(tmp_path) is None
-
-
 def test_the_same_number_asked_for_again_is_another_request(tmp_path: Path) -> None:
     assert ranks_asked(tmp_path) is None
     write_ranks(tmp_path, 8)
@@ -245,6 +238,22 @@ def test_a_rank_that_has_left_and_is_wanted_again_is_lost(tmp_path: Path) -> Non
     one._propose()
     now = one.generation
     assert now is not None and now.members == (Member(0, 0),) and now.lost == (Member(2, 0),)
+
+
+@pytest.mark.parametrize("text", ["many", "-3", "0", "3.5", "\u0663"])
+def test_no_number_of_ranks_is_said_once_and_changes_nothing(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = agent(tmp_path, 1, 1)
+    (tmp_path / RANKS_FILE).write_text("")
+    one._resize()
+    assert capsys.readouterr().err == "", "it is still being written"
+    (tmp_path / RANKS_FILE).write_text(text)
+    one._resize()
+    assert "control/ranks is no number of ranks: write one of" in capsys.readouterr().err
+    one._resize()
+    assert capsys.readouterr().err == ""
+    assert one.generation is not None and one.generation.number == 1
 
 
 def test_a_request_counts_once_and_for_all_launchers(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ class RanksAsked(NamedTuple):
     """A number of ranks that an elastic run should have."""
 
     ranks: int
-    """At least 1."""
+    """At least 1; 0 where the text is no such number."""
     written_ns: int
     """When, by the clock of the file system."""
 
@@ -174,11 +174,12 @@ def write_ranks(run_dir: Path, ranks: int) -> None:
 
 
 def ranks_asked(run_dir: Path) -> RanksAsked | None:
-    """What is asked for; None if nobody asks, or for no number."""
+    """What is asked for; None if nobody asks, or has not yet written what."""
     text = _text(run_dir / RANKS_FILE)
     with contextlib.suppress(OSError):
-        if text.isdecimal() and int(text) > 0:
-            return RanksAsked(int(text), (run_dir / RANKS_FILE).stat().st_mtime_ns)
+        if text:
+            ranks = int(text) if text.isascii() and text.isdecimal() else 0
+            return RanksAsked(ranks, (run_dir / RANKS_FILE).stat().st_mtime_ns)
     return None
 
 
