@@ -7,10 +7,10 @@ lose ranks and whole nodes by SIGKILL, and nodes that stop and go on later, at d
 ranks compute, in collectives, in the optimizer, in saves, evaluations, copies, recoveries, and in
 moves to another layout, of which each run makes one every 15 steps. A rank that was killed is
 started again and joins. In runs of several nodes fewer ranks are asked for at two drawn steps; a
-node that was let go is started again, and joins. Every run must end by itself. Its record must hold every step once with the
-samples of an undisturbed run, and the losses of that run. Then the same kills are timed with a
-relaunch in place of the recovery. Writes docs/results/elastic_kills.json. It takes about a quarter
-of a minute for each kill; run nothing else.
+node that was let go is started again, and joins. Every run must end by itself. Its record must hold
+every step once with the samples of an undisturbed run, and the losses of that run. Then the same
+kills are timed with a relaunch in place of the recovery. Writes docs/results/elastic_kills.json. It
+takes about a quarter of a minute for each kill; run nothing else.
 """
 
 from __future__ import annotations
