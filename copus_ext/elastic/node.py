@@ -142,6 +142,7 @@ class Agent:
                 self._meet()
             self._loop()
             self._check_not_fenced()
+            self._kill_all()
         except (Fenced, NotMet) as error:
             tell("launcher", f"node {self.launch.node} ends: {error}")
             self._kill_all()
@@ -367,9 +368,16 @@ class Agent:
     @property
     def _goes_on(self) -> bool:
         """Whether there are ranks here, or the run goes on elsewhere."""
-        if any(place.rank is not None for place in self._places):
-            return True
-        return bool(self._alive) and not self._is_ending and not self._is_released
+        is_here = any(place.rank is not None for place in self._places)
+        if self._is_ending or self._is_released:
+            return is_here
+        return not self._is_without_state and (is_here or bool(self._alive))
+
+    @property
+    def _is_without_state(self) -> bool:
+        """Whether no rank that it can reach holds a part of the run: those that wait hold none."""
+        now = self.generation
+        return now is not None and not self._alive & {*now.members, *now.released}
 
     def _look(self) -> None:
         for key, _ in self._select.select(_LOOK_S):
@@ -460,14 +468,14 @@ class Agent:
         """
         before = self.generation
         # Those that have just come know of no losses, and have nothing to go on from.
-        able = self._alive if before is None else self._alive & set(before.members)
+        holders = () if before is None else (*before.members, *before.released)
+        able = self._alive if before is None else self._alive & set(holders)
         if not able or self._is_ending or min(able).node != self.launch.node:
             return
         lost = [m for m in (before.members if before else ()) if m not in self._alive]
         if before is not None and self._was_silent:
             self._was_silent = False
-            has_lowest = before.members[0] in able
-            if 2 * len(able) + has_lowest <= len(before.members):
+            if 2 * len(able) + (holders[0] in able) <= len(holders):
                 self._due_s = time.monotonic() + _MINORITY_S
                 return
         is_loss = bool(lost) or self._is_broken

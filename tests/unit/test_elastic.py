@@ -240,6 +240,33 @@ def test_a_rank_that_has_left_and_is_wanted_again_is_lost(tmp_path: Path) -> Non
     assert now is not None and now.members == (Member(0, 0),) and now.lost == (Member(2, 0),)
 
 
+def test_a_node_that_waits_to_join_ends_where_nobody_is_left_to_be_joined(tmp_path: Path) -> None:
+    # Node 1 has lost its rank, and starts it again; the connection with node 0 is lost then.
+    one = agent(tmp_path, 2, 1, 1, node=1)
+    one._take(generation(2, number=2, lost=(Member(1, 0), Member(2, 0))))
+    for member in (Member(1, 0, 1), Member(2, 0, 1)):
+        one._join([member])
+    assert one._goes_on
+    for member in (Member(0, 0), Member(0, 1)):
+        one._lose(member)
+    one._propose()
+    assert one.generation is not None and one.generation.number == 2 and not one._goes_on
+
+
+def test_released_nodes_go_on_if_all_others_are_lost(tmp_path: Path) -> None:
+    one = agent(tmp_path, 1, 1, node=1)
+    rank: Any = SimpleNamespace(
+        member=Member(1, 0), lines=SimpleNamespace(send=lambda **message: None)
+    )
+    one._places = [SimpleNamespace(rank=rank, start_again_at=None)]  # pyright: ignore[reportAttributeAccessIssue]
+    one._take(generation(1, kind="resize", number=2, released=(Member(1, 0),)))
+    one._lose(Member(0, 0))
+    one._propose()
+    now = one.generation
+    assert now is not None and now.kind == "loss" and now.members == (Member(1, 0),)
+    assert one._goes_on and not one._is_released
+
+
 @pytest.mark.parametrize("text", ["many", "-3", "0", "3.5", "\u0663"])
 def test_no_number_of_ranks_is_said_once_and_changes_nothing(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
