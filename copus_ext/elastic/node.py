@@ -468,7 +468,7 @@ class Agent:
         """
         before = self.generation
         # Those that have just come know of no losses, and have nothing to go on from.
-        holders = () if before is None else (*before.members, *before.released)
+        holders: tuple[Member, ...] = () if before is None else (*before.members, *before.released)
         able = self._alive if before is None else self._alive & set(holders)
         if not able or self._is_ending or min(able).node != self.launch.node:
             return
