@@ -307,7 +307,7 @@ def _is_done(folder: Path, steps: int) -> bool:
 
 
 def undisturbed(steps: int, flags: str = "") -> dict[int, float]:
-    """Loss by iteration of the same samples without a kill, under one layout."""
+    """Loss by iteration of the same samples without a kill, under one layout of two ranks."""
     with tempfile.TemporaryDirectory(prefix="elastic-") as scratch:
         folder = Path(scratch)
         (folder / "plan.json").write_text(json.dumps({"kills": []}))
@@ -316,6 +316,12 @@ def undisturbed(steps: int, flags: str = "") -> dict[int, float]:
         assert codes == [0], (folder / "log0").read_text()[-3000:]
         rows = [r for r in read_metrics(folder / "run") if r["kind"] == "step"]
         return {r["iteration"]: r["losses"]["lm loss"] for r in rows}
+
+
+def rounding(reference: dict[int, float], flags: str) -> float:
+    """The largest difference of a loss between layouts of two ranks, without a kill."""
+    other = undisturbed(max(reference), f"{LAYOUTS[0]} {flags}".strip())
+    return max(abs(other[i] / loss - 1) for i, loss in reference.items())
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
@@ -356,13 +362,14 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def result_of(
-    runs: Sequence[dict[str, Any]], relaunched: Sequence[dict[str, Any]]
+    runs: Sequence[dict[str, Any]], relaunched: Sequence[dict[str, Any]], rounding: float
 ) -> dict[str, Any]:
     """What is written."""
     return {
         "what": "kills of ranks and nodes in elastic runs of four CPU ranks",
         "steps_between_copies": _INTERVAL,
         "tolerance_of_losses": _TOLERANCE,
+        "loss_difference_of_layouts_without_kills": rounding,
         **summary(runs),
         "relaunch_next_step_s": [
             row["next_step_s"] for run in relaunched for row in run["rows"] if "next_step_s" in row
@@ -386,19 +393,20 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     per_run = args.kills_per_run
     reference = undisturbed(_FIRST + _APART * per_run + 20, args.flags)
+    rounded = rounding(reference, args.flags)
     how: dict[str, Any] = {"keep": args.keep, "flags": args.flags}
     runs: list[dict[str, Any]] = []
     seed = args.first_seed
     while sum(len(run["rows"]) for run in runs) < args.kills:
         runs.append(trial(seed, reference, kills=per_run, elastic=True, **how))
         print(json.dumps({k: v for k, v in runs[-1].items() if k != "rows"}), flush=True)
-        args.output.write_text(json.dumps(result_of(runs, [])) + "\n")
+        args.output.write_text(json.dumps(result_of(runs, [], rounded)) + "\n")
         seed += 1
     relaunched = [
         trial(4 * i, reference, kills=1, elastic=False, keep=None, flags=args.flags)
         for i in range(args.relaunches)
     ]
-    write(args.output, result_of(runs, relaunched), hide=("runs", "rows"))
+    write(args.output, result_of(runs, relaunched, rounded), hide=("runs", "rows"))
 
 
 if __name__ == "__main__":
