@@ -170,13 +170,13 @@ def attend(
     again: Callable[[int], subprocess.Popen[bytes]],
     is_done: Callable[[], bool],
     timeout_s: float,
-) -> tuple[list[int | None], int]:
+) -> list[int | None]:
     """Starts nodes again that were let go, until all have ended.
 
     Returns:
-        Exit codes, None for one that hangs; and how many nodes were started again.
+        Exit codes, None for one that hangs.
     """
-    deadline_s, let_go = time.monotonic() + timeout_s, 0
+    deadline_s = time.monotonic() + timeout_s
     ended: set[int] = set()
     while len(ended) < len(children) and time.monotonic() < deadline_s:
         time.sleep(0.5)
@@ -184,10 +184,10 @@ def attend(
             if node in ended or child.poll() is None:
                 continue
             if child.returncode == 0 and not is_done() and len(ended) + 1 < len(children):
-                children[node], let_go = again(node), let_go + 1
+                children[node] = again(node)
             else:
                 ended.add(node)
-    return wait(children, 0.1), let_go
+    return wait(children, 0.1)
 
 
 def account(folder: Path, steps: int, reference: dict[int, float]) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def trial(
             return start_node(folder, nodes, node, layout, steps, mark=mark)
 
         done = functools.partial(_is_done, folder, steps)
-        codes, let_go = attend(children, again, done, _HANG_S + kills * 30.0)
+        codes = attend(children, again, done, _HANG_S + kills * 30.0)
         relaunches = 0
         took_leader = any(k["what"] == "node" and k["victim"][0] == 0 for k in planned)
         if None not in codes and not _is_done(folder, steps) and took_leader:
@@ -289,7 +289,7 @@ def trial(
             "codes": codes,
             "hung": None in codes,
             "started_by_hand": relaunches,
-            "nodes_let_go": let_go,
+            "nodes_let_go": log.count("let go is node"),
             "relaunches": log.count("start again under") + log.count("start again as at first"),
             **account(folder, steps, reference),
             "rows": rows_of(folder, planned),
@@ -319,7 +319,7 @@ def undisturbed(steps: int, flags: str = "") -> dict[int, float]:
 
 
 def rounding(reference: dict[int, float], flags: str) -> float:
-    """The largest difference of a loss between layouts of two ranks, without a kill."""
+    """The largest difference of a loss between two layouts of two ranks, without a kill."""
     other = undisturbed(max(reference), f"{LAYOUTS[0]} {flags}".strip())
     return max(abs(other[i] / loss - 1) for i, loss in reference.items())
 
@@ -369,7 +369,7 @@ def result_of(
         "what": "kills of ranks and nodes in elastic runs of four CPU ranks",
         "steps_between_copies": _INTERVAL,
         "tolerance_of_losses": _TOLERANCE,
-        "loss_difference_of_layouts_without_kills": rounding,
+        "loss_difference_of_two_layouts_without_kills": rounding,
         **summary(runs),
         "relaunch_next_step_s": [
             row["next_step_s"] for run in relaunched for row in run["rows"] if "next_step_s" in row

@@ -3,14 +3,15 @@
 The plan is a JSON file that `COPUS_KILL_PLAN` names: {"kills": [{"number", "step", "moment",
 "victim": [node, local], "what"}]}. Each kill happens once; the rank writes `kill-<number>` beside
 the plan, with the time and the step, before it acts. `pause_s` more seconds go by in each step
-after `pause_from` while ranks of the first generation are missing, so that those that come again
-find the others at work. With `move_every` the run changes its layout in the running processes every
+after `pause_from`, with `ranks` only while there are fewer, so that those that come again find the
+others at work. With `move_every` the run changes its layout in the running processes every
 so many steps. `requests` asks for a number of ranks at a step, each once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -97,9 +98,6 @@ def _act(kill: dict[str, Any]) -> None:
         for pid in pids:
             os.kill(int(pid), signal.SIGSTOP)
         return
-    if kill["what"] == "launcher":
-        launcher.kill()
-        return
     if kill["what"] == "node":
         for process in node:
             process.kill()
@@ -122,7 +120,7 @@ def _watch_steps() -> None:
 
     def watched(job: Any) -> Any:
         _STEP[0] = job.state.iteration
-        if _STEP[0] > _PAUSE_FROM and dist.get_world_size() < _GIVEN.get("ranks", 0):
+        if _STEP[0] > _PAUSE_FROM and dist.get_world_size() < _GIVEN.get("ranks", math.inf):
             time.sleep(_PAUSE_S)
         _ask_for_ranks()
         if (kill := _mine("any time")) is not None:

@@ -1,15 +1,16 @@
-"""Does K-FAC reach a loss sooner than Adam on real small runs?
+"""Does K-FAC train real small runs further than Adam, and how long does a step take?
 
     python -m bench.time_to_loss.kfac --cell "direction 32"     trains what is missing of a cell
     python -m bench.time_to_loss.kfac                           trains all, compares, writes
 
 K-FAC (arXiv 1503.05671) multiplies the gradient of a matrix by the inverse covariances of its
-inputs and of the gradients of its outputs. Here it does so for all matrices of `small_gpt`, in two
-ways: the product goes into Adam, or it gives the direction of a step whose size is Adam's, matrix
-by matrix. Covariances and inverses come from one step in `EVERY`. Damping and rate are tuned for
-each batch and way on seed 0, from Adam's best rate and warm-up of the atlas, which Adam has here,
-too. Seeds 1 to 3 are compared. Every line of kfac.jsonl is a run; a killed command goes on where it
-was, and commands for different cells may run at once. In the end a step of each is timed, for which
+inputs and of the gradients of its outputs, for targets drawn from the model. Here it does so for
+the linear layers of `small_gpt`; embeddings and norms keep Adam. There are two ways: the product
+goes into Adam, or it gives the direction of a step whose size is Adam's, layer by layer.
+Covariances and inverses come from one step in `EVERY`. Damping and rate are tuned for each batch
+and way on seed 0, from Adam's best rate of the atlas; the warm-up stays Adam's. Seeds 1 to 3 are
+compared at equal samples. Every line of kfac.jsonl is a run; a killed command goes on where it was,
+and commands for different cells may run at once. In the end a step of each is timed, for which
 nothing else may run. Writes docs/results/kfac.json.
 """
 
@@ -25,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bench.support import RESULTS, arguments, origin, write
 from bench.time_to_loss import atlas
@@ -36,8 +38,10 @@ Way = Literal["adam", "into adam", "direction"]
 WAYS: tuple[Way, ...] = ("adam", "into adam", "direction")
 BATCHES = (32, 128)
 SEEDS = (1, 2, 3)
-DAMPINGS = (0.3, 0.03, 0.003)
-_KEPT, _MOMENTUM = 0.9, 0.9
+DAMPINGS = (1.0, 0.1, 0.01, 0.001)
+_KEPT, _MOMENTUM = 0.95, 0.9
+_SEEN = 32
+"""Samples that covariances are taken from."""
 _TIMED_STEPS = 60
 
 
@@ -46,7 +50,8 @@ class Factors:
 
     Args:
         layer: the layer, with a bias.
-        damping: share of the mean eigenvalue that is added to every eigenvalue.
+        damping: its root is the share of the mean eigenvalue that is added to every eigenvalue of
+            either covariance.
     """
 
     def __init__(self, layer: nn.Linear, damping: float) -> None:
@@ -56,6 +61,7 @@ class Factors:
         self.inverses: list[Tensor] = []
         self.momentum: Tensor | None = None
         self.is_on = False
+        self._count = 0
         layer.register_forward_pre_hook(self._take_inputs)
         layer.register_full_backward_hook(self._take_gradients)
 
@@ -80,8 +86,9 @@ class Factors:
     def refresh(self) -> None:
         """Takes what has been seen since the last refresh into the covariances, and inverts."""
         new, self._sums = self._sums, []
-        old = self._means or new
-        self._means = [_KEPT * a + (1 - _KEPT) * b for a, b in zip(old, new)]
+        self._count += 1
+        kept = min(1 - 1 / self._count, _KEPT)
+        self._means = [kept * a + (1 - kept) * b for a, b in zip(self._means or new, new)]
         self.inverses = []
         for mean in self._means:
             added = self._damping * mean.trace() / len(mean)
@@ -115,15 +122,26 @@ class KfacRun(SmallRun):
 
     def step(self, batch: int, groups: int = 1) -> float:
         """As Adam's."""
-        for one in self.factors:
-            one.is_on = self.steps % EVERY == 0
+        if self.factors and self.steps % EVERY == 0:
+            self._refresh(batch)
         return super().step(batch, groups)
+
+    def _refresh(self, batch: int) -> None:
+        """Takes covariances from some samples of the step, with targets drawn from the model."""
+        where = (self.samples + torch.arange(min(batch, _SEEN))) % len(self.order)
+        data = self.train[self.order[where]]
+        for one in self.factors:
+            one.is_on = True
+        logits = self.model.logits(data[:, :-1]).flatten(0, 1)
+        with torch.no_grad():
+            drawn = torch.multinomial(logits.softmax(-1), 1).flatten()
+        F.cross_entropy(logits, drawn).backward()
+        for one in self.factors:
+            one.is_on = False
+            one.refresh()
 
     @torch.no_grad()
     def _step(self) -> None:
-        if self.factors and self.factors[0].is_on:
-            for one in self.factors:
-                one.refresh()
         products = [one.gradient() for one in self.factors]
         if self.way == "into adam":
             for one, product in zip(self.factors, products):
@@ -175,10 +193,14 @@ class Spec:
 def trained(spec: Spec) -> float:
     """The last held-out loss; infinite where it is none."""
     run = KfacRun(spec.recipe, spec.way, spec.damping)
-    while (left := spec.recipe.total_samples - run.samples) > 0:
-        if not math.isfinite(run.step(min(spec.batch, left))):
-            return math.inf
-    return run.evaluate()
+    try:
+        while (left := spec.recipe.total_samples - run.samples) > 0:
+            if not math.isfinite(run.step(min(spec.batch, left))):
+                return math.inf
+    except torch.linalg.LinAlgError:
+        return math.inf
+    loss = run.evaluate()
+    return loss if math.isfinite(loss) else math.inf
 
 
 class Runs:
@@ -221,11 +243,12 @@ def tuned(runs: Runs, way: Way, batch: int) -> Spec:
     own = adams_best(batch)
     if way == "adam":
         return own
-    found = runs.best([replace(own, way=way, damping=damping) for damping in DAMPINGS])
+    found = replace(own, way=way, damping=DAMPINGS[1])
     for stride in (2, 1):
         while True:
-            tried = [replace(found, rate=found.rate + k) for k in (-stride, 0, stride)]
-            best = runs.best(tried)
+            rates = [replace(found, rate=found.rate + k) for k in (-stride, stride)]
+            dampings = [replace(found, damping=d) for d in DAMPINGS]
+            best = runs.best([found, *rates, *dampings])
             if best == found or abs(best.rate) > atlas.MOST_RATE:
                 break
             found = best

@@ -87,12 +87,16 @@ class SmallGPT(nn.Module):
             if name.endswith(("out.weight", "down.weight")):
                 nn.init.normal_(weight, 0, 0.02 / math.sqrt(2 * LAYERS))
 
-    def loss(self, samples: Tensor) -> Tensor:
-        """Mean loss of [samples, SEQ_LENGTH + 1] bytes, nats a byte."""
-        x = self.tokens(samples[:, :-1]) + self.positions.weight
+    def logits(self, inputs: Tensor) -> Tensor:
+        """[samples, SEQ_LENGTH, VOCABULARY] for [samples, SEQ_LENGTH] bytes."""
+        x = self.tokens(inputs) + self.positions.weight
         for block in self.blocks:
             x = block(x)
-        logits = self.norm(x) @ self.tokens.weight.T
+        return self.norm(x) @ self.tokens.weight.T
+
+    def loss(self, samples: Tensor) -> Tensor:
+        """Mean loss of [samples, SEQ_LENGTH + 1] bytes, nats a byte."""
+        logits = self.logits(samples[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten())
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from copus_ext.elastic.messages import Generation, Kind, Member
-from copus_ext.elastic.peers import BEAT_S, Peers, own_address
-from copus_ext.elastic.rank_process import RankProcess, failure_of
+from copus_ext.elastic.peers import BEAT_S, Fenced, NotMet, Peers, own_address
+from copus_ext.elastic.rank_process import Place, RankProcess, failure_of
 from copus_ext.elastic.resize import ask_cluster, staying
 from copus_ext.launch import workers
 from copus_ext.launch.failure import Failure
@@ -55,23 +55,6 @@ After that its place stays empty."""
 
 
 @dataclass
-class _Place:
-    """Where a rank of this node runs, one after another."""
-
-    rank: RankProcess | None = None
-    restarts: int = 0
-    start_again_at: float | None = None
-
-
-class Fenced(Exception):
-    """The others have gone on without this node."""
-
-
-class NotMet(Exception):
-    """A node did not come at the start."""
-
-
-@dataclass
 class Agent:
     """One node.
 
@@ -90,6 +73,8 @@ class Agent:
     """Ranks whose death this node knows of, whatever a generation on its way says."""
     _ready: set[Member] = field(default_factory=set)
     """Ranks that have done their imports, before there is a generation."""
+    _gone: set[Member] = field(default_factory=set)
+    """Ranks that were let go and have handed over what they held."""
     _is_broken: bool = False
     """Ranks see a broken world in which all live."""
     _was_silent: bool = False
@@ -100,7 +85,7 @@ class Agent:
     """Ranks of all nodes that take part, or will from the next generation on."""
     _waiting: set[Member] = field(default_factory=set)
     """Of them, those that have come since the generation."""
-    _places: list[_Place] = field(default_factory=list)
+    _places: list[Place] = field(default_factory=list)
     _failures: dict[Member, Failure] = field(default_factory=dict)
     _due_s: float | None = None
     """When to announce the next generation, if this node has to."""
@@ -125,7 +110,7 @@ class Agent:
         self._first_run = _RUNS_PER_GENERATION * self._claimed()
         self._asked = ranks_asked(self._run_dir)
         for local in range(self.launch.num_ranks):
-            self._places.append(_Place())
+            self._places.append(Place())
             self._start(local)
         with no_collection():
             from torch.distributed import TCPStore
@@ -212,6 +197,7 @@ class Agent:
             self._lose(member)
         self._alive.discard(member)
         self._dead.add(member)
+        self._gone.add(member)
 
     def _leave(self, member: Member) -> None:
         """Notes that a rank has ended with the run."""
@@ -311,7 +297,7 @@ class Agent:
             self._lose_node(node, "it has come again")
         self._peers.add(node, lines)
         if self.generation is not None:
-            lines.send(generation=self.generation.to_json())
+            lines.send(gone=sorted(self._gone), generation=self.generation.to_json())
         if self._is_ending:
             lines.send(left=[])
         for message in messages:
@@ -331,10 +317,9 @@ class Agent:
         self._alive.discard(member)
         self._waiting.discard(member)
         self._dead.add(member)
-        now = self.generation
-        if now is not None and member in now.released:
+        if self.generation is not None and member in self.generation.released:
             self._is_broken = True  # what it holds may not be handed over yet
-        if now is not None and member in (*now.members, *now.released):
+        if member in self._holders:
             self._due_s = min(self._due_s or math.inf, time.monotonic() + _SETTLE_S)
 
     # What comes in.
@@ -376,8 +361,15 @@ class Agent:
     @property
     def _is_without_state(self) -> bool:
         """Whether no rank that it can reach holds a part of the run: those that wait hold none."""
+        return self.generation is not None and not self._alive & set(self._holders)
+
+    @property
+    def _holders(self) -> tuple[Member, ...]:
+        """Ranks that hold a part of the run, or held it as they were lost."""
         now = self.generation
-        return now is not None and not self._alive & {*now.members, *now.released}
+        return (
+            () if now is None else (*now.members, *(m for m in now.released if m not in self._gone))
+        )
 
     def _look(self) -> None:
         for key, _ in self._select.select(_LOOK_S):
@@ -468,7 +460,7 @@ class Agent:
         """
         before = self.generation
         # Those that have just come know of no losses, and have nothing to go on from.
-        holders: tuple[Member, ...] = () if before is None else (*before.members, *before.released)
+        holders = self._holders
         able = self._alive if before is None else self._alive & set(holders)
         if not able or self._is_ending or min(able).node != self.launch.node:
             return
@@ -542,7 +534,8 @@ class Agent:
             return
         if not asked.ranks:
             self._asked = asked
-            tell("launcher", f"{RANKS_FILE} is no number of ranks: write one of 1 or more")
+            self._peers.tell(asked=list(asked))
+            tell("launcher", f"{RANKS_FILE} must hold a number of ranks, 1 or more")
             return
         kept = staying(now.members, asked.ranks)
         released = tuple(m for m in now.members if m not in kept)
@@ -570,7 +563,7 @@ class Agent:
         self._is_broken = False
         self._waiting -= set(generation.members)
         # Those that are to leave count until they have handed over what they hold.
-        taking_part = {*generation.members, *generation.released}
+        taking_part = set(self._holders)
         self._alive = (taking_part | self._waiting) - self._dead
         if taking_part & self._dead:
             self._due_s = self._due_s or time.monotonic() + _SETTLE_S
@@ -581,6 +574,7 @@ class Agent:
         self._is_released = bool(here & set(generation.released))
         if self._is_released:
             return
+        self._released_s = None
         if before is not None and here & set(before.members) - set(generation.members):
             raise Fenced("the other nodes have gone on without it")
 

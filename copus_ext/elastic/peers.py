@@ -28,6 +28,14 @@ others wait for, it is less than ranks wait for a new generation."""
 _CONNECT_S = 1.0
 
 
+class Fenced(Exception):
+    """The others have gone on without this node."""
+
+
+class NotMet(Exception):
+    """A node did not come at the start."""
+
+
 class Peers:
     """The other nodes, as one launcher sees them.
 

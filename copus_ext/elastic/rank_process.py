@@ -79,6 +79,15 @@ class RankProcess:
         return failure_of(rank, code, error, text)
 
 
+@dataclass
+class Place:
+    """Where a rank of this node runs, one after another."""
+
+    rank: RankProcess | None = None
+    restarts: int = 0
+    start_again_at: float | None = None
+
+
 def failure_of(rank: int, code: int, error: str, text: str) -> Failure:
     """A failure on this machine, now; see `Failure` for the arguments."""
     return Failure(

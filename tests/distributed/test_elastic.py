@@ -52,7 +52,9 @@ class Run:
     ) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
         # The others are at work for long enough that those that come again find them.
-        plan = {"kills": list(kills), "pause_from": 95, "pause_s": pause_s, "ranks": sum(nodes)}
+        plan = {"kills": list(kills), "pause_from": 20, "pause_s": pause_s}
+        if kills:
+            plan |= {"pause_from": 95, "ranks": sum(nodes)}
         (folder / "plan.json").write_text(json.dumps(plan))
         self.nodes, self.layout = nodes, layout
         self.children: list[subprocess.Popen[bytes]] = start(
@@ -187,7 +189,7 @@ def test_a_node_leaves_that_the_run_can_do_without(
     told = tmp_path / "told"
     command = f'echo "$COPUS_PRESENT_RANKS to $COPUS_WANTED_RANKS" >> {told}'
     monkeypatch.setenv(RESIZE_VARIABLE, command)
-    run = begin((1, 1, 2), "--tensor-model-parallel-size 2")
+    run = begin((1, 1, 2), "--tensor-model-parallel-size 2", pause_s=0.1)
 
     def was_told() -> list[str]:
         return told.read_text().splitlines() if told.exists() else []

@@ -253,6 +253,30 @@ def test_a_node_that_waits_to_join_ends_where_nobody_is_left_to_be_joined(tmp_pa
     assert one.generation is not None and one.generation.number == 2 and not one._goes_on
 
 
+def test_released_ranks_that_have_gone_hold_nothing(tmp_path: Path) -> None:
+    # Two of four have handed over and left. Then node 1 falls silent: one of two is enough.
+    one = agent(tmp_path, 1, 1, 1, 1)
+    ask(one, tmp_path, 2)
+    for node in (2, 3):
+        one._hear_peer(node, {"gone": [[node, 0, 0]]})
+    one._was_silent = True
+    one._lose(Member(1, 0))
+    one._propose()
+    now = one.generation
+    assert now is not None and now.kind == "loss" and now.members == (Member(0, 0),)
+
+
+def test_a_newcomer_takes_no_rank_that_has_gone_for_one_that_is_left(tmp_path: Path) -> None:
+    one = agent(tmp_path, 1, 1, node=1)
+    one.generation = None
+    released = generation(1, kind="resize", number=2, released=(Member(1, 0),))
+    one._hear_peer(0, {"gone": [[1, 0, 0]], "generation": released.to_json()})
+    assert one._goes_on and not one._is_released
+    one._hear_peer(0, {"died": [[0, 0, 0]]})
+    one._propose()
+    assert one.generation is not None and one.generation.number == 2 and not one._goes_on
+
+
 def test_released_nodes_go_on_if_all_others_are_lost(tmp_path: Path) -> None:
     one = agent(tmp_path, 1, 1, node=1)
     rank: Any = SimpleNamespace(
@@ -277,7 +301,7 @@ def test_no_number_of_ranks_is_said_once_and_changes_nothing(
     assert capsys.readouterr().err == "", "it is still being written"
     (tmp_path / RANKS_FILE).write_text(text)
     one._resize()
-    assert "control/ranks is no number of ranks: write one of" in capsys.readouterr().err
+    assert "control/ranks must hold a number of ranks" in capsys.readouterr().err
     one._resize()
     assert capsys.readouterr().err == ""
     assert one.generation is not None and one.generation.number == 1
