@@ -182,12 +182,10 @@ class Spec:
     @property
     def recipe(self) -> Recipe:
         """As the run takes it."""
-        return Recipe(
-            total_samples=atlas.SHORT,
-            learning_rate=atlas.BASE_RATE * 2 ** (self.rate / 2),
-            warmup=self.warmup,
-            seed=self.seed,
+        alike = atlas.Cell(
+            kind="cosine", total_samples=atlas.SHORT, schedule=atlas.pieces(self.batch)
         )
+        return alike.spec(self.rate, self.warmup, self.seed).recipe
 
 
 def trained(spec: Spec) -> float:
@@ -289,7 +287,8 @@ def compared(runs: Runs, batch: int) -> dict[str, Any]:
 def main() -> None:
     """Trains, compares and writes."""
     parser = arguments(__doc__, "kfac.json")
-    parser.add_argument("--cell", help="a way and a batch, such as 'direction 32': only train it")
+    cells = [f"{way} {batch}" for way in WAYS for batch in BATCHES]
+    parser.add_argument("--cell", choices=cells, help="only train a way at a batch")
     args = parser.parse_args()
     runs = Runs(args.output.with_suffix(".jsonl"))
     if args.cell is not None:

@@ -127,7 +127,7 @@ class Agent:
                 self._meet()
             self._loop()
             self._check_not_fenced()
-            self._kill_all()
+            self._kill_all()  # those that still wait to join a run that is lost
         except (Fenced, NotMet) as error:
             tell("launcher", f"node {self.launch.node} ends: {error}")
             self._kill_all()

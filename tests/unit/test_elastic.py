@@ -291,6 +291,24 @@ def test_released_nodes_go_on_if_all_others_are_lost(tmp_path: Path) -> None:
     assert one._goes_on and not one._is_released
 
 
+def test_a_second_release_gives_ranks_their_time_again(tmp_path: Path) -> None:
+    # One of two ranks has left after the first release, which a loss then took back.
+    one, killed = agent(tmp_path, 1, 2, node=1), []
+    rank: Any = SimpleNamespace(
+        member=Member(1, 0),
+        lines=SimpleNamespace(send=lambda **message: None),
+        process=SimpleNamespace(kill=lambda: killed.append("rank")),
+    )
+    one._places = [SimpleNamespace(rank=rank, start_again_at=None)]  # pyright: ignore[reportAttributeAccessIssue]
+    released = (Member(1, 0), Member(1, 1))
+    one._take(generation(1, kind="resize", number=2, released=released))
+    one._released_s = time.monotonic() - 1000
+    one._take(generation(1, 1, kind="loss", number=3, lost=(Member(1, 1),)))
+    one._take(generation(1, kind="resize", number=4, released=(Member(1, 0),)))
+    one._end_the_rest()
+    assert one._is_released and not killed
+
+
 @pytest.mark.parametrize("text", ["many", "-3", "0", "3.5", "\u0663"])
 def test_no_number_of_ranks_is_said_once_and_changes_nothing(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
