@@ -31,11 +31,12 @@ from torch.nn import functional as F
 from bench.support import RESULTS, arguments, origin, write
 from bench.time_to_loss import atlas
 from bench.time_to_loss.small_gpt import Recipe, SmallRun
+from megatron.training.model import kfac
 
 EVERY = 10
 """Steps between two refreshes of covariances and inverses."""
-Way = Literal["adam", "into adam", "direction"]
-WAYS: tuple[Way, ...] = ("adam", "into adam", "direction")
+Way = Literal["adam", "built", "into adam", "direction"]
+WAYS: tuple[Way, ...] = ("adam", "built", "into adam", "direction")
 BATCHES = (32, 128)
 SEEDS = (1, 2, 3)
 DAMPINGS = (1.0, 0.1, 0.01, 0.001)
@@ -116,7 +117,9 @@ class KfacRun(SmallRun):
         super().__init__(recipe)
         self.way = way
         layers = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
-        self.factors = [Factors(layer, damping) for layer in layers] if way != "adam" else []
+        as_published = way in ("into adam", "direction")
+        self.factors = [Factors(layer, damping) for layer in layers] if as_published else []
+        self.built = [kfac.Factors(m, damping=damping) for m in layers] if way == "built" else []
         optimizer: Any = self.optimizer
         self._adam, optimizer.step = optimizer.step, self._step
 
@@ -124,6 +127,9 @@ class KfacRun(SmallRun):
         """As Adam's."""
         if self.factors and self.steps % EVERY == 0:
             self._refresh(batch)
+        for one in self.built:
+            if self.steps % EVERY == 0:
+                one.begin()
         return super().step(batch, groups)
 
     def _refresh(self, batch: int) -> None:
@@ -142,6 +148,10 @@ class KfacRun(SmallRun):
 
     @torch.no_grad()
     def _step(self) -> None:
+        for one in self.built:
+            if one.is_on:
+                one.refresh()
+            one.weight.grad = one.product(one.weight.grad)
         products = [one.gradient() for one in self.factors]
         if self.way == "into adam":
             for one, product in zip(self.factors, products):

@@ -151,6 +151,11 @@ def exchange_s(rows: Rows, c: Constants, core: Any, core_backward: Any) -> tuple
     )
 
 
+def meetings(rows: Rows) -> Any:
+    """[n] times that ranks which share samples meet in a pass of a layer; 0 for others."""
+    return np.where(np.greater(rows.cp, 1), np.where(_is(rows, HEADS), 2.0, 1.0), 0.0)
+
+
 def launches(rows: Rows) -> Any:
     """[n] further kernels of a layer, forward."""
     each = np.asarray(_LAUNCHES)[np.asarray(rows.cp_comm_type)]

@@ -10,6 +10,8 @@ from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.rows import Rows
 
 _TILE_ROWS, _TILE_COLUMNS = 256, 128
+_BEHIND = 1e-2
+"""Roots of seconds, as `bench/collective_waits.py` finds on two cores; its rounds differ."""
 
 
 def gemm_s(rows: Rows, c: Constants, m: Any, n: Any, k: Any, at_once: Any = 1) -> Any:
@@ -53,3 +55,15 @@ def collective_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any) -> Any:
     )
     ring = (ranks - 1) / ranks * num_bytes / bandwidth
     return np.where(ranks > 1, ring + c.tp_latency_s / 2, 0.0)
+
+
+def meeting_s(rows: Rows, work: Any) -> Any:
+    """Seconds that a rank waits for another where they meet, besides the message. On CPU ranks other
+    programs take a core now and then, so that of two ranks one is behind by the root of what they
+    compute between two meetings. Devices are taken to be even.
+
+    Args:
+        rows: configurations.
+        work: [n] seconds of computation between two meetings.
+    """
+    return np.where(rows.on_cpu, _BEHIND * np.sqrt(np.maximum(work, 0.0)), 0.0)

@@ -11,6 +11,7 @@ from copus_ext.cost_model import context, experts
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.kernels import (
     collective_s,
+    meeting_s,
     gemm_s,
     moved_s,
     network_bytes_per_s,
@@ -197,18 +198,26 @@ def tp_collective_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     return collective_s(rows, c, num_bytes, rows.tp)
 
 
-def tp_layer(rows: Rows, c: Constants) -> Pass:
+def tp_layer(rows: Rows, c: Constants, plain: Pass) -> Pass:
     """Seconds of tensor-parallel collectives of one layer and micro-batch, the mean over layers.
 
     Without sequence parallelism two all-reduces forward and two backward; with it the same volume
     as reduce-scatters and all-gathers, and two more gathers backward for the inputs that were kept
-    in parts.
+    in parts. Ranks meet twice a pass, behind attention and behind the MLP.
+
+    Args:
+        rows: configurations.
+        c: the constants.
+        plain: computation of the layer.
     """
     half = tp_collective_s(rows, c, rows.element_bytes * rows.tokens * rows.hidden_size)
     # gloo reduces everything and keeps a part: each of the two reduce-scatters counts twice.
     more = np.where(np.logical_and(rows.sequence_parallel, rows.on_cpu), 2.0, 0.0)
     forward = (4.0 + more) * half
     backward = (np.where(rows.sequence_parallel, 6.0, 4.0) + more) * half
+    meets = np.greater(rows.tp, 1)
+    forward = forward + np.where(meets, 2.0 * meeting_s(rows, plain.forward / 2.0), 0.0)
+    backward = backward + np.where(meets, 2.0 * meeting_s(rows, plain.backward / 2.0), 0.0)
     if (x := rows.experts) is not None:
         # Half of them are those of the MLP, or of the shared expert.
         lacks = np.equal(x.moe_shared_expert_intermediate_size, 0)
@@ -239,6 +248,9 @@ def cp_layer(rows: Rows, c: Constants, plain: Pass) -> Pass | None:
         return None
     core, slow = attention_s(rows, c), c.factors.compute
     forward, backward = context.exchange_s(rows, c, core, core_backward(rows, core))
+    meets = context.meetings(rows)
+    forward = forward + meets * meeting_s(rows, plain.forward / np.maximum(meets, 1.0))
+    backward = backward + meets * meeting_s(rows, plain.backward / np.maximum(meets, 1.0))
     # Attention alone is computed again without the rest of the layer.
     again = np.where(rows.recompute == RECOMPUTE_SELECTIVE, forward, 0.0)
     if np.any(is_ring := context.is_ring(rows)):
@@ -293,7 +305,7 @@ class MicroBatch:
             layer=inner.times(slow.compute),
             embedding=embedding(rows, c).times(slow.compute),
             head=head(rows, c).times(slow.compute),
-            tp_layer=tp_layer(rows, c).times(slow.tp),
+            tp_layer=tp_layer(rows, c, inner).times(slow.tp),
             ep_layer=rows_s and rows_s.times(slow.tp),
             cp_layer=cp_layer(rows, c, inner),
             tp_first=slow.tp * first,

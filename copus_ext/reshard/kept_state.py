@@ -147,6 +147,8 @@ def put_back(job: Job, live: Shards, kept: KeptState) -> None:
             del group[name]
         group.update(copy.deepcopy(values))
     kept.random.put_back()
+    if job.model.kfac is not None:
+        job.model.kfac.restart()
     masters_to_weights(job.optimizer)
     if job.balance is not None:
         job.balance.give_biases(job.model.chunks, job.state)

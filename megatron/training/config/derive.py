@@ -11,6 +11,7 @@ from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.config.compression_flags import check_compression
 from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.group_clip_flags import check_group_clipping
+from megatron.training.config.kfac_flags import check_kfac
 from megatron.training.config.layer_partition import partition_of_flags, virtual_size
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import (
@@ -168,6 +169,7 @@ def derive(draft: Draft, environment: Environment) -> None:
         check_compression,
         _derive_kernels,
         check_group_clipping,
+        check_kfac,
         _derive_recompute,
         _derive_rest,
     )

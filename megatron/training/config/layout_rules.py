@@ -24,6 +24,7 @@ def layout_problems(
     exchange: ContextExchange | None = None,
     split_widths: Mapping[str, int] = MappingProxyType({}),
     needs_one_stage: bool = False,
+    needs_whole_layers: str | None = None,
     experts: ExpertSizes | None = None,
 ) -> list[str]:
     """Lists why a model cannot be laid out this way.
@@ -41,6 +42,7 @@ def layout_problems(
         exchange: what limits context parallelism; None: only the lengths.
         split_widths: further widths that tensor parallelism splits, by the flags that set them.
         needs_one_stage: whether the model predicts further tokens with tied embeddings.
+        needs_whole_layers: flag that needs one tensor parallel rank; None: there is none.
         experts: what limits the layout of a mixture of experts; None for a dense model.
 
     Returns:
@@ -50,6 +52,11 @@ def layout_problems(
     tp = layout.tp
     tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
     problems = _stage_problems(layout, num_layers=num_layers, needs_one_stage=needs_one_stage)
+    if needs_whole_layers and tp > 1:
+        problems.append(
+            f"{needs_whole_layers} needs whole layers on a rank; drop it, or choose "
+            f"--tensor-model-parallel-size 1 (now {tp})"
+        )
     if num_attention_heads % tp != 0:
         problems.append(
             f"--num-attention-heads {num_attention_heads} is not divisible by {tp}; {tp_fix}"
@@ -168,6 +175,7 @@ def further_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "exchange": ContextExchange.of(arguments),
         "split_widths": widths,
         "needs_one_stage": is_further and is_tied,
+        "needs_whole_layers": "--kfac" if arguments.get("kfac") else None,
         "experts": ExpertSizes.of(arguments),
     }
 

@@ -126,6 +126,15 @@ class OptimConfig:
     clip_group_norm: str | None = option(None)
     """Largest norm of a group's mean gradient, over attention and MLP matrices; or `adaptive`: all
     groups of a step get the smallest norm among them."""
+    kfac: bool = option(False)
+    """Multiply the gradients of attention and MLP matrices by the inverse covariances of their
+    layer's inputs and outputs' gradients, before clipping and Adam. Needs one tensor parallel
+    rank."""
+    kfac_damping: float = option(0.01)
+    """Above 0. Its root is added to the eigenvalues of each covariance of --kfac, which are 1 in
+    the mean."""
+    kfac_interval: int = option(10)
+    """Steps between two covariances of --kfac."""
 
 
 @dataclass(frozen=True, kw_only=True)

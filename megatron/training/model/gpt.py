@@ -52,6 +52,7 @@ from megatron.training.model.init import (
 )
 from megatron.training.model.moe import mark_experts, use_router
 from megatron.training.model.norm import Norm
+from megatron.training.model.kfac import Kfac
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ class Model:
     """Of the reduction over replicas; None where this rank's gradients go whole."""
     group_clip: GroupClip | None = None
     """Clips the gradients of groups of samples; None: nothing does."""
+    kfac: Kfac | None = None
+    """Replaces the reduced gradients; None: nothing does."""
 
     @property
     def unwrapped(self) -> list[Any]:
@@ -107,6 +110,8 @@ class Model:
             chunk.grad_accs.clear()
         if self.group_clip is not None:
             self.group_clip.remove_hooks()
+        if self.kfac is not None:
+            self.kfac.remove_hooks()
 
 
 def _unwrap(module: Any) -> Any:
@@ -355,6 +360,7 @@ def build_model(
         link=_stage_link(config, core, groups),
         compression=_compression(config, chunks, groups),
         group_clip=clip,
+        kfac=_kfac(config, chunks, groups),
     )
 
 
@@ -386,6 +392,13 @@ def _group_clip(
     if layout.vpp > 1:
         behind = max(behind, config.parallel.microbatch_group_size_per_vp_stage or 0)
     return GroupClip(chunks, groups, group_size=size, limit=limit_of(norm), most_behind=behind)
+
+
+def _kfac(config: Config, chunks: list[Any], groups: ProcessGroupCollection) -> Kfac | None:
+    o = config.optim
+    if not o.kfac:
+        return None
+    return Kfac(chunks, groups, damping=o.kfac_damping, interval=o.kfac_interval)
 
 
 def build_for_inference(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:

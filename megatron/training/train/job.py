@@ -153,6 +153,8 @@ class Job:
         """
         is_well = True
         if self.checkpointer is not None:
+            if self.model.kfac is not None:
+                self.model.kfac.restart()
             with self.phase("saving", patient=True):
                 is_well = self.checkpointer.save(
                     self.model, self.optimizer, self.scheduler, self.state, must=must

@@ -163,6 +163,8 @@ def run_schedule(
         messages = {"p2p_communicator": link, "pg_collection": job.groups}
     if (clip := job.model.group_clip) is not None and not forward_only:
         clip.begin(num_microbatches, micro_batch_size)
+    if (kfac := job.model.kfac) is not None and not forward_only:
+        kfac.begin()
     with job.trace.span("forward" if forward_only else "forward and backward"):
         reports = get_forward_backward_func()(
             forward_step_func=functools.partial(forward_step, job, mean_samples),
@@ -263,6 +265,9 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         mean_samples=mean_samples,
     )
     job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 1])
+    if job.model.kfac is not None:
+        with job.trace.span("kfac"):
+            job.model.kfac.precondition()
     _empty_cache(job, level=1)
     with job.trace.span("optimizer"):
         result = optimizer_step(job.optimizer)

@@ -109,8 +109,9 @@ def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
 
 def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> list[str]:
     """Why a model cannot be laid out this way; the sentences of a launch. A launch may choose other
-    kernels, and another way to exchange keys and values, so the stored ones do not count."""
-    arguments = {**arguments, "cp_comm_type": None, "transformer_impl": None}
+    kernels, another way to exchange keys and values and no K-FAC, so the stored ones do not
+    count."""
+    arguments = {**arguments, "cp_comm_type": None, "transformer_impl": None, "kfac": False}
     return layout_problems(
         layout,
         num_layers=arguments["num_layers"],

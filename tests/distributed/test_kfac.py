@@ -1,0 +1,50 @@
+"""K-FAC: the same under every layout and micro-batch size, and after a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.worker_kfac import RUNS, STEPS
+from tests.helpers.on_ranks import on_ranks
+
+CLOSE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return on_ranks("worker_kfac", tmp_path_factory.mktemp("kfac"), 2, timeout_s=150)
+
+
+@pytest.mark.timeout(170)
+def test_gradients_are_those_by_hand(rows: dict[str, Any]) -> None:
+    off = rows["hand"]["off"]
+    assert len(off) == rows["hand"]["matrices"] == 4 * 4
+    assert max(off) < 1e-4
+
+
+@pytest.mark.parametrize("name", [n for n in RUNS if n not in ("dp2", "gpt2 dp2", "latent dp2")])
+def test_neither_layout_nor_micro_batch_counts(rows: dict[str, Any], name: str) -> None:
+    own = rows[name]
+    first = name.split()[0]
+    other = rows[f"{first} dp2" if first in ("gpt2", "latent") else "dp2"]
+    assert len(own["losses"]) == STEPS and own["matrices"] > 0
+    assert own["losses"] == pytest.approx(other["losses"], rel=CLOSE)
+    assert own["grad_norms"] == pytest.approx(other["grad_norms"], rel=20 * CLOSE)
+
+
+def test_it_changes_the_training_but_no_norm(rows: dict[str, Any]) -> None:
+    own, off = rows["dp2"], rows["off"]
+    assert own["grad_norms"][0] == pytest.approx(off["grad_norms"][0], rel=1e-5)
+    assert own["losses"][0] == off["losses"][0]
+    apart = [abs(a / b - 1) for a, b in zip(own["losses"][1:], off["losses"][1:], strict=True)]
+    assert max(apart) > 10 * CLOSE
+    every = rows["interval 1"]["losses"]
+    assert every[:2] == own["losses"][:2] and every != own["losses"]
+
+
+def test_a_resumed_run_goes_on_as_the_one_that_saved(rows: dict[str, Any]) -> None:
+    whole, begun, resumed = (rows[name]["losses"] for name in ("whole", "begun", "resumed"))
+    assert len(begun) == 4 and begun == whole[:4]
+    assert resumed == whole[4:]

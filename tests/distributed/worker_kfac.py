@@ -1,0 +1,126 @@
+"""Trains with K-FAC under several layouts, resumes, and finds the covariances by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, layout_flags, run
+
+BATCH, STEPS, INTERVAL = 8, 7, 3
+ZERO = "--use-distributed-optimizer"
+PP2 = " ".join(layout_flags(1, 2, 1))
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+KFAC = f"--kfac --kfac-interval {INTERVAL}"
+RUNS = {
+    "dp2": (TINY, f"{ZERO} --micro-batch-size 1"),
+    "dp2 by four": (TINY, f"{ZERO} --micro-batch-size 4"),
+    "dp2 whole": (TINY, "--micro-batch-size 2"),
+    "dp2 overlapped": (TINY, f"{ZERO} --overlap-grad-reduce --overlap-param-gather"),
+    "pp2": (TINY, f"{PP2} --micro-batch-size 2"),
+    "pp2 recomputed": (TINY, f"{PP2} {RECOMPUTED}"),
+    "pp2 vpp2": (TINY, " ".join([*layout_flags(1, 2, 2), ZERO])),
+    "cp2": (TINY, f"{ZERO} --context-parallel-size 2"),
+    "cp2 per token": (TINY, f"--context-parallel-size 2 --calculate-per-token-loss"),
+    "gpt2 dp2": (TINY_GPT2, ZERO),
+    "gpt2 pp2": (TINY_GPT2, f"{PP2} --micro-batch-size 4"),
+    "latent dp2": (FURTHER, ZERO),
+    "latent dp2 by two": (FURTHER, "--micro-batch-size 2"),
+}
+"""Base and flags of every run with K-FAC."""
+
+
+def main(output: Path) -> Any:
+    """Returns losses and norms of every run, and of what is off by hand."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.training.model.kfac import Factors
+    from megatron.training.train import build
+    from megatron.training.train.callbacks import Callback, CallbackContext
+
+    make, rows = build.build_model, {}
+
+    class Look(Callback):
+        """Compares the first new gradient of every matrix with one by hand."""
+
+        def __init__(self) -> None:
+            self.models: list[Any] = []
+            self.before: list[Any] = []
+            self.passed: dict[Any, dict[str, Any]] = {}
+            self.off: list[float] = []
+
+        def build(self, *args: Any, **more: Any) -> Any:
+            model = make(*args, **more)
+            self.models.append(model)
+            if model.kfac is not None:
+                for factors in model.kfac.factors:
+                    self.passed[factors] = {"inputs": [], "outputs": []}
+            return model
+
+        def on_grads_ready(self, context: CallbackContext) -> None:
+            if (kfac := self.models[-1].kfac) is not None and not self.before:
+                self.before = [(f, f.weight.main_grad.clone()) for f in kfac.factors]
+
+        def on_train_step_end(self, context: CallbackContext) -> None:
+            for factors, grad in self.before if not self.off else ():
+                whole = [torch.cat(self.passed[factors][kind]) for kind in ("outputs", "inputs")]
+                for kind in whole:
+                    assert len(kind) == len(whole[0]) > 0
+                new = by_hand(grad, *whole)
+                got = factors.weight.main_grad.double()
+                self.off.append(((got - new).norm() / new.norm()).item())
+
+    def by_hand(grad: Any, outputs: Any, inputs: Any) -> Any:
+        """B^-1 G A^-1 in 64 bits, over the tokens of all ranks."""
+        found = grad.double()
+        for values, side in ((outputs, "left"), (inputs, "right")):
+            sum_of = values.double().T @ values.double()
+            dist.all_reduce(sum_of)
+            size = len(sum_of)
+            damped = sum_of * size / sum_of.trace() + 0.1 * torch.eye(size, dtype=torch.float64)
+            inverse = torch.linalg.inv(damped)
+            found = inverse @ found if side == "left" else found @ inverse
+        return found * (grad.double().norm() / found.norm())
+
+    add = Factors._add
+
+    def noting(looks: Look) -> Any:
+        def note(self: Any, kind: str, values: Any) -> None:
+            if self in looks.passed and not looks.before:
+                rows_ = values.detach().reshape(-1, values.shape[-1]).clone()
+                looks.passed[self][kind].append(rows_)
+            add(self, kind, values)
+
+        return note
+
+    def record(name: str, flags: str, base: str = TINY, *, hand: bool = False) -> None:
+        look = Look()
+        flags += f" --global-batch-size {BATCH}"
+        flags += "" if "--train-samples" in flags else f" --train-samples {BATCH * STEPS}"
+        with patch.object(build, "build_model", look.build):
+            if hand:
+                with patch.object(Factors, "_add", noting(look)):
+                    steps = run(flags.split(), output / name.replace(" ", "_"), [look], base=base)
+            else:
+                steps = run(flags.split(), output / name.replace(" ", "_"), base=base)
+        kfac = look.models[-1].kfac
+        rows[name] = {
+            "losses": [s["losses"]["lm loss"] for s in steps],
+            "grad_norms": [s["grad_norm"] for s in steps],
+            "off": look.off,
+            "matrices": 0 if kfac is None else len(kfac.factors),
+        }
+
+    for name, (base, flags) in RUNS.items():
+        record(name, f"{flags} {KFAC}", base)
+    record("hand", f"{KFAC} --micro-batch-size 2", hand=True)
+    record("off", ZERO)
+    record("interval 1", f"{ZERO} --kfac --kfac-interval 1")
+    save = f"{KFAC} {ZERO} --save-interval 4 --save"
+    record("whole", f"{save} {output / 'whole'}")
+    saved = f"{save} {output / 'saved'} --load {output / 'saved'}"
+    record("begun", f"{saved} --exit-interval 4")
+    record("resumed", saved)
+    return rows

@@ -1,0 +1,195 @@
+"""K-FAC of one layer, and the flags."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.rules import check_run
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.model.kfac import Factors
+from tests.helpers.examples import names_a_way_on
+
+DAMPING = 0.01
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 "
+    "--mock-data"
+)
+
+
+def config(flags: str, world: int = 2) -> Any:
+    return resolve(parse_args(f"{BASE} {flags}".split()), world)
+
+
+class Tupled(nn.Module):
+    """A linear layer that gives its bias beside its output, as megatron-core's do."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / math.sqrt(inputs))
+
+    def forward(self, x: Any) -> Any:
+        return x @ self.weight.T, None
+
+
+def after_pass(
+    layer: Any, factors: Factors, x: torch.Tensor, *, again: bool = False
+) -> torch.Tensor:
+    """The gradient of a loss of the layer's outputs, the covariances renewed."""
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        found = layer(x)
+        return (found[0] if isinstance(found, tuple) else found).tanh().square().sum()
+
+    layer.weight.grad = None
+    factors.begin()
+    x = x.clone().requires_grad_()
+    loss: Any = checkpoint(loss_of, x, use_reentrant=True) if again else loss_of(x)
+    loss.backward()
+    factors.refresh()
+    return layer.weight.grad
+
+
+def by_hand(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """B^-1 G A^-1 in 64 bits, from each token by itself, with the norm of G."""
+    weight, rows = layer.weight.detach().double(), x.double().reshape(-1, x.shape[-1])
+    backs = []
+    for row in rows:
+        out = (weight @ row).requires_grad_()
+        out.tanh().square().sum().backward()
+        backs.append(out.grad)
+    back: Any = torch.stack(backs)  # pyright: ignore[reportArgumentType]
+    grad = back.T @ rows
+    sides = []
+    for values in (back, rows):
+        total = values.T @ values
+        total *= len(total) / total.trace()
+        sides.append(torch.linalg.inv(total + math.sqrt(DAMPING) * torch.eye(len(total))))
+    new = sides[0] @ grad @ sides[1]
+    return new * grad.norm() / new.norm()
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", [nn.Linear, Tupled])
+def test_the_product_is_that_of_every_token_by_itself(kind: Any, again: bool) -> None:
+    torch.manual_seed(1)
+    layer = kind(6, 5, bias=False) if kind is nn.Linear else kind(6, 5)
+    factors = Factors(layer, damping=DAMPING)
+    x = torch.randn(3, 4, 6)
+    grad = after_pass(layer, factors, x, again=again)
+    torch.testing.assert_close(factors.product(grad).double(), by_hand(layer, x), rtol=1e-4, atol=0)
+
+
+def test_passes_that_do_not_train_do_not_count() -> None:
+    torch.manual_seed(1)
+    layer, x = nn.Linear(6, 5, bias=False), torch.randn(12, 6)
+    factors = Factors(layer, damping=DAMPING)
+    layer(torch.randn(9, 6)).sum().backward()
+    factors.begin()
+    with torch.no_grad():
+        layer(torch.randn(9, 6))
+    assert not factors.sums["inputs"].any()
+    grad = after_pass(layer, factors, x)
+    torch.testing.assert_close(factors.product(grad).double(), by_hand(layer, x), rtol=1e-4, atol=0)
+
+
+def test_a_change_of_basis_of_the_inputs_changes_no_update() -> None:
+    torch.manual_seed(2)
+    basis = torch.randn(6, 6) + 3 * torch.eye(6)
+    layer, other = nn.Linear(6, 5, bias=False), nn.Linear(6, 5, bias=False)
+    other.weight.data = layer.weight.data @ torch.linalg.inv(basis)
+    x = torch.randn(64, 6)
+    updates = []
+    for one, inputs, back in ((layer, x, torch.eye(6)), (other, x @ basis.T, basis)):
+        factors = Factors(one, damping=1e-12)
+        updates.append((factors.product(after_pass(one, factors, inputs)) @ back).flatten())
+    plain = [
+        (one.weight.grad @ back).flatten()  # pyright: ignore[reportOperatorIssue]
+        for one, back in ((layer, torch.eye(6)), (other, basis))
+    ]
+    assert torch.cosine_similarity(*updates, 0) > 1 - 1e-4
+    assert torch.cosine_similarity(*plain, 0) < 0.99
+
+
+def test_bad_numbers_leave_the_inverses_alone() -> None:
+    torch.manual_seed(3)
+    layer = nn.Linear(6, 5, bias=False)
+    factors = Factors(layer, damping=DAMPING)
+    grad = torch.randn(5, 6)
+    after_pass(layer, factors, torch.full((4, 6), math.nan))
+    assert torch.equal(factors.product(grad), grad)
+    after_pass(layer, factors, torch.randn(12, 6))
+    good = factors.product(grad)
+    assert not torch.allclose(good, grad)
+    after_pass(layer, factors, torch.full((4, 6), math.inf))
+    assert torch.equal(factors.product(grad), good)
+    assert not factors.product(torch.zeros(5, 6)).any()
+    assert factors.product(torch.full((5, 6), math.nan)).isnan().all()
+
+
+def test_the_norm_stays() -> None:
+    torch.manual_seed(4)
+    layer = nn.Linear(6, 5, bias=False)
+    factors = Factors(layer, damping=DAMPING)
+    grad = after_pass(layer, factors, torch.randn(12, 6))
+    torch.testing.assert_close(factors.product(grad).norm(), grad.norm())
+
+
+def test_wide_sides_have_no_covariance() -> None:
+    torch.manual_seed(5)
+    layer = nn.Linear(9, 5, bias=False)
+    factors = Factors(layer, damping=DAMPING, most_wide=8)
+    assert factors.kinds == ["outputs"]
+    grad = after_pass(layer, factors, torch.randn(12, 9))
+    whole = Factors(layer, damping=DAMPING)
+    whole._inverses["outputs"] = factors._inverses["outputs"]
+    torch.testing.assert_close(factors.product(grad), whole.product(grad))
+    assert not torch.allclose(factors.product(grad), grad)
+
+
+def test_a_layer_forgets_what_was_hooked() -> None:
+    layer = nn.Linear(6, 5, bias=False)
+    factors = Factors(layer, damping=DAMPING)
+    factors.remove_hook()
+    factors.begin()
+    layer(torch.randn(3, 6)).sum().backward()
+    assert not any(total.any() for total in factors.sums.values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--kfac --tensor-model-parallel-size 2", "--tensor-model-parallel-size 1"),
+        ("--kfac --layout-schedule 800:tp2.pp1.dp1", "--layout-schedule"),
+        ("--kfac --fp16", "--fp16"),
+        ("--kfac --num-experts 4", "--num-experts"),
+        ("--kfac --grad-compression-rank 2", "--grad-compression-rank"),
+        ("--kfac --kfac-damping 0", "--kfac-damping"),
+        ("--kfac --kfac-interval 0", "--kfac-interval"),
+    ],
+)
+def test_what_it_does_not_go_with(flags: str, named: str) -> None:
+    with pytest.raises(UsageError, match="--kfac") as error:
+        config(flags)
+    assert named in str(error.value) and names_a_way_on(str(error.value))
+
+
+def test_what_it_means_is_told() -> None:
+    assert "--kfac changes the training" in " ".join(config("--kfac").runtime.notes)
+    idle = " ".join(config("--kfac-damping 1").runtime.notes)
+    assert "no effect of --kfac-damping" in idle
+
+
+def test_the_controller_takes_it_to_no_other_layout() -> None:
+    check_run(CopusConfig(copus=True, copus_layouts="current"), config("--kfac"))
+    check_run(CopusConfig(copus=True, copus_mode="observe"), config("--kfac"))
+    with pytest.raises(UsageError, match="--kfac .*--copus-layouts current"):
+        check_run(CopusConfig(copus=True, copus_layouts="all"), config("--kfac"))
