@@ -5,12 +5,13 @@
 Two ranks multiply matrices for a while, and then exchange a message, again and again. The time of
 the same products alone is taken off. What a collective costs more behind long work than behind none
 is how far one rank is behind. The planner takes that to be a constant times the root of the work's
-seconds (`kernels.meeting_s`). Writes docs/results/collective_waits.json in five minutes, for the rounds
+seconds (`kernels.meeting_s`). Writes docs/results/collective_waits.json in five minutes: the rounds
 differ. It needs a core per rank and nothing else running.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -42,7 +43,7 @@ def measured() -> list[dict[str, Any]]:
         began = time.perf_counter()
         for _ in range(_MEETINGS):
             for _ in range(products):
-                left @ right
+                torch.mm(left, right)
             if meet is not None:
                 meet()
         return (time.perf_counter() - began) / _MEETINGS
@@ -51,9 +52,9 @@ def measured() -> list[dict[str, Any]]:
     for numbers in NUMBERS:
         one, two, part = torch.randn(numbers), torch.randn(2 * numbers), torch.empty(numbers)
         kinds = {
-            "all_gather": lambda: dist.all_gather_into_tensor(two, one),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, two),
-            "all_to_all": lambda: dist.all_to_all_single(part, one),
+            "all_gather": functools.partial(dist.all_gather_into_tensor, two, one),
+            "reduce_scatter": functools.partial(dist.reduce_scatter_tensor, part, two),
+            "all_to_all": functools.partial(dist.all_to_all_single, part, one),
         }
         for kind, meet in kinds.items():
             for products in PRODUCTS:

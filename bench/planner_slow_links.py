@@ -4,16 +4,19 @@
 
 Network namespaces on this machine are nodes with one rank each, 2 and 4 of them, and 2, 1 and .2
 Gbit/s between any two. Every rank has a quota of processor time (cgroup), so that none slows down
-another. `tools/profile_layouts.py` times the quickstart's model in every layout and two
+another: most of a core where there are two. With less a rank stands still within every period, and
+so do its messages. `tools/profile_layouts.py` times the quickstart's model in every layout and two
 micro-batches. The planner predicts all of them from the constants that ship and the rate of the
 links alone; then from two measured times of each group, which it has proposed. Writes
-docs/results/planner_slow_links.json. `--draw` prints the table of that file. It needs root,
+docs/results/planner_slow_links.json. `--only 2` measures one number of nodes, and keeps the others
+of the file. `--draw` prints the table of that file. It needs root,
 iproute2, two cores and nothing else running, and takes about 15 minutes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import tempfile
@@ -33,34 +36,48 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import read_profile
 from copus_ext.planner.request import configuration_of
-from copus_ext.planner.validation import MeasuredRun, judge, predict
+from copus_ext.planner.validation import MeasuredRun, Predictions, judge, predict
 from tests.helpers.network_namespaces import DEVICE, address, star
 
 GROUPS = ((2, 2000.0), (2, 1000.0), (2, 200.0), (4, 1000.0), (4, 200.0))
 """Ranks, and Mbit/s between any two."""
-BATCH, STEPS, WARM_UP = 16, 3, 1
+BATCH, STEPS, WARM_UP = 16, 5, 1
 MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --micro-batch-size 1
 --global-batch-size {BATCH}"""
 
 
+def share_of(world: int) -> float:
+    """Cores of a rank: two nodes share two cores, four too."""
+    return 4.0 * QUOTA / world
+
+
 def cluster_of(world: int, rate_mbit: float) -> ClusterSpec:
     """Nodes of one rank, which has its quota of a core."""
-    spec = preset("cpu:1")
+    spec, share = preset("cpu:1"), share_of(world)
     gpu = dataclasses.replace(
         spec.gpu,
-        peak_flops=QUOTA * spec.gpu.peak_flops,
-        fp32_peak_flops=QUOTA * spec.gpu.peak("fp32"),
-        hbm_bytes_per_s=QUOTA * spec.gpu.hbm_bytes_per_s,
+        peak_flops=share * spec.gpu.peak_flops,
+        fp32_peak_flops=share * spec.gpu.peak("fp32"),
+        hbm_bytes_per_s=share * spec.gpu.hbm_bytes_per_s,
     )
     network = {"nic_bytes_per_s": rate_mbit * 1e6 / 8, "nic_is_measured": True}
     return dataclasses.replace(spec, gpu=gpu, num_nodes=world, gpus_per_node=1, **network)
 
 
-def constants() -> Constants:
+def constants(world: int) -> Constants:
     """Those of CPU ranks. What a core computes to start something takes longer on a part of it."""
-    own = preset("cpu:1").load_constants()
+    own, share = preset("cpu:1").load_constants(), share_of(world)
     names = ("launch_s", "exchange_s", "step_s", "tp_latency_s")
-    return dataclasses.replace(own, **{name: getattr(own, name) / QUOTA for name in names})
+    return dataclasses.replace(own, **{name: getattr(own, name) / share for name in names})
+
+
+def predicted(runs: list[MeasuredRun], num_known: int = 0) -> Predictions:
+    """Of every run, with the constants of its number of nodes, which come one after the other."""
+    found = []
+    for world, some in itertools.groupby(runs, key=lambda run: run.cluster.num_nodes):
+        found.append(predict(list(some), num_known=num_known, constants=constants(world)))
+    names = [field.name for field in dataclasses.fields(Predictions)]
+    return Predictions(**{n: np.concatenate([getattr(f, n) for f in found]) for n in names})
 
 
 def measure(world: int, rate_mbit: float, data: str, work: Path) -> list[MeasuredRun]:
@@ -71,7 +88,7 @@ def measure(world: int, rate_mbit: float, data: str, work: Path) -> list[Measure
     tool += ["--steps", str(STEPS), "--warm-up", str(WARM_UP), "--", *MODEL.split()]
     tool += ["--data-path", data, "--data-cache-path", str(work / "cache")]
     with (
-        quotas([QUOTA] * world) as groups,
+        quotas([share_of(world)] * world) as groups,
         star(world, slow_pairs=[], rate_mbit=rate_mbit, usual_mbit=rate_mbit) as names,
     ):
         addresses = [address(node) for node in range(world)]
@@ -100,8 +117,7 @@ def run_of(
 
 def rows_of(runs: list[MeasuredRun]) -> list[dict[str, Any]]:
     """Every run with what was predicted of it."""
-    alone = predict(runs, constants=constants())
-    known = predict(runs, num_known=2, constants=constants())
+    alone, known = predicted(runs), predicted(runs, 2)
     return [
         {
             "group": run.group,
@@ -178,6 +194,7 @@ def main() -> None:
     """Measures, predicts, prints and writes."""
     parser = arguments(__doc__, "planner_slow_links.json")
     parser.add_argument("--data-path", help="prefix of an indexed data set (default: made)")
+    parser.add_argument("--only", type=int, choices=(2, 4), help="nodes")
     parser.add_argument("--again", type=Path, help="predict anew what this result measured")
     parser.add_argument("--draw", action="store_true", help="print the table of --output, no more")
     args = parser.parse_args()
@@ -193,8 +210,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         given = args.data_path and str(Path(args.data_path).resolve())
         data = given or make_dataset(Path(folder) / "stdlib")
+        before = measured_before(json.loads(args.output.read_text())) if args.only else []
         for world, rate_mbit in GROUPS:
-            runs += measure(world, rate_mbit, data, Path(folder))
+            if args.only in (None, world):
+                runs += measure(world, rate_mbit, data, Path(folder))
+            else:
+                name = f"{world} nodes, {rate_mbit:g} Mbit/s"
+                runs += [run for run in before if run.group == name]
     answer(runs, machine, args.output)
 
 
@@ -212,7 +234,7 @@ def measured_before(result: dict[str, Any]) -> list[MeasuredRun]:
 
 def answer(runs: list[MeasuredRun], machine: dict[str, Any], output: Path) -> None:
     """Predicts, writes and prints."""
-    alone, known = (predict(runs, num_known=n, constants=constants()) for n in (0, 2))
+    alone, known = predicted(runs), predicted(runs, 2)
     result = {
         "what": "step times over slow links; first from constants alone, then from two times",
         "alone": judge(runs, alone),

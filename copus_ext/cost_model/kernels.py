@@ -58,9 +58,10 @@ def collective_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any) -> Any:
 
 
 def meeting_s(rows: Rows, work: Any) -> Any:
-    """Seconds that a rank waits for another where they meet, besides the message. On CPU ranks other
-    programs take a core now and then, so that of two ranks one is behind by the root of what they
-    compute between two meetings. Devices are taken to be even.
+    """Seconds that a rank waits for another where they meet, besides the message.
+
+    On CPU ranks other programs take a core now and then. So of two ranks one is behind, in
+    proportion to the root of what they compute between two meetings. Devices are taken to be even.
 
     Args:
         rows: configurations.

@@ -11,8 +11,8 @@ from copus_ext.cost_model import context, experts
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.kernels import (
     collective_s,
-    meeting_s,
     gemm_s,
+    meeting_s,
     moved_s,
     network_bytes_per_s,
     node_bytes_per_s,
@@ -249,8 +249,9 @@ def cp_layer(rows: Rows, c: Constants, plain: Pass) -> Pass | None:
     core, slow = attention_s(rows, c), c.factors.compute
     forward, backward = context.exchange_s(rows, c, core, core_backward(rows, core))
     meets = context.meetings(rows)
-    forward = forward + meets * meeting_s(rows, plain.forward / np.maximum(meets, 1.0))
-    backward = backward + meets * meeting_s(rows, plain.backward / np.maximum(meets, 1.0))
+    each = np.maximum(meets, 1.0)
+    forward = forward + c.factors.tp * meets * meeting_s(rows, plain.forward / each)
+    backward = backward + c.factors.tp * meets * meeting_s(rows, plain.backward / each)
     # Attention alone is computed again without the rest of the layer.
     again = np.where(rows.recompute == RECOMPUTE_SELECTIVE, forward, 0.0)
     if np.any(is_ring := context.is_ring(rows)):

@@ -244,7 +244,9 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
             "--clip-group-size: priced without --overlap-grad-reduce, which it excludes, and "
             "without the time that clipping takes"
         )
-    elif "overlap_grad_reduce" not in given and not no_overlap:
+    if "kfac" in given:
+        notes.append("--kfac needs one tensor parallel rank: no others are searched")
+    if "clip_group_size" not in given and "overlap_grad_reduce" not in given and not no_overlap:
         notes.append(
             "priced with --overlap-grad-reduce, as the flags of the answer have it; give "
             "--no-overlap for a run without"

@@ -28,6 +28,7 @@ from copus_ext.reshard.saved_state import (
 )
 from megatron.training.common.train_state import TrainState
 from megatron.training.distributed.sharding import Record
+from megatron.training.model.kfac import KfacState
 from megatron.training.model.shards import KINDS, Shards, own_shards, parts_of
 from megatron.training.train.job import Job
 
@@ -81,6 +82,8 @@ class KeptState:
     """Fields of the `TrainState` but what callbacks keep there."""
     random: RandomState
     """Random streams."""
+    kfac: KfacState | None
+    """Of `--kfac`, if it is on."""
 
 
 def keep_state(job: Job, live: Shards, *, on_host: bool) -> KeptState:
@@ -106,6 +109,7 @@ def keep_state(job: Job, live: Shards, *, on_host: bool) -> KeptState:
         lr_samples=job.scheduler.num_steps,
         counters={name: getattr(job.state, name) for name in _COUNTERS},
         random=RandomState.now(is_cuda=job.device.is_cuda),
+        kfac=None if job.model.kfac is None else job.model.kfac.keep(),
     )
 
 
@@ -147,8 +151,8 @@ def put_back(job: Job, live: Shards, kept: KeptState) -> None:
             del group[name]
         group.update(copy.deepcopy(values))
     kept.random.put_back()
-    if job.model.kfac is not None:
-        job.model.kfac.restart()
+    if job.model.kfac is not None and kept.kfac is not None:
+        job.model.kfac.put_back(kept.kfac)
     masters_to_weights(job.optimizer)
     if job.balance is not None:
         job.balance.give_biases(job.model.chunks, job.state)

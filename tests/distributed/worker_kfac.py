@@ -22,13 +22,22 @@ RUNS = {
     "pp2 recomputed": (TINY, f"{PP2} {RECOMPUTED}"),
     "pp2 vpp2": (TINY, " ".join([*layout_flags(1, 2, 2), ZERO])),
     "cp2": (TINY, f"{ZERO} --context-parallel-size 2"),
-    "cp2 per token": (TINY, f"--context-parallel-size 2 --calculate-per-token-loss"),
+    "cp2 per token": (TINY, "--context-parallel-size 2 --calculate-per-token-loss"),
     "gpt2 dp2": (TINY_GPT2, ZERO),
     "gpt2 pp2": (TINY_GPT2, f"{PP2} --micro-batch-size 4"),
     "latent dp2": (FURTHER, ZERO),
     "latent dp2 by two": (FURTHER, "--micro-batch-size 2"),
+    # The new layout begins anew where a refresh is due anyway.
+    "moved": (TINY, f"{ZERO} --layout-schedule {INTERVAL * BATCH * 32}:tp1.pp2.dp1"),
 }
 """Base and flags of every run with K-FAC."""
+BY_HAND = {
+    "hand": "--micro-batch-size 2",
+    "hand sharded": ZERO,
+    "hand bf16": f"{ZERO} --bf16",
+    "hand reduced in bf16": f"{ZERO} --bf16 --grad-reduce-in-bf16",
+}
+"""Flags of runs whose first gradients are computed by hand, too."""
 
 
 def main(output: Path) -> Any:
@@ -36,6 +45,7 @@ def main(output: Path) -> Any:
     import torch
     import torch.distributed as dist
 
+    from copus_ext.controller.phase_layouts import PhaseLayouts
     from megatron.training.model.kfac import Factors
     from megatron.training.train import build
     from megatron.training.train.callbacks import Callback, CallbackContext
@@ -50,27 +60,48 @@ def main(output: Path) -> Any:
             self.before: list[Any] = []
             self.passed: dict[Any, dict[str, Any]] = {}
             self.off: list[float] = []
+            self.own = self.matrices = 0
+
+        def count(self, *args: Any, **more: Any) -> Any:
+            model = make(*args, **more)
+            self.matrices = 0 if model.kfac is None else len(model.kfac.factors)
+            return model
 
         def build(self, *args: Any, **more: Any) -> Any:
-            model = make(*args, **more)
+            model = self.count(*args, **more)
             self.models.append(model)
-            if model.kfac is not None:
-                for factors in model.kfac.factors:
-                    self.passed[factors] = {"inputs": [], "outputs": []}
+            self.passed = {f: {"inputs": [], "outputs": []} for f in model.kfac.factors}
             return model
 
         def on_grads_ready(self, context: CallbackContext) -> None:
-            if (kfac := self.models[-1].kfac) is not None and not self.before:
-                self.before = [(f, f.weight.main_grad.clone()) for f in kfac.factors]
+            if self.before:
+                return
+            kfac = self.models[-1].kfac
+            self.before = [(f, gathered(kfac, f.weight)) for f in kfac.factors]
 
         def on_train_step_end(self, context: CallbackContext) -> None:
-            for factors, grad in self.before if not self.off else ():
+            kfac = self.models[-1].kfac
+            if self.off:
+                return
+            self.own = len(kfac.own)
+            for factors, grad in self.before:
                 whole = [torch.cat(self.passed[factors][kind]) for kind in ("outputs", "inputs")]
-                for kind in whole:
-                    assert len(kind) == len(whole[0]) > 0
+                assert len(whole[0]) == len(whole[1]) > 0
                 new = by_hand(grad, *whole)
                 got = factors.weight.main_grad.double()
-                self.off.append(((got - new).norm() / new.norm()).item())
+                if factors in kfac.own:
+                    self.off.append(((got - new).norm() / new.norm()).item())
+
+    def gathered(kfac: Any, weight: Any) -> Any:
+        """The whole reduced gradient of a matrix, of which each rank may have a part alone."""
+        for bucket, group in kfac._buckets:
+            if weight in bucket.params:
+                shards = bucket.grad_data.view(group.size(), -1)
+                whole = torch.empty_like(bucket.grad_data)
+                dist.all_gather_into_tensor(whole, shards[group.rank()].clone(), group=group)
+                begin = weight.main_grad.storage_offset() - bucket.grad_data.storage_offset()
+                return whole[begin : begin + weight.numel()].view_as(weight).clone()
+        return weight.main_grad.clone()
 
     def by_hand(grad: Any, outputs: Any, inputs: Any) -> Any:
         """B^-1 G A^-1 in 64 bits, over the tokens of all ranks."""
@@ -96,26 +127,29 @@ def main(output: Path) -> Any:
         return note
 
     def record(name: str, flags: str, base: str = TINY, *, hand: bool = False) -> None:
-        look = Look()
+        look, layouts = Look(), PhaseLayouts()
         flags += f" --global-batch-size {BATCH}"
-        flags += "" if "--train-samples" in flags else f" --train-samples {BATCH * STEPS}"
-        with patch.object(build, "build_model", look.build):
-            if hand:
-                with patch.object(Factors, "_add", noting(look)):
-                    steps = run(flags.split(), output / name.replace(" ", "_"), [look], base=base)
-            else:
-                steps = run(flags.split(), output / name.replace(" ", "_"), base=base)
-        kfac = look.models[-1].kfac
+        flags += f" --train-samples {BATCH * STEPS}"
+        with (
+            patch.object(build, "build_model", look.build if hand else look.count),
+            patch.object(Factors, "_add", noting(look) if hand else add),
+        ):
+            folder = output / name.replace(" ", "_")
+            steps = run(flags.split(), folder, [look if hand else layouts], base=base)
+        own = torch.tensor(look.own)
+        dist.all_reduce(own)
         rows[name] = {
             "losses": [s["losses"]["lm loss"] for s in steps],
             "grad_norms": [s["grad_norm"] for s in steps],
             "off": look.off,
-            "matrices": 0 if kfac is None else len(kfac.factors),
+            "matrices": look.matrices,
+            "own": own.item(),
         }
 
     for name, (base, flags) in RUNS.items():
         record(name, f"{flags} {KFAC}", base)
-    record("hand", f"{KFAC} --micro-batch-size 2", hand=True)
+    for name, flags in BY_HAND.items():
+        record(name, f"{flags} {KFAC}", hand=True)
     record("off", ZERO)
     record("interval 1", f"{ZERO} --kfac --kfac-interval 1")
     save = f"{KFAC} {ZERO} --save-interval 4 --save"

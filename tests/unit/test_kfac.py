@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from copus_ext.commands import plan
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
+from megatron.training.checkpoint.convert.target import problems_of
+from megatron.training.common.device import use_device
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.model.kfac import Factors
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.process_groups import destroy_groups
+from megatron.training.model.gpt import build_model
+from megatron.training.model.kfac import Factors, Kfac
+from megatron.training.train.build import groups_of
 from tests.helpers.examples import names_a_way_on
+from tests.helpers.jobs import TINY
 
 DAMPING = 0.01
 BASE = (
@@ -55,7 +67,8 @@ def after_pass(
     loss: Any = checkpoint(loss_of, x, use_reentrant=True) if again else loss_of(x)
     loss.backward()
     factors.refresh()
-    return layer.weight.grad
+    grad: Any = layer.weight.grad
+    return grad
 
 
 def by_hand(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -107,16 +120,14 @@ def test_a_change_of_basis_of_the_inputs_changes_no_update() -> None:
     layer, other = nn.Linear(6, 5, bias=False), nn.Linear(6, 5, bias=False)
     other.weight.data = layer.weight.data @ torch.linalg.inv(basis)
     x = torch.randn(64, 6)
-    updates = []
+    updates, plain = [], []
     for one, inputs, back in ((layer, x, torch.eye(6)), (other, x @ basis.T, basis)):
         factors = Factors(one, damping=1e-12)
-        updates.append((factors.product(after_pass(one, factors, inputs)) @ back).flatten())
-    plain = [
-        (one.weight.grad @ back).flatten()  # pyright: ignore[reportOperatorIssue]
-        for one, back in ((layer, torch.eye(6)), (other, basis))
-    ]
-    assert torch.cosine_similarity(*updates, 0) > 1 - 1e-4
-    assert torch.cosine_similarity(*plain, 0) < 0.99
+        grad = after_pass(one, factors, inputs)
+        updates.append((factors.product(grad) @ back).flatten())
+        plain.append((grad @ back).flatten())
+    assert torch.cosine_similarity(updates[0], updates[1], dim=0) > 1 - 1e-4
+    assert torch.cosine_similarity(plain[0], plain[1], dim=0) < 0.99
 
 
 def test_bad_numbers_leave_the_inverses_alone() -> None:
@@ -150,7 +161,7 @@ def test_wide_sides_have_no_covariance() -> None:
     assert factors.kinds == ["outputs"]
     grad = after_pass(layer, factors, torch.randn(12, 9))
     whole = Factors(layer, damping=DAMPING)
-    whole._inverses["outputs"] = factors._inverses["outputs"]
+    whole.inverses["outputs"] = factors.inverses["outputs"]
     torch.testing.assert_close(factors.product(grad), whole.product(grad))
     assert not torch.allclose(factors.product(grad), grad)
 
@@ -172,6 +183,8 @@ def test_a_layer_forgets_what_was_hooked() -> None:
         ("--kfac --fp16", "--fp16"),
         ("--kfac --num-experts 4", "--num-experts"),
         ("--kfac --grad-compression-rank 2", "--grad-compression-rank"),
+        ("--kfac --clip-group-size 4 --clip-group-norm 1", "--clip-group-size"),
+        ("--kfac --kfac-damping inf", "--kfac-damping"),
         ("--kfac --kfac-damping 0", "--kfac-damping"),
         ("--kfac --kfac-interval 0", "--kfac-interval"),
     ],
@@ -191,5 +204,81 @@ def test_what_it_means_is_told() -> None:
 def test_the_controller_takes_it_to_no_other_layout() -> None:
     check_run(CopusConfig(copus=True, copus_layouts="current"), config("--kfac"))
     check_run(CopusConfig(copus=True, copus_mode="observe"), config("--kfac"))
-    with pytest.raises(UsageError, match="--kfac .*--copus-layouts current"):
+    with pytest.raises(UsageError, match=r"--kfac .*--copus-layouts current"):
         check_run(CopusConfig(copus=True, copus_layouts="all"), config("--kfac"))
+
+
+def test_a_stored_run_can_be_converted_to_any_layout() -> None:
+    stored = {**config("--kfac --swiglu").flat(), "num_query_groups": 4}
+    assert problems_of(stored, Layout(tp=2), 128) == []
+
+
+def test_the_planner_searches_no_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--cluster", "cpu:4", "--global-batch-size", "16", "--json"]
+    flags += ["--allow-cross-node-tp", "--megatron-args"]
+    counts = []
+    for more, own in (("--kfac", []), ("", ["--max", "tp=1"])):
+        assert plan.main([*own, *flags, f"{BASE} --vocab-size 128 {more}"]) == 0
+        told = capsys.readouterr()
+        counts.append(json.loads(told.out)["counts"])
+        assert ("--kfac needs one tensor parallel rank" in told.err) == bool(more)
+    assert counts[0] == counts[1]
+    assert plan.main([*flags, f"{BASE} --vocab-size 128"]) == 0
+    every = json.loads(capsys.readouterr().out)["counts"]
+    assert every["enumerated"] > counts[0]["enumerated"]
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    """A model of one CPU rank with K-FAC."""
+    with use_device("cpu", backend="gloo") as device:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            own = resolve(parse_args([*TINY.split(), "--kfac", "--train-iters", "1"]), 1)
+            own = own.replace(padded_vocab_size=128)
+            yield build_model(own, groups_of(own), device)
+        finally:
+            destroy_groups()
+            dist.destroy_process_group()
+
+
+def test_what_is_kept_is_put_back_and_a_restart_forgets(model: Any) -> None:
+    torch.manual_seed(6)
+    kfac: Kfac = model.kfac
+    factors = kfac.factors[0]
+    grad = torch.randn(factors.weight.shape)
+
+    def refresh(value: float) -> torch.Tensor:
+        kfac.begin()
+        for total in factors.sums.values():
+            total.copy_(torch.randn(len(total), len(total)).mul(value))
+            total.copy_(total @ total.T)
+        factors.refresh()
+        return factors.product(grad)
+
+    good, kept = refresh(1.0), kfac.keep()
+    for _ in range(10):
+        kfac.begin()
+    assert factors.is_on and not torch.equal(refresh(1.0), good)
+    kfac.put_back(kept)
+    assert torch.equal(factors.product(grad), good) and not factors.is_on
+    kfac.begin()
+    assert not factors.is_on, "its steps are counted on"
+    kfac.restart()
+    assert torch.equal(refresh(math.nan), grad), "nothing of before is left"
+    kfac.restart()
+    kfac.begin(may_refresh=False)
+    assert not factors.is_on
+    kfac.begin()
+    assert factors.is_on
+
+
+def test_the_model_goes_with_its_last_user(model: Any) -> None:
+    kfac = model.kfac
+    weight = weakref.ref(kfac.factors[0].weight)
+    assert len(kfac.factors) == 4 * 4
+    model.detach_hooks()
+    assert kfac.factors == kfac.own == []
+    chunk = model.unwrapped[0]
+    assert not any(m._forward_hooks for m in chunk.modules())
+    assert weight() is not None

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from copus_ext.commands import plan, profile_layouts
-from copus_ext.cost_model import context, layer_time
+from copus_ext.cost_model import context, kernels, layer_time
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.memory import memory, peaks, static_bytes
@@ -225,6 +225,20 @@ def test_a_ring_hides_where_the_table_says_and_a_gather_does_not() -> None:
         sent = context.exchange_s(gather, c, core, 2.5 * core)[0][0] - latency
         assert sent == pytest.approx(4.0 * 8 * tokens * 8 * 128 * 7 / 8 / 50e9)
     assert forward[3500] > 0 and forward[4500] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_ranks_of_a_processor_wait_for_one_another_by_the_root_of_their_work() -> None:
+    model = llama("8B", 8192)
+    names = ["tp1.pp1.dp2", "tp1.cp2.pp1.dp1", "tp2.pp1.dp1"]
+    some = [configuration(name) for name in names]
+    some.append(configuration("tp1.cp2.pp1.dp1", "a2a"))
+    rows = rows_of(model, *some, cluster=preset("cpu:2"))
+    np.testing.assert_array_equal(context.meetings(rows), [0, 1, 0, 2])
+    once = kernels.meeting_s(rows, np.ones(4))
+    assert (once > 0).all()
+    np.testing.assert_allclose(kernels.meeting_s(rows, 4 * np.ones(4)), 2 * once)
+    devices = rows_of(model, configuration("tp1.cp2.pp1.dp1"), cluster=preset("h100-80g:2"))
+    assert not kernels.meeting_s(devices, np.ones(1)).any()
 
 
 def test_at_long_samples_attention_and_the_exchange_cost_what_they_should() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron.training.config.draft import Draft, Environment, flag_of
 
 _EXCLUDED = (
@@ -20,8 +22,11 @@ def check_kfac(draft: Draft, environment: Environment) -> None:
         environment: unused.
     """
     damping, interval = draft["kfac_damping"], draft["kfac_interval"]
-    draft.require(damping > 0, f"--kfac-damping {damping:g} must be above 0")
-    draft.require(interval >= 1, f"--kfac-interval {interval} must be at least 1")
+    draft.require(
+        damping > 0 and math.isfinite(damping),
+        f"--kfac-damping {damping:g} must be a number above 0; use 0.01",
+    )
+    draft.require(interval >= 1, f"--kfac-interval {interval} must be at least 1; use 10")
     if not draft["kfac"]:
         idle = [flag_of(n) for n in ("kfac_damping", "kfac_interval") if n in draft.explicit]
         if idle:

@@ -50,9 +50,9 @@ from megatron.training.model.init import (
     draw_weights,
     leave_uninitialised,
 )
+from megatron.training.model.kfac import Kfac
 from megatron.training.model.moe import mark_experts, use_router
 from megatron.training.model.norm import Norm
-from megatron.training.model.kfac import Kfac
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ weight [outputs, inputs] becomes B^-1 G A^-1, before it is clipped. A is the cov
 layer's inputs, and B that of the gradients of its outputs, both over the tokens of a step. Biases,
 norms, embeddings and the output layer keep their gradient.
 
-It differs from the paper in three points, each of which leaves something out that would have to be
-saved or shared. Covariances are of one step alone and of its own labels. Both have a mean eigenvalue
-of 1 before the damping is added. The product gets the norm that the gradient had, so that
-`--clip-grad` and the norm in the log keep their meaning.
+It differs from the paper in three points. Covariances are of one step alone and of its own labels:
+then nothing has to be saved, and no pass is added. Both have a mean eigenvalue of 1 before the
+damping is added, so that neither the loss scale nor the batch counts. The product gets the norm
+that the gradient had, so that `--clip-grad` and the norm in the log keep their meaning.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from megatron.training.model.attention import SharedLinear
+
 MOST_WIDE = 8192
-"""Inputs or outputs of a layer above which it has no such covariance: it would take 0.5 GB twice
-above that."""
+"""Inputs or outputs of a layer above which it has no such covariance: that would take more than
+0.27 GB, and its inverse as much."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -44,13 +47,14 @@ class Factors:
     def __init__(self, layer: Any, *, damping: float, most_wide: int = MOST_WIDE) -> None:
         self.weight = layer.weight
         self.is_on = False
-        """Whether the layer's next passes count."""
+        """Whether the next passes of the layer count; only `begin` turns it on."""
         outputs, inputs = self.weight.shape
         self._widths = {"inputs": inputs, "outputs": outputs}
         self.kinds = [kind for kind, width in self._widths.items() if width <= most_wide]
         """Which covariances there are."""
         self._damping = math.sqrt(damping)
-        self._inverses: dict[str, Tensor] = {}
+        self.inverses: dict[str, Tensor] = {}
+        """By kind: [width, width] fp32. A refresh replaces them and writes into none."""
         self.sums: dict[str, Tensor] = {}
         """By kind: [width, width] fp32, the sum over tokens of what passes counted."""
         self._hook = layer.register_forward_hook(self._on_forward)
@@ -85,7 +89,7 @@ class Factors:
         for kind, total in self.sums.items():
             inverse = _inverse(total, self._damping)
             if inverse is not None:
-                self._inverses[kind] = inverse
+                self.inverses[kind] = inverse
         self.drop_sums()
 
     def drop_sums(self) -> None:
@@ -104,10 +108,10 @@ class Factors:
         """
         own = grad.float()
         new = own
-        if "outputs" in self._inverses:
-            new = self._inverses["outputs"] @ new
-        if "inputs" in self._inverses:
-            new = new @ self._inverses["inputs"]
+        if "outputs" in self.inverses:
+            new = self.inverses["outputs"] @ new
+        if "inputs" in self.inverses:
+            new = new @ self.inverses["inputs"]
         return new * (own.norm() / new.norm().clamp_min(_TINY))
 
     def remove_hook(self) -> None:
@@ -127,13 +131,25 @@ def _inverse(total: Tensor, damping: float) -> Tensor | None:
     return None if failed else torch.cholesky_inverse(lower)
 
 
+@dataclass(frozen=True, kw_only=True)
+class KfacState:
+    """What K-FAC knows at a step boundary, to go back to under the same layout."""
+
+    since: int | None
+    """Steps since the last refresh; None before the first."""
+    inverses: list[dict[str, Tensor]]
+    """Of every matrix of the rank. They are shared with the live ones, which are never written
+    into."""
+
+
 class Kfac:
     """K-FAC for the matrices of this rank.
 
-    Nothing of it is saved. A launch, a new layout and a checkpoint begin anew with the covariances
-    of their first step, so that a run which is resumed goes on as the one that saved. A rank of the
-    distributed optimizer gathers the gradients of its buckets, and inverts for the matrices of its
-    own shard alone.
+    Nothing of it is saved. A launch, a new layout and a checkpoint begin anew, with the covariances
+    of their first step. So a run that is resumed goes on as the one that saved.
+
+    With the distributed optimizer a rank gathers the gradients of its buckets. It inverts and
+    multiplies for the matrices of its own shard alone.
 
     Args:
         chunks: data-parallel wrappers of this rank, without tensor parallelism.
@@ -151,11 +167,11 @@ class Kfac:
             module
             for chunk in chunks
             for name, module in chunk.named_modules()
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear, SharedLinear))
             and not name.endswith("output_layer")
         ]
         self.factors = [Factors(layer, damping=damping) for layer in layers]
-        """Of every matrix of this rank, in an order that all replicas share."""
+        """One for every matrix of this rank, in an order that all replicas share."""
         weights = {factors.weight for factors in self.factors}
         self._buckets = [
             (bucket, group.intra_distributed_optimizer_instance_group)
@@ -165,7 +181,8 @@ class Kfac:
             for bucket in group.buckets
             if weights & bucket.params and self._replicas.size() > 1
         ]
-        self._own = [factors for factors in self.factors if self._is_own(factors.weight)]
+        self.own = [factors for factors in self.factors if self._is_own(factors.weight)]
+        """Those of which this rank's optimizer has a part."""
 
     def _is_own(self, weight: Any) -> bool:
         """Whether this rank's optimizer has a part of a matrix."""
@@ -178,20 +195,32 @@ class Kfac:
                 return begin < first + size and first < begin + grad.numel()
         return True
 
-    def begin(self) -> None:
-        """A step is about to run forward and backward."""
-        if self._since is None or self._since >= self._interval:
+    def begin(self, *, may_refresh: bool = True) -> None:
+        """A step is about to run forward and backward. All replicas call it alike.
+
+        Args:
+            may_refresh: whether the samples of the step may make covariances; else a refresh that
+                is due waits for the next step.
+        """
+        is_due = self._since is None or self._since >= self._interval
+        if is_due and may_refresh:
             for factors in self.factors:
                 factors.begin()
             self._since = 0
-        self._since += 1
+        if self._since is not None:
+            self._since += 1
 
     def precondition(self) -> None:
-        """Replaces the reduced gradients. All replicas take part."""
+        """Replaces the gradients, once they are reduced and before they are clipped. All replicas
+        take part.
+
+        With the distributed optimizer only the rank's own shard of a bucket is of use afterwards. A
+        refresh that fails is tried again after the next interval.
+        """
         for factors in self.factors:
             for total in factors.sums.values():
                 dist.all_reduce(total, group=self._replicas)
-        for factors in self._own:
+        for factors in self.own:
             if factors.is_on:
                 factors.refresh()
         for factors in self.factors:
@@ -199,15 +228,27 @@ class Kfac:
         for bucket, group in self._buckets:
             shards = bucket.grad_data.view(group.size(), -1)
             dist.all_gather_into_tensor(bucket.grad_data, shards[group.rank()], group=group)
-        for factors in self._own:
+        for factors in self.own:
             grad = factors.weight.main_grad
             grad.copy_(factors.product(grad))
 
     def restart(self) -> None:
-        """Lets the next step begin anew."""
-        self._since = None
+        """Forgets everything: the next step begins as the first one did."""
+        self.put_back(KfacState(since=None, inverses=[{} for _ in self.factors]))
+
+    def keep(self) -> KfacState:
+        """What is known at a step boundary."""
+        return KfacState(since=self._since, inverses=[dict(f.inverses) for f in self.factors])
+
+    def put_back(self, kept: KfacState) -> None:
+        """Goes back to what was known."""
+        self._since = kept.since
+        for factors, inverses in zip(self.factors, kept.inverses, strict=True):
+            factors.drop_sums()
+            factors.inverses = dict(inverses)
 
     def remove_hooks(self) -> None:
-        """Takes the hooks off the layers, so that the model can go."""
+        """Takes the hooks off the layers and lets go of all of them, so that the model can go."""
         for factors in self.factors:
             factors.remove_hook()
+        self.factors, self.own, self._buckets = [], [], []

@@ -164,7 +164,8 @@ def run_schedule(
     if (clip := job.model.group_clip) is not None and not forward_only:
         clip.begin(num_microbatches, micro_batch_size)
     if (kfac := job.model.kfac) is not None and not forward_only:
-        kfac.begin()
+        # Masked samples fill a step up, and their number depends on the layout.
+        kfac.begin(may_refresh=not job.is_filled_up)
     with job.trace.span("forward" if forward_only else "forward and backward"):
         reports = get_forward_backward_func()(
             forward_step_func=functools.partial(forward_step, job, mean_samples),
