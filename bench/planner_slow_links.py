@@ -203,21 +203,24 @@ def main() -> None:
         return
     if args.again:
         before = json.loads(args.again.read_text())
-        answer(measured_before(before), before["machine"], args.output)
+        answer(measured_before(before), before["machines"], args.output)
         return
     nodes.require()
-    machine, runs = origin(), []
+    machines, runs = {}, []
     with tempfile.TemporaryDirectory() as folder:
         given = args.data_path and str(Path(args.data_path).resolve())
         data = given or make_dataset(Path(folder) / "stdlib")
-        before = measured_before(json.loads(args.output.read_text())) if args.only else []
+        kept = json.loads(args.output.read_text()) if args.only else {}
+        before = measured_before(kept) if kept else []
         for world, rate_mbit in GROUPS:
             if args.only in (None, world):
+                machines.setdefault(str(world), {**origin(), "steps": STEPS})
                 runs += measure(world, rate_mbit, data, Path(folder))
             else:
                 name = f"{world} nodes, {rate_mbit:g} Mbit/s"
                 runs += [run for run in before if run.group == name]
-    answer(runs, machine, args.output)
+                machines[str(world)] = kept["machines"][str(world)]
+    answer(runs, machines, args.output)
 
 
 def measured_before(result: dict[str, Any]) -> list[MeasuredRun]:
@@ -232,7 +235,7 @@ def measured_before(result: dict[str, Any]) -> list[MeasuredRun]:
     return found
 
 
-def answer(runs: list[MeasuredRun], machine: dict[str, Any], output: Path) -> None:
+def answer(runs: list[MeasuredRun], machines: dict[str, Any], output: Path) -> None:
     """Predicts, writes and prints."""
     alone, known = predicted(runs), predicted(runs, 2)
     result = {
@@ -241,7 +244,7 @@ def answer(runs: list[MeasuredRun], machine: dict[str, Any], output: Path) -> No
         "two_known": judge(runs, known),
         "two_chunks_over_one": chunks(runs, alone.step_s),
         "rows": rows_of(runs),
-        "machine": machine,
+        "machines": machines,
     }
     output.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))

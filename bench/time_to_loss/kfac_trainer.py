@@ -3,12 +3,11 @@
     flock /tmp/ranks.lock python -m bench.time_to_loss.kfac_trainer
 
 Two CPU ranks run `pretrain_gpt.py` as it is, with the model, samples and held-out losses of S4
-(`real_clock.py`) and no link between them. Adam has its best rate and warm-up of S4 for the batch.
-K-FAC has Adam's warm-up, and the best of some rates on seed 0. Seeds 1 to 3 are compared. A run of
-equal time has as many samples fewer as a step takes longer, and its whole schedule on them. Every
-line of kfac_trainer.jsonl is a run; a killed command goes on where it was. Writes
-docs/results/kfac_trainer.json in a quarter of an hour. It needs a core per rank and nothing else
-running.
+(`real_clock.py`) and no link between them. Both have the warm-up that S4 found best for Adam, and
+each the best of some rates on seed 0. Seeds 1 to 3 are compared, in turn. A run of equal time has
+as many samples fewer as a step takes longer, and its whole schedule on them. Every line of
+kfac_trainer.jsonl is a run; a killed command goes on where it was. Writes
+docs/results/kfac_trainer.json in 20 minutes. It needs a core per rank and nothing else running.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Run:
     spec: Spec
     kfac: bool
     share: float = 1.0
-    """Of the samples of S4, rounded to whole intervals of evaluation."""
+    """Of the samples of S4, in whole intervals of evaluation."""
 
     @property
     def key(self) -> str:
@@ -84,7 +83,7 @@ class Runs:
 
     def _trained(self, run: Run) -> dict[str, float]:
         at, interval = self._work / "run", S4.samples // S4.evaluations
-        samples = round(run.share * S4.samples / interval) * interval
+        samples = round(run.share * S4.evaluations) * interval
         evaluations = samples // interval
         scenario = replace(S4, samples=samples, evaluations=evaluations)
         flags = [*flags_of(scenario, run.spec), *(["--kfac"] if run.kfac else [])]
@@ -96,14 +95,14 @@ class Runs:
             raise SystemExit(f"{run.key} failed: {done.stderr[-2000:]}")
         record = read_run(at)
         steps = [step["seconds"] for step in record.steps]
-        # Two evaluations of the same weights close a run.
         loss = record.evaluations[-1]["losses"]["lm loss"]
         return {"loss": round(loss, 5), "step_s": statistics.fmean(steps[1:])}
 
 
 def adams_best(batch: int) -> Spec:
     """Adam with the best rate and warm-up of S4's static runs of a batch, without a link."""
-    done = {row["key"]: row["loss"] for row in read(RESULTS / real_clock.FILE)}
+    rows = real_clock.rows_of(RESULTS / real_clock.FILE, [S4])
+    done = {row["key"]: row["loss"] for row in rows}
     search = real_clock.tuned(S4, batch, done)
     while True:
         try:
@@ -114,11 +113,11 @@ def adams_best(batch: int) -> Spec:
             return end.value
 
 
-def tuned(runs: Runs, own: Spec) -> Spec:
-    """K-FAC's best rate, from Adam's on."""
+def tuned(runs: Runs, own: Spec, *, kfac: bool) -> Spec:
+    """The best rate, from Adam's of S4 on."""
 
     def loss(rate: int) -> float:
-        return runs.row(Run(spec=replace(own, rate=rate), kfac=True))["loss"]
+        return runs.row(Run(spec=replace(own, rate=rate), kfac=kfac))["loss"]
 
     best = min((own.rate, own.rate + 1), key=loss)
     stride = 1 if best > own.rate else -1
@@ -140,12 +139,15 @@ def main() -> None:
     """Trains what is missing, compares and writes."""
     args = arguments(__doc__, "kfac_trainer.json").parse_args()
     before, runs = origin(), Runs(args.output.with_suffix(".jsonl"))
-    own = adams_best(BATCH)
-    spec = tuned(runs, replace(own, seed=TUNING_SEED))
+    first = replace(adams_best(BATCH), seed=TUNING_SEED)
+    own, spec = (tuned(runs, first, kfac=kfac) for kfac in (False, True))
+    for seed in SEEDS:  # in turn, as the machine may change
+        runs.row(Run(spec=replace(own, seed=seed), kfac=False))
+        runs.row(Run(spec=replace(spec, seed=seed), kfac=True))
     adam, same = of_seeds(runs, own, kfac=False), of_seeds(runs, spec, kfac=True)
     longer = same["step_s"] / adam["step_s"]
-    # Down to a fiftieth, so that another timing finds the same runs.
-    share = math.floor(50 / longer) / 50
+    # Down to whole intervals of evaluation; another timing finds the same runs, too.
+    share = math.floor(S4.evaluations / longer) / S4.evaluations
     short = of_seeds(runs, spec, kfac=True, share=share)
     result = {
         "what": "--kfac against Adam in the trainer: S4's model on two CPU ranks",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_kfac import BY_HAND, RUNS, STEPS
+from tests.distributed.worker_kfac import BY_HAND, INTERVAL, RUNS, SAVED, STEPS
 from tests.helpers.on_ranks import on_ranks
 
 CLOSE = 1e-4
@@ -40,6 +40,20 @@ def test_neither_layout_nor_micro_batch_counts(rows: dict[str, Any], name: str) 
     assert own["grad_norms"] == pytest.approx(other["grad_norms"], rel=20 * CLOSE)
 
 
+def test_a_move_and_a_checkpoint_begin_anew(rows: dict[str, Any]) -> None:
+    first, second = ["tp1.pp1.dp2"], ["tp1.pp2.dp1"]
+    early = INTERVAL - 1
+    assert rows["moved"]["layouts"] == first * INTERVAL + second * (STEPS - INTERVAL)
+    assert rows["moved early"]["layouts"] == first * early + second * (STEPS - early)
+    refreshed = {name: rows[name]["refreshed"] for name in rows}
+    for name in ("dp2", "pp2 recomputed", "moved"):
+        assert refreshed[name] == [1, 1 + INTERVAL, 1 + 2 * INTERVAL]
+    assert refreshed["moved early"] == [1, 1 + early, 1 + early + INTERVAL]
+    assert refreshed["whole"] == [1, 1 + INTERVAL, 1 + SAVED], "at once after a checkpoint"
+    assert refreshed["begun"] == [1, 1 + INTERVAL] and refreshed["resumed"] == [1]
+    assert refreshed["interval 1"] == [*range(1, STEPS + 1)] and refreshed["off"] == []
+
+
 def test_compressing_layers_count_too(rows: dict[str, Any]) -> None:
     # Four layers of seven matrices; one more with its projection for the further token.
     assert rows["latent dp2"]["matrices"] == 5 * 7 + 1
@@ -57,5 +71,5 @@ def test_it_changes_the_training_but_no_norm(rows: dict[str, Any]) -> None:
 
 def test_a_resumed_run_goes_on_as_the_one_that_saved(rows: dict[str, Any]) -> None:
     whole, begun, resumed = (rows[name]["losses"] for name in ("whole", "begun", "resumed"))
-    assert len(begun) == 4 and begun == whole[:4]
-    assert resumed == whole[4:]
+    assert len(begun) == SAVED and begun == whole[:SAVED]
+    assert resumed == whole[SAVED:]

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, layout_flags, run
 
-BATCH, STEPS, INTERVAL = 8, 7, 3
+BATCH, STEPS, INTERVAL, SAVED = 8, 7, 3, 4
 ZERO = "--use-distributed-optimizer"
 PP2 = " ".join(layout_flags(1, 2, 1))
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -92,6 +92,21 @@ def main(output: Path) -> Any:
                 if factors in kfac.own:
                     self.off.append(((got - new).norm() / new.norm()).item())
 
+    class Names(Callback):
+        """Notes the layout of every step, and the steps of new covariances, from 1."""
+
+        def __init__(self) -> None:
+            self.of_steps: list[str] = []
+            self.refreshed: set[int] = set()
+
+        def note(self, factors: Any) -> None:
+            """Covariances are about to be taken."""
+            self.refreshed.add(len(self.of_steps))
+            begin(factors)
+
+        def on_train_step_start(self, context: CallbackContext) -> None:
+            self.of_steps.append(str(context.config.layout))
+
     def gathered(kfac: Any, weight: Any) -> Any:
         """The whole reduced gradient of a matrix, of which each rank may have a part alone."""
         for bucket, group in kfac._buckets:
@@ -115,7 +130,7 @@ def main(output: Path) -> Any:
             found = inverse @ found if side == "left" else found @ inverse
         return found * (grad.double().norm() / found.norm())
 
-    add = Factors._add
+    add, begin = Factors._add, Factors.begin
 
     def noting(looks: Look) -> Any:
         def note(self: Any, kind: str, values: Any) -> None:
@@ -127,20 +142,23 @@ def main(output: Path) -> Any:
         return note
 
     def record(name: str, flags: str, base: str = TINY, *, hand: bool = False) -> None:
-        look, layouts = Look(), PhaseLayouts()
+        look, names, layouts = Look(), Names(), PhaseLayouts()
         flags += f" --global-batch-size {BATCH}"
         flags += f" --train-samples {BATCH * STEPS}"
         with (
             patch.object(build, "build_model", look.build if hand else look.count),
             patch.object(Factors, "_add", noting(look) if hand else add),
+            patch.object(Factors, "begin", lambda factors: names.note(factors)),
         ):
             folder = output / name.replace(" ", "_")
-            steps = run(flags.split(), folder, [look if hand else layouts], base=base)
+            steps = run(flags.split(), folder, [names, look if hand else layouts], base=base)
         own = torch.tensor(look.own)
         dist.all_reduce(own)
         rows[name] = {
             "losses": [s["losses"]["lm loss"] for s in steps],
             "grad_norms": [s["grad_norm"] for s in steps],
+            "layouts": names.of_steps,
+            "refreshed": sorted(names.refreshed),
             "off": look.off,
             "matrices": look.matrices,
             "own": own.item(),
@@ -150,11 +168,13 @@ def main(output: Path) -> Any:
         record(name, f"{flags} {KFAC}", base)
     for name, flags in BY_HAND.items():
         record(name, f"{flags} {KFAC}", hand=True)
+    early = f"--layout-schedule {(INTERVAL - 1) * BATCH * 32}:tp1.pp2.dp1"
+    record("moved early", f"{KFAC} {ZERO} {early}")
     record("off", ZERO)
     record("interval 1", f"{ZERO} --kfac --kfac-interval 1")
-    save = f"{KFAC} {ZERO} --save-interval 4 --save"
+    save = f"{KFAC} {ZERO} --save-interval {SAVED} --save"
     record("whole", f"{save} {output / 'whole'}")
     saved = f"{save} {output / 'saved'} --load {output / 'saved'}"
-    record("begun", f"{saved} --exit-interval 4")
+    record("begun", f"{saved} --exit-interval {SAVED}")
     record("resumed", saved)
     return rows

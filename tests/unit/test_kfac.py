@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import weakref
@@ -21,6 +22,8 @@ from megatron.training.checkpoint.convert.target import problems_of
 from megatron.training.common.device import use_device
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.draft import Draft, Environment
+from megatron.training.config.kfac_flags import check_kfac
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.process_groups import destroy_groups
 from megatron.training.model.gpt import build_model
@@ -208,6 +211,13 @@ def test_the_controller_takes_it_to_no_other_layout() -> None:
         check_run(CopusConfig(copus=True, copus_layouts="all"), config("--kfac"))
 
 
+def test_layers_of_transformer_engine_are_refused() -> None:
+    found = parse_args(f"{BASE} --kfac --transformer-impl transformer_engine".split())
+    draft = Draft(values=dict(vars(found)), explicit=frozenset())
+    check_kfac(draft, Environment(world_size=1, cuda=True, transformer_engine=True, apex=False))
+    assert any("--transformer-impl local" in problem for problem in draft.problems)
+
+
 def test_a_stored_run_can_be_converted_to_any_layout() -> None:
     stored = {**config("--kfac --swiglu").flat(), "num_query_groups": 4}
     assert problems_of(stored, Layout(tp=2), 128) == []
@@ -274,11 +284,11 @@ def test_what_is_kept_is_put_back_and_a_restart_forgets(model: Any) -> None:
 
 
 def test_the_model_goes_with_its_last_user(model: Any) -> None:
-    kfac = model.kfac
-    weight = weakref.ref(kfac.factors[0].weight)
-    assert len(kfac.factors) == 4 * 4
+    layer = model.unwrapped[0].decoder.layers[0].mlp.linear_fc1
+    kfac, gone = model.kfac, weakref.ref(model.kfac.factors[0])
+    assert len(kfac.factors) == 4 * 4 and layer._forward_hooks
     model.detach_hooks()
-    assert kfac.factors == kfac.own == []
-    chunk = model.unwrapped[0]
-    assert not any(m._forward_hooks for m in chunk.modules())
-    assert weight() is not None
+    gc.collect()
+    assert not layer._forward_hooks
+    # Whoever still has the object holds no layer by it.
+    assert kfac.factors == kfac.own == [] and gone() is None

@@ -84,9 +84,9 @@ def rows_of(model: ModelSpec, *layouts: Layout, cluster: Any = CLUSTER) -> Any:
     return to_rows(model, cluster, points_of([configuration(x) for x in layouts])).full()
 
 
-# Recorded before there were mixtures or ranks that share samples, but for fused attention, of which
-# a backward pass is 2.5 forward ones, CPU ranks skip blocks and wait for one another: these must not
-# change by a bit.
+# Recorded before there were mixtures or ranks that share samples. Since then changed: the backward
+# pass of fused attention, its blocks on CPU ranks, and how these wait for one another. They must
+# not change by a bit.
 DENSE = {
     ("gpt3-175b", "a100-80g:256", "tp8.pp8.dp4", 512): (26.127146734474348, 36991465267.2),
     ("llama-2-13b", "h100-80g:16", "tp2.pp2.dp4", 64): (1.3069823633773587, 37808270991.36),
