@@ -13,8 +13,10 @@ and nothing else running.
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +88,17 @@ def short_steps(trainer: Trainer) -> list[dict[str, Any]]:
     return rows
 
 
-def losses(trainer: Trainer) -> list[dict[str, Any]]:
-    """When short gradients reach the loss at which whole ones end, for each seed."""
-    spec, rows = adams_best(BATCH), []
+def losses(trainer: Trainer) -> Iterator[dict[str, Any]]:
+    """When short gradients reach the loss at which whole ones end, seed by seed. Short ones exclude
+    that the reduction overlaps with the backward pass; whole ones have it."""
+    spec = adams_best(BATCH)
     with nodes.two_nodes(_USUAL_MBIT) as site:
         for seed in SEEDS:
             flags = [*flags_of(S4, spec), "--seed", str(seed)]
-            ways = [[], SHORT] if seed % 2 else [SHORT, []]
-            found = {bool(way): trainer.run(site, [*flags, *way]) for way in ways}
-            rows.append(compared(seed, found[False], found[True]))
-            print(rows[-1]["last_losses"], rows[-1]["times_faster"], flush=True)
-    return rows
+            late = [word for word in flags if not word.startswith("--overlap-")] + SHORT
+            ways = [flags, late] if seed % 2 else [late, flags]
+            found = {way is late: trainer.run(site, way) for way in ways}
+            yield compared(seed, found[False], found[True])
 
 
 def clipping(trainer: Trainer) -> dict[str, Any]:
@@ -113,17 +115,25 @@ def clipping(trainer: Trainer) -> dict[str, Any]:
 
 def main() -> None:
     """Measures, prints and writes."""
-    args = arguments(__doc__, "grad_options.json").parse_args()
+    parser = arguments(__doc__, "grad_options.json")
+    parser.add_argument("--only-losses", action="store_true", help="keep the rest of --output")
+    args = parser.parse_args()
     nodes.require()
     what = "gradients as two factors, and groups of samples that are clipped"
     result: dict[str, Any] = {"what": what, "rank": RANK, **origin()}
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(Path(folder))
-        parts = {"steps": short_steps, "clipping": clipping, "losses": losses}
-        for name, part in parts.items():
-            result[name] = part(trainer)
-            # A killed command leaves the parts that are done.
+        if args.only_losses:
+            result = json.loads(args.output.read_text())
+        else:
+            result |= {"steps": short_steps(trainer), "clipping": clipping(trainer)}
+            write(args.output, result)
+        result["losses"] = []
+        for row in losses(trainer):
+            # A killed command leaves the seeds that are done.
+            result["losses"].append(row)
             write(args.output, result, hide=["losses"])
+            print(row["last_losses"], row["times_faster"], flush=True)
 
 
 if __name__ == "__main__":
