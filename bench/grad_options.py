@@ -4,11 +4,11 @@
 
 Two nodes (network namespaces) with a core and a rank each, data parallelism. First gradients as two
 factors (`--grad-compression-rank`): seconds of a step of the quickstart's model over 200 Mbit/s,
-with and without the distributed optimizer. Then S4's model over 100 Mbit/s (`real_clock.py`), with
-the rate that is best for whole gradients, until both have read all samples. Last
-`--clip-group-size`: steps of the quickstart's model without limit on the link, in turn with steps
-without it. Writes docs/results/grad_options.json in 15 minutes. It needs root, iproute2, two cores
-and nothing else running.
+with and without the distributed optimizer. Then `--clip-group-size`: steps of that model without
+limit on the link, in turn with steps without it. Last the loss with short gradients: S4's model
+over 100 Mbit/s (`real_clock.py`), with the rate that is best for whole ones. Writes
+docs/results/grad_options.json in 20 minutes, after each part and each seed. It needs root,
+iproute2, two cores and nothing else running.
 """
 
 from __future__ import annotations

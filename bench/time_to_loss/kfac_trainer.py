@@ -12,7 +12,6 @@ docs/results/kfac_trainer.json in 20 minutes. It needs a core per rank and nothi
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import statistics
@@ -75,8 +74,7 @@ class Runs:
         """Loss and seconds of a step of a run, which is trained if it is missing."""
         if run.key not in self._rows:
             row = {"key": run.key, **self._trained(run), "spec": asdict(run)}
-            with self._path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            real_clock.append(self._path, row)
             print(f"{run.key}: {row['loss']:.4f}, {row['step_s']:.4f} s a step", flush=True)
             self._rows[run.key] = row
         return self._rows[run.key]
@@ -103,14 +101,9 @@ def adams_best(batch: int) -> Spec:
     """Adam with the best rate and warm-up of S4's static runs of a batch, without a link."""
     rows = real_clock.rows_of(RESULTS / real_clock.FILE, [S4])
     done = {row["key"]: row["loss"] for row in rows}
-    search = real_clock.tuned(S4, batch, done)
-    while True:
-        try:
-            next(search)
-        except StopIteration as end:
-            if end.value is None:
-                raise SystemExit("S4 is not tuned: run bench.time_to_loss.real_clock") from None
-            return end.value
+    if (best := real_clock.last_of(real_clock.tuned(S4, batch, done))) is None:
+        raise SystemExit("S4 is not tuned: run bench.time_to_loss.real_clock")
+    return best
 
 
 def tuned(runs: Runs, own: Spec, *, kfac: bool) -> Spec:

@@ -500,12 +500,12 @@ def tuned_rows(s: Scenario, rows: figures.Rows) -> list[dict[str, Any]]:
     """Rows of a scenario without static runs whose rate or warm-up is not the tuned one."""
     own = [row for row in rows if row["spec"]["scenario"] == s.name]
     done = {row["key"]: row["loss"] for row in own}
-    best = {batch: _last(tuned(s, batch, done)) for batch in s.statics}
+    best = {batch: last_of(tuned(s, batch, done)) for batch in s.statics}
     kept = {replace(spec, seed=k).key for spec in best.values() if spec for k in s.seeds}
     return [row for row in own if row["spec"]["kind"] != "static" or row["key"] in kept]
 
 
-def _last(search: Search) -> Spec | None:
+def last_of(search: Search) -> Spec | None:
     """What a search returns."""
     while True:
         try:

@@ -11,7 +11,7 @@ from copus_ext.cost_model.rows import Rows
 
 _TILE_ROWS, _TILE_COLUMNS = 256, 128
 _BEHIND = 1e-2
-"""Roots of seconds, as `bench/collective_waits.py` finds on two cores; its rounds differ."""
+"""In roots of a second: the median round of `bench/collective_waits.py` on two cores."""
 
 
 def gemm_s(rows: Rows, c: Constants, m: Any, n: Any, k: Any, at_once: Any = 1) -> Any:

@@ -227,7 +227,9 @@ def test_a_ring_hides_where_the_table_says_and_a_gather_does_not() -> None:
     assert forward[3500] > 0 and forward[4500] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_ranks_of_a_processor_wait_for_one_another_by_the_root_of_their_work() -> None:
+def test_ranks_of_a_processor_wait_for_one_another_by_the_root_of_their_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = llama("8B", 8192)
     names = ["tp1.pp1.dp2", "tp1.cp2.pp1.dp1", "tp2.pp1.dp1"]
     some = [configuration(name) for name in names]
@@ -239,6 +241,12 @@ def test_ranks_of_a_processor_wait_for_one_another_by_the_root_of_their_work() -
     np.testing.assert_allclose(kernels.meeting_s(rows, 4 * np.ones(4)), 2 * once)
     devices = rows_of(model, configuration("tp1.cp2.pp1.dp1"), cluster=preset("h100-80g:2"))
     assert not kernels.meeting_s(devices, np.ones(1)).any()
+    c = preset("cpu:2").load_constants()
+    late = step_time(rows, c)
+    monkeypatch.setattr(kernels, "_BEHIND", 0.0)
+    even = step_time(rows, c)
+    np.testing.assert_array_equal(late.step_s > even.step_s, [False, True, True, True])
+    np.testing.assert_array_equal(late.parts["compute"], even.parts["compute"])
 
 
 def test_at_long_samples_attention_and_the_exchange_cost_what_they_should() -> None:

@@ -22,7 +22,7 @@ from megatron.training.config.layout_rules import group_of_microbatches
 from megatron.training.distributed.context_parallel import own_tokens
 from megatron.training.distributed.process_groups import seed_step
 from megatron.training.model.moe import Balance, ExpertLoad, set_counting
-from megatron.training.optim.optimizer import optimizer_step
+from megatron.training.optim.optimizer import StepResult, optimizer_step
 from megatron.training.train.job import Job
 
 Batch = dict[str, torch.Tensor]
@@ -266,13 +266,7 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         mean_samples=mean_samples,
     )
     job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 1])
-    if job.model.kfac is not None:
-        with job.trace.span("kfac"):
-            job.model.kfac.precondition()
-    _empty_cache(job, level=1)
-    with job.trace.span("optimizer"):
-        result = optimizer_step(job.optimizer)
-    _empty_cache(job, level=2)
+    result = _update(job)
     load = None if balance is None else _count_experts(job, balance, updated=result.updated)
     if result.updated:
         job.scheduler.step(increment=counted_samples)
@@ -317,6 +311,18 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     if interval and state.iteration % interval == 0:
         gc.collect()
     return info, shared
+
+
+def _update(job: Job) -> StepResult:
+    """Lets the optimizer use the reduced gradients. All ranks take part."""
+    if job.model.kfac is not None:
+        with job.trace.span("kfac"):
+            job.model.kfac.precondition()
+    _empty_cache(job, level=1)
+    with job.trace.span("optimizer"):
+        result = optimizer_step(job.optimizer)
+    _empty_cache(job, level=2)
+    return result
 
 
 def prepare_routers(job: Job, balance: Balance, sizes: Sequence[int]) -> None:
