@@ -34,7 +34,8 @@ from bench.support import (
     write,
 )
 from bench.time_to_loss.kfac_trainer import adams_best
-from bench.time_to_loss.real_clock import S4, flags_of
+from bench.time_to_loss.real_clock import flags_of
+from bench.time_to_loss.real_clock_scenarios import S4
 
 RANK, SEEDS, BATCH = 8, (1, 2, 3), 32
 SHORT = ["--grad-compression-rank", str(RANK)]

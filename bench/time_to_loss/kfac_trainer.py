@@ -5,9 +5,10 @@
 Two CPU ranks run `pretrain_gpt.py` as it is, with the model, samples and held-out losses of S4
 (`real_clock.py`) and no link between them. Both have the warm-up that S4 found best for Adam, and
 each the best of some rates on seed 0. Seeds 1 to 3 are compared, in turn. A run of equal time has
-as many samples fewer as a step takes longer, and its whole schedule on them. Every line of
-kfac_trainer.jsonl is a run; a killed command goes on where it was. Writes
-docs/results/kfac_trainer.json in 20 minutes. It needs a core per rank and nothing else running.
+as many samples fewer as a step takes longer, and its whole schedule on them. Shorter and shorter
+runs then say when K-FAC reaches Adam's last loss. Every line of kfac_trainer.jsonl is a run; a
+killed command goes on where it was. Writes docs/results/kfac_trainer.json in 25 minutes. It needs
+a core per rank and nothing else running.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import subprocess
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench.support import (
     RESULTS,
@@ -33,11 +36,14 @@ from bench.support import (
 )
 from bench.time_to_loss import real_clock
 from bench.time_to_loss.atlas import read
-from bench.time_to_loss.real_clock import S4, Spec, flags_of
+from bench.time_to_loss.real_clock import Spec, flags_of
+from bench.time_to_loss.real_clock_scenarios import S4
 
 BATCH, SEEDS, TUNING_SEED = 32, (1, 2, 3), 0
 MOST_RATE = 3
 """Powers of 2 over the first rate of S4, at which the search ends."""
+SHORTER = (2 / 3, 1 / 2, 1 / 3, 1 / 6)
+"""Shares of the samples that are tried for Adam's last loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +134,31 @@ def of_seeds(runs: Runs, spec: Spec, *, kfac: bool, share: float = 1.0) -> dict[
     return {"losses": losses, "mean": statistics.fmean(losses), "step_s": step_s}
 
 
+def same_loss(runs: Runs, spec: Spec, adam: dict[str, Any], first: dict[str, Any]) -> float | None:
+    """The part of Adam's time after which K-FAC has Adam's last loss.
+
+    Args:
+        runs: finished ones.
+        spec: of K-FAC.
+        adam: losses and seconds of Adam.
+        first: the same of K-FAC with all samples.
+
+    Returns:
+        By straight lines between whole runs; None if one of all samples does not reach it, or the
+        shortest still does.
+    """
+    parts, losses = [first["step_s"] / adam["step_s"]], [first["mean"]]
+    for share in SHORTER:
+        if losses[-1] > adam["mean"]:
+            break
+        row = of_seeds(runs, spec, kfac=True, share=share)
+        parts.append(share * row["step_s"] / adam["step_s"])
+        losses.append(row["mean"])
+    if not losses[-1] > adam["mean"] >= losses[0]:
+        return None
+    return float(np.interp(adam["mean"], losses[-2:], parts[-2:]))
+
+
 def main() -> None:
     """Trains what is missing, compares and writes."""
     args = arguments(__doc__, "kfac_trainer.json").parse_args()
@@ -150,6 +181,7 @@ def main() -> None:
         "adam": adam,
         "kfac_at_equal_samples": same,
         "kfac_at_equal_time": {"share": share, **short},
+        "time_to_adams_loss": same_loss(runs, spec, adam, same),
         "less_at_equal_samples": adam["mean"] - same["mean"],
         "less_at_equal_time": adam["mean"] - short["mean"],
         **before,

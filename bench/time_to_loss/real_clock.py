@@ -7,27 +7,29 @@ Two network namespaces have one core and one rank each, and run `pretrain_gpt.py
 row of the results file is one run; a killed command goes on where it was. S3: the quickstart's
 model, three links, `--copus --copus-layouts all` from five first batches on data parallelism,
 behind the best static batch. S4: a small model on data parallelism over 100 Mbit/s, `--copus` from
-four first batches, saved over the best static batch.
+four first batches, saved over the best static batch. S4K: the same with `--kfac` in all runs, saved
+over the best static batch with it, and over the best one of S4.
 
 Rates are tuned on seed 0 for each static batch: three rates a factor of 2 apart, more while the
 best one is at an end, then the longer warm-up. Runs under the controller have the rate and warm-up
 of the reference batch, by the rule that the controller follows. Their clock counts everything but
 evaluations: set-up, measuring, deciding, pauses.
 
-Only runs under the controller and timings need a quiet machine. `--losses` trains static runs
-alone, whose losses do not depend on the clock, and so can go on beside other work.
+Runs under the controller, timings and the compared static runs of S4K need a quiet machine.
+`--losses` trains the other static runs alone. Their losses do not depend on the clock, so they can
+go on beside other work.
 
 On a quiet machine a run of S4 takes about 100 s (75 to 130 by its clock, 150 with start and
 evaluations), one of S3 about 280 s. The first seed of S4 is there after 70 minutes, all of S4 after
-2 hours, all of S3 after another 7 to 8. `--losses` holds 70 minutes of S4 and 2.5 hours of S3. S4
-has 0.4M parameters: with 1M and five tokens for each a run would take ten minutes.
+2 hours, all of S4K in 70 minutes, all of S3 in 7 to 8 hours. `--losses` holds 70 minutes of S4, 15
+of S4K and 2.5 hours of S3. S4 has 0.4M parameters: with 1M and five tokens for each a run would
+take ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -41,7 +43,6 @@ from typing import Any
 
 from bench import nodes
 from bench.support import (
-    QUICKSTART_MODEL,
     RESULTS,
     ROOT,
     TRAINER,
@@ -53,12 +54,12 @@ from bench.support import (
 )
 from bench.time_to_loss import real_clock_figures as figures
 from bench.time_to_loss.atlas import best_trial, read
+from bench.time_to_loss.real_clock_scenarios import NO_LIMIT, QUICK, S3, S4, S4K, Scenario
 from bench.time_to_loss.scenarios import FILE as SCENARIOS
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 
 FILE = "time_to_loss_real_clock.jsonl"
-NO_LIMIT = "0"
 _TUNING_SEED = 0
 _MOST_RATE = 2
 """Powers of 2 from the first rate, at which the search ends."""
@@ -67,121 +68,6 @@ _BUSY = 0.1
 """Of a core, which others may have during a run whose clock counts."""
 _SHARED = ["--split", "95,5,0", "--log-interval", "100", "--adam-beta2", "0.95"]
 _DATA_PARALLEL = Layout(dp=2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """What a scenario's runs share, and which runs it has."""
-
-    name: str
-    model: str
-    """Flags."""
-    copus: str
-    """Flags."""
-    samples: int
-    """Length of a run; a multiple of evaluations times the largest first batch."""
-    links: tuple[str, ...]
-    """Mbit/s; 0 is a link without limit."""
-    starts: tuple[int, ...]
-    """First batches of runs under the controller."""
-    statics: tuple[int, ...]
-    """Those that say most come first."""
-    reference_batch: int
-    """Whose rate and warm-up the controller gets."""
-    lr: float
-    """At the reference batch, where the search begins."""
-    layouts: tuple[str, ...]
-    """In which static batches are timed."""
-    start_micro_batch: int
-    """Largest, of a run's first steps."""
-    timed_micro_batches: tuple[int, ...]
-    seeds: tuple[int, ...] = (1, 2, 3)
-    rates: tuple[int, ...] = (-1, 0, 1)
-    """Powers of 2 times the first rate that are tried at first."""
-    warmups: tuple[float, ...] = (0.1, 0.3)
-    """Parts of the samples."""
-    eval_samples: int = 64
-    """Held-out, of each evaluation."""
-    evaluations: int = 32
-
-    @property
-    def digest(self) -> str:
-        """Of all that a run's losses and times depend on. Rows with another one do not count."""
-        words = (self.model, self.copus, self.samples, self.lr, self.reference_batch)
-        more = (self.eval_samples, self.evaluations, self.start_micro_batch)
-        return hashlib.sha256(repr((words, more)).encode()).hexdigest()[:8]
-
-
-def _model(layers: int, hidden: int, ffn: int, heads: int) -> str:
-    """The quickstart's model in another size."""
-    words = " ".join(QUICKSTART_MODEL.split()).replace("layers 8", f"layers {layers}")
-    words = words.replace("hidden-size 256", f"hidden-size {hidden}")
-    words = words.replace("ffn-hidden-size 1024", f"ffn-hidden-size {ffn}")
-    return words.replace("heads 8", f"heads {heads}").replace("--eval-iters 0", "").strip()
-
-
-S3 = Scenario(
-    name="S3",
-    # A layout that is moved to has these overlaps too.
-    model=_model(8, 256, 1024, 8) + " --overlap-grad-reduce --overlap-param-gather",
-    copus="--copus --copus-layouts all",
-    samples=4096,
-    links=("5000", "2000", NO_LIMIT),
-    starts=(4, 2, 8, 16, 32),
-    statics=(8, 4, 16, 2, 32),
-    reference_batch=4,
-    lr=7e-4,
-    layouts=("tp1.pp1.dp2", "tp1.pp2.vpp4.dp1"),
-    start_micro_batch=1,
-    timed_micro_batches=(2, 4, 8),
-)
-S4 = Scenario(
-    name="S4",
-    model=_model(3, 96, 256, 3),
-    copus="--copus",
-    samples=15_360,
-    links=("100",),
-    starts=(32, 8, 128, 2),
-    statics=(64, 32, 128, 16, 8),
-    reference_batch=32,
-    lr=4e-3,
-    layouts=("tp1.pp1.dp2",),
-    start_micro_batch=16,
-    timed_micro_batches=(16, 64),
-    eval_samples=256,
-    evaluations=30,
-)
-_TINY = _model(2, 32, 64, 2)
-QUICK = (
-    replace(
-        S4,
-        model=_TINY,
-        samples=1024,
-        starts=(8,),
-        statics=(8,),
-        reference_batch=8,
-        seeds=(1,),
-        rates=(0,),
-        warmups=(0.1,),
-        timed_micro_batches=(64,),
-        eval_samples=16,
-        evaluations=16,
-    ),
-    replace(
-        S3,
-        model=_model(4, 64, 128, 2),
-        samples=256,
-        links=("2000",),
-        starts=(4,),
-        statics=(4,),
-        layouts=S3.layouts[:1],
-        seeds=(1,),
-        rates=(0,),
-        warmups=(0.1,),
-        eval_samples=16,
-        evaluations=16,
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +96,11 @@ class Spec:
             f"{self.scenario} {self.kind} {self.batch} in {self.micro_batch} on {self.layout} "
             f"link {self.link} rate {self.rate} warmup {self.warmup:g} seed {self.seed}"
         )
+
+    @property
+    def counts_by_clock(self) -> bool:
+        """Whether its own clock counts, so that nothing else may run beside it."""
+        return self.kind != "static" or self.link != NO_LIMIT
 
 
 Losses = dict[str, float]
@@ -244,6 +135,11 @@ def tuned(s: Scenario, batch: int, done: Losses) -> Search:
             break
         trials.append(replace(first, rate=beyond))
     return (yield from best_trial(done, [replace(best, warmup=w) for w in s.warmups]))
+
+
+def compared(s: Scenario, best: Spec, seed: int) -> Spec:
+    """The tuned static run of a batch that stands against runs under the controller."""
+    return replace(best, seed=seed, link=s.links[0] if s.are_statics_on_link else NO_LIMIT)
 
 
 def timings(s: Scenario, link: str, seed: int) -> Iterator[Spec]:
@@ -298,7 +194,7 @@ def _of_seed(s: Scenario, seed: int, done: Losses) -> Iterator[Spec]:
             yield from (spec for spec in runs if spec.key not in done)
     for batch in s.statics:
         best = yield from tuned(s, batch, done)
-        if best is not None and (again := replace(best, seed=seed)).key not in done:
+        if best is not None and (again := compared(s, best, seed)).key not in done:
             yield again
 
 
@@ -484,7 +380,7 @@ def run(path: Path, scenarios: Sequence[Scenario], minutes: float, *, only_losse
             done = {row["key"]: row["loss"] for row in rows_of(path, scenarios)}
             missing = wanted(scenarios, done)
             if only_losses:
-                missing = (spec for spec in missing if spec.kind == "static")
+                missing = (spec for spec in missing if not spec.counts_by_clock)
             if (spec := next(missing, None)) is None:
                 return
             row = runner.train(by_name[spec.scenario], spec)
@@ -501,7 +397,7 @@ def tuned_rows(s: Scenario, rows: figures.Rows) -> list[dict[str, Any]]:
     own = [row for row in rows if row["spec"]["scenario"] == s.name]
     done = {row["key"]: row["loss"] for row in own}
     best = {batch: last_of(tuned(s, batch, done)) for batch in s.statics}
-    kept = {replace(spec, seed=k).key for spec in best.values() if spec for k in s.seeds}
+    kept = {compared(s, spec, k).key for spec in best.values() if spec for k in s.seeds}
     return [row for row in own if row["spec"]["kind"] != "static" or row["key"] in kept]
 
 
@@ -517,26 +413,28 @@ def last_of(search: Search) -> Spec | None:
 def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
     """Prints the figures of every scenario that has a complete seed, and writes them."""
     rows, found = rows_of(path, scenarios), {}
-    for s in scenarios:
-        own = tuned_rows(s, rows)
+    pairs = [(s, s) for s in scenarios] + [(S4K, S4)] * ({S4K, S4} <= set(scenarios))
+    for s, rival in pairs:
+        name = s.name if rival is s else f"{s.name} over {rival.name}"
+        own, statics = tuned_rows(s, rows), tuned_rows(rival, rows)
         seeds, comparisons = figures.compare(
-            own, links=s.links, seeds=s.seeds, starts=s.starts, statics=s.statics
+            own, statics, links=s.links, seeds=s.seeds, starts=s.starts, batches=rival.statics
         )
         if not seeds:
-            print(f"{s.name}: no seed is complete")
+            print(f"{name}: no seed is complete")
             continue
         command = "sudo python -m bench.time_to_loss.real_clock; ... --summary"
-        commits = sorted({row["commit"] for row in own})
-        about = figures.result(s.name, seeds, comparisons)
-        found[s.name] = {**about, "command": command, "commits": commits}
+        commits = sorted({row["commit"] for row in [*own, *statics]})
+        about = figures.result(name, seeds, comparisons)
+        found[name] = {**about, "command": command, "commits": commits}
         for one in comparisons:
             print(
-                f"{s.name} link {one.link} seed {one.seed} from {one.first_batch}: "
+                f"{name} link {one.link} seed {one.seed} from {one.first_batch}: "
                 f"{one.seconds:.1f} s to {one.loss:.3f}, static {one.best_batch} {one.best_s:.1f} s"
             )
-        print("\n".join(figures.verdicts(s.name, about)))
+        print("\n".join(figures.verdicts(name, about)))
     figures.keep(output, found)
-    clocked_rows = [row for row in rows if row["spec"]["kind"] != "static"]
+    clocked_rows = [row for row in rows if Spec(**row["spec"]).counts_by_clock]
     busy = [r["key"] for r in clocked_rows if r["others_cpu_s"] > _BUSY * r["wall_s"]]
     if busy:
         print(f"others had more than {_BUSY:.0%} of a core during: {'; '.join(busy)}")
@@ -550,7 +448,7 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
     """
     rows = tuned_rows(s, rows_of(path, [s]))
     seeds, found = figures.compare(
-        rows, links=s.links, seeds=s.seeds, starts=s.starts, statics=s.statics
+        rows, rows, links=s.links, seeds=s.seeds, starts=s.starts, batches=s.statics
     )
     if not seeds:
         raise SystemExit(f"{s.name}: no seed is complete")
@@ -562,14 +460,14 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
 def main() -> None:
     """Does what the command line asks for."""
     p = arguments(__doc__, FILE)
-    p.add_argument("--only", choices=("S3", "S4"))
+    p.add_argument("--only", choices=("S3", "S4", "S4K"))
     p.add_argument("--minutes", type=float, default=1e9, help="after which no run begins")
     p.add_argument("--losses", action="store_true", help="only what needs no quiet machine")
     p.add_argument("--quick", action="store_true", help="tiny sizes, in runs/; two minutes")
     p.add_argument("--summary", action="store_true", help="figures from the file, no runs")
     p.add_argument("--draw", action="store_true", help="figure from the file, no runs")
     args: argparse.Namespace = p.parse_args()
-    scenarios = [s for s in (QUICK if args.quick else (S4, S3)) if args.only in (None, s.name)]
+    scenarios = [s for s in (QUICK if args.quick else (S4, S4K, S3)) if args.only in (None, s.name)]
     path, summary = args.output, RESULTS / SCENARIOS
     if args.quick and path == RESULTS / FILE:
         path = ROOT / "runs" / "time_to_loss_real_clock_quick.jsonl"

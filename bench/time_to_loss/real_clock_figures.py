@@ -187,27 +187,29 @@ def curves_of(rows: Rows, link: str, seed: int) -> tuple[dict[int, Curve], dict[
 
 def compare(
     rows: Rows,
+    static_rows: Rows,
     *,
     links: Iterable[str],
     seeds: Iterable[int],
     starts: Sequence[int],
-    statics: Sequence[int],
+    batches: Sequence[int],
 ) -> tuple[list[int], list[Comparison]]:
     """Every run under the controller of the seeds that are complete, and those seeds.
 
     Args:
         rows: of one scenario.
+        static_rows: of the one whose static runs they stand against; may be the same.
         links: that a seed has to have.
         seeds: to look at.
         starts: first batches that a seed has to have on each link.
-        statics: batches whose static runs a seed has to have.
+        batches: whose static runs a seed has to have.
     """
     complete, found = [], []
     for seed in seeds:
         own: list[Comparison] = []
         for link in links:
-            still, ours = curves_of(rows, link, seed)
-            if not set(starts) <= ours.keys() or not set(statics) <= still.keys():
+            still, ours = curves_of(static_rows, link, seed)[0], curves_of(rows, link, seed)[1]
+            if not set(starts) <= ours.keys() or not set(batches) <= still.keys():
                 break
             own += [_comparison(link, seed, b, ours[b], still) for b in starts]
         else:
@@ -255,9 +257,12 @@ def mean_saved(groups: Sequence[list[Comparison]]) -> float:
     return -mean_behind(groups)
 
 
+_SAVED: dict[str, Figure] = {"figure": mean_saved}
 FIGURES: dict[str, dict[str, Figure]] = {
     "S3": {"mean": mean_behind, "worst": worst_behind},
-    "S4": {"figure": mean_saved},
+    "S4": _SAVED,
+    "S4K": _SAVED,
+    "S4K over S4": _SAVED,
 }
 GOALS = {"S3": {"mean": 0.03, "worst": 0.06}, "S4": {"figure": 0.06}}
 
@@ -266,7 +271,7 @@ def result(name: str, seeds: list[int], found: list[Comparison]) -> dict[str, An
     """Figures of a scenario with their intervals over the seeds, and the rows that they come from.
 
     Args:
-        name: S3 or S4.
+        name: of `FIGURES`.
         seeds: those that are complete, at least one.
         found: of `compare`.
     """
@@ -287,10 +292,13 @@ def result(name: str, seeds: list[int], found: list[Comparison]) -> dict[str, An
 
 
 def verdicts(name: str, about: dict[str, Any]) -> list[str]:
-    """One line for each figure, with its goal."""
+    """One line for each figure, with its goal if there is one."""
     lines = []
-    for key, goal in GOALS[name].items():
+    for key in FIGURES[name]:
         value = about[key]
+        if (goal := GOALS.get(name, {}).get(key)) is None:
+            lines.append(f"{name} {key}: {value:.3f}")
+            continue
         met = value >= goal if name == "S4" else value <= goal
         lines.append(f"{name} {key}: {value:.3f}, goal {goal}: {'met' if met else 'NOT MET'}")
     return lines

@@ -26,6 +26,7 @@ from megatron.training.config.draft import Draft, Environment
 from megatron.training.config.kfac_flags import check_kfac
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.process_groups import destroy_groups
+from megatron.training.model import kfac
 from megatron.training.model.gpt import build_model
 from megatron.training.model.kfac import Factors, Kfac
 from megatron.training.train.build import groups_of
@@ -167,6 +168,28 @@ def test_wide_sides_have_no_covariance() -> None:
     whole.inverses["outputs"] = factors.inverses["outputs"]
     torch.testing.assert_close(factors.product(grad), whole.product(grad))
     assert not torch.allclose(factors.product(grad), grad)
+
+
+def test_only_its_own_products_on_a_gpu_are_rounded() -> None:
+    before = torch.get_float32_matmul_precision()
+    assert before != "high"
+    with kfac.tensor_float32(torch.device("cpu")):
+        assert torch.get_float32_matmul_precision() == before
+    with pytest.raises(ZeroDivisionError), kfac.tensor_float32(torch.device("cuda")):
+        assert torch.get_float32_matmul_precision() == "high"
+        _ = 1 / 0
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 300])
+def test_what_travels_holds_the_lower_half_and_little_more(width: int) -> None:
+    total = torch.zeros(width, width)
+    pieces = kfac._lower_half(total)
+    for piece in pieces:
+        piece += 1
+    assert total.tril().sum() == width * (width + 1) / 2, "every element once"
+    assert total.max() == 1
+    assert sum(piece.numel() for piece in pieces) <= width * (width + 64) / 2 + 64 * 64
 
 
 def test_a_layer_forgets_what_was_hooked() -> None:

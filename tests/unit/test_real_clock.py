@@ -15,8 +15,9 @@ import pytest
 
 from bench.support import RunRecord
 from bench.time_to_loss import real_clock, real_clock_figures
-from bench.time_to_loss.real_clock import S3, S4, Scenario, Spec, flags_of, tuned, wanted
+from bench.time_to_loss.real_clock import Spec, flags_of, tuned, wanted
 from bench.time_to_loss.real_clock_figures import Curve, compare
+from bench.time_to_loss.real_clock_scenarios import QUICK, S3, S4, S4K, Scenario
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import rate_rules_of
 
@@ -109,7 +110,7 @@ def test_all_runs_have_the_rates_that_the_controller_would_give_them() -> None:
         assert value("--weight-decay") == pytest.approx(0.01 * at["weight_decay_factor"])
 
 
-@pytest.mark.parametrize("s", [*BOTH, *real_clock.QUICK], ids=lambda s: f"{s.name} {s.samples}")
+@pytest.mark.parametrize("s", [*BOTH, *QUICK], ids=lambda s: f"{s.name} {s.samples}")
 def test_every_run_sees_the_same_held_out_samples_after_the_same_samples(s: Scenario) -> None:
     for batch in {*s.starts, *s.statics}:
         spec = Spec(scenario=s.name, kind="static", batch=batch, link="0", seed=1)
@@ -234,8 +235,8 @@ def seconds_to(drop: float, loss: float, batch: int, step_s: float) -> float:
 def test_a_run_is_compared_with_the_best_static_batch_at_the_lowest_loss_of_both() -> None:
     rows = [curve_row("static", 4, 0.6, 1.0), curve_row("static", 8, 0.5, 1.5)]
     rows += [curve_row("copus", 16, 0.4, 1.0), curve_row("copus", 2, 0.7, 0.4)]
-    about: dict[str, Any] = {"links": ["0"], "seeds": [1], "starts": [16, 2], "statics": [4, 8]}
-    seeds, (early, late) = compare(rows, **about)
+    about: dict[str, Any] = {"links": ["0"], "seeds": [1], "starts": [16, 2], "batches": [4, 8]}
+    seeds, (early, late) = compare(rows, rows, **about)
     assert seeds == [1]
     end = 4.0 - 0.4 * math.log(40.96)
     assert early.loss == pytest.approx(end, abs=0.01)
@@ -257,10 +258,10 @@ def test_a_seed_counts_only_when_it_is_complete() -> None:
     rows += [curve_row("copus", 4, 0.6, 1.0, link=link) for link in ("0", "5")]
     rows += [curve_row("copus", 4, 0.6, 1.0, seed=2)]
     rows += [curve_row("timing", 4, 0.6, 1.0, link="5")]
-    about: dict[str, Any] = {"seeds": [1, 2], "starts": [4], "statics": [4]}
-    seeds, found = compare(rows, links=["0", "5"], **about)
+    about: dict[str, Any] = {"seeds": [1, 2], "starts": [4], "batches": [4]}
+    seeds, found = compare(rows, rows, links=["0", "5"], **about)
     assert (seeds, len(found)) == ([1], 2)
-    seeds, found = compare(rows, links=["0"], **about)
+    seeds, found = compare(rows, rows, links=["0"], **about)
     assert (seeds, len(found)) == ([1, 2], 2)
 
 
@@ -275,6 +276,28 @@ def test_static_runs_of_the_search_do_not_count() -> None:
     kept = [row["key"] for row in real_clock.tuned_rows(S4, rows) if " static " in row["key"]]
     assert len(kept) == len(S4.statics) * len(S4.seeds)
     assert all("rate 2 warmup 0.3" in key for key in kept if " static 8 " in key)
+
+
+def test_with_kfac_compared_static_runs_count_with_their_own_clock_on_the_link() -> None:
+    done: dict[str, float] = {}
+    trained = go_on([S4K], done)
+    statics = [spec for spec in trained if spec.kind == "static"]
+    assert {s.link for s in statics if s.seed in S4K.seeds} == {"100"}
+    assert {s.link for s in statics if s.seed not in S4K.seeds} == {"0"}
+    assert not any(spec.kind == "timing" for spec in trained)
+    assert all(spec.counts_by_clock == (spec.seed in S4K.seeds) for spec in trained)
+    rows = [{"key": spec.key, "loss": done[spec.key], "spec": vars(spec)} for spec in trained]
+    kept = [row for row in real_clock.tuned_rows(S4K, rows) if row["spec"]["kind"] == "static"]
+    assert len(kept) == len(S4K.statics) * len(S4K.seeds)
+
+
+def test_a_run_can_stand_against_static_runs_of_another_scenario() -> None:
+    ours = [curve_row("copus", 4, 0.7, 1.0), curve_row("static", 8, 0.7, 0.1)]
+    rival = [curve_row("static", 4, 0.6, 1.0)]
+    about: dict[str, Any] = {"links": ["0"], "seeds": [1], "starts": [4], "batches": [4]}
+    _, (one,) = compare(ours, rival, **about)
+    assert one.best_s == pytest.approx(1024, rel=0.01)
+    assert one.saved == pytest.approx(1 - seconds_to(0.7, one.loss, 4, 1.0) / 1024, rel=0.05)
 
 
 def test_other_scenarios_stay_in_the_summary(tmp_path: Path) -> None:
