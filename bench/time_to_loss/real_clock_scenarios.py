@@ -104,6 +104,7 @@ S4K = replace(
     name="S4K",
     model=f"{S4.model} --kfac",
     statics=(64, 32, 128),
+    lr=2 * S4.lr,
     layouts=(),
     # A step that makes covariances takes longer.
     are_statics_on_link=True,
