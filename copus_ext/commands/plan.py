@@ -29,7 +29,6 @@ from copus_ext.planner.request import (
     configuration_of,
     cp_comm_types_of_flags,
     logits_chunks_of,
-    megatron_flag,
     model_of,
     notes_on,
     pipeline_message_bits_of,
@@ -245,7 +244,7 @@ def planner_of(args: argparse.Namespace) -> Any:
             tell("plan.py", f"note: {note}")
     limits = Limits(
         fixed=sizes("--fix", args.fix),
-        largest=sizes("--max", args.max) | ({"tp": 1} if megatron_flag(args, "kfac") else {}),
+        largest=sizes("--max", args.max),
         recompute=kinds,
         cross_node_tp=args.allow_cross_node_tp,
         round_down=args.decrease_batch_size_if_needed,

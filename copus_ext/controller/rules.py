@@ -143,11 +143,6 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             f"{flag_of(lossy[0])} costs progress by an unknown factor that depends on the layout; "
             "use --copus-layouts current, --copus-mode observe, or drop it"
         )
-    if moves and config.optim.kfac:
-        raise UsageError(
-            "--kfac takes time and memory that nobody has measured under other layouts; use "
-            "--copus-layouts current, --copus-mode observe, or drop it"
-        )
     if flags.copus_mode == "act" and flags.copus_message_bits == "try":
         _check_trials(flags, config)
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:

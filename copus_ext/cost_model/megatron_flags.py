@@ -58,6 +58,7 @@ def spec_of(args: Any) -> ModelSpec:
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         gradient_bytes=_gradient_bytes(args),
         clip_group_size=getattr(args, "clip_group_size", None),
+        kfac_interval=args.kfac_interval if getattr(args, "kfac", False) else None,
         fused_attention=args.attention_backend != "unfused",
         implementation="local" if args.transformer_impl == "local" else "te",
     )

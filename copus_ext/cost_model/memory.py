@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model import context, experts
+from copus_ext.cost_model import context, experts, kfac
 from copus_ext.cost_model.rows import RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, Rows
 
 KINDS = (
@@ -334,7 +334,7 @@ def _of_stages(
     stages = {
         "weights": rows.element_bytes * held,
         "grads": rows.gradient_bytes * held * (1 + clipping_copies(rows)),
-        "optimizer": rows.optimizer_bytes * owned,
+        "optimizer": rows.optimizer_bytes * owned + kfac.held_bytes(rows),
         "activations": activations,
         "logits": head,
         "buffers": np.broadcast_to(buffer_bytes(rows), held.shape)

@@ -109,6 +109,8 @@ class ModelSpec:
     """Attention runs as one kernel (flash)."""
     clip_group_size: int | None = None
     """Samples of a group whose gradient is clipped by itself; None: there are no groups."""
+    kfac_interval: int | None = None
+    """Steps between two covariances of K-FAC; None: it is off."""
     optimizer_bytes: int | None = None
     """Bytes of optimizer state of a parameter. None: 12 in half precision, which are a master and
     two moments in fp32, and 8 in fp32. Less where Megatron's precision-aware optimizer is on."""
@@ -380,6 +382,7 @@ class ModelSpec:
             "element_bytes": 4 if wide else 2,
             "gradient_bytes": self.gradient_bytes,
             "clip_group_size": self.clip_group_size or 0,
+            "kfac_interval": self.kfac_interval or 0,
             "optimizer_bytes": self.optimizer_bytes or (8 if wide else 12),
         }
 
@@ -389,10 +392,9 @@ class ModelSpec:
         return replace(self, seq_length=seq_length, learned_positions=positions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; those of experts and of groups only where there are some."""
-        data = asdict(self)
-        if self.clip_group_size is None:
-            del data["clip_group_size"]
+        """Plain JSON types; those of experts, groups and K-FAC only where there are some."""
+        unset = [n for n in ("clip_group_size", "kfac_interval") if getattr(self, n) is None]
+        data = {name: value for name, value in asdict(self).items() if name not in unset}
         if self.num_experts is None:
             for name in EXPERT_FIELDS:
                 del data[name]

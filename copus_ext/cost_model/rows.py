@@ -158,6 +158,8 @@ class Rows:
     """Bits of a number that a stage sends to another; 0: those it has."""
     clip_group_size: Any = 0
     """Samples of a group whose gradient is clipped by itself; 0: there are no groups."""
+    kfac_interval: Any = 0
+    """Steps between two covariances of K-FAC; 0: it is off."""
     cp_comm_type: Any = 0
     """Index into `context.CP_COMM_TYPES`, where `cp` is above 1."""
     experts: ExpertRows | None = None

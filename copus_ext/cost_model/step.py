@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model import layer_time
+from copus_ext.cost_model import kfac, layer_time
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.layer_time import MicroBatch
 from copus_ext.cost_model.memory import (
@@ -104,7 +104,7 @@ class EndOfStep:
     hidden_s: Any
     """Seconds of computation behind which the others can hide."""
     gather_bytes: Any
-    """Weights gathered again before anything else; 0 without."""
+    """Weights gathered again before anything else, and what K-FAC sends; 0 without."""
     optimizer_s: Any
     """Seconds of the optimizer."""
     routed: EndOfStep | None = None
@@ -345,8 +345,11 @@ def end_of_step(
     moved = _ADAM_BYTES * owned + _SWEEP_BYTES * held
     hidden = np.where(behind, _HIDDEN_SHARE * backward, 0.0)
     seconds = c.factors.compute * c.optimizer_factor * moved / rows.hbm_bytes_per_s
+    if has_kfac := np.any(rows.kfac_interval):
+        seconds = seconds + c.factors.compute * kfac.compute_s(rows, c)
 
     def of(own: Any, copies: Any, more: EndOfStep | None = None) -> EndOfStep:
+        again = kfac.sent_bytes(rows, own) if has_kfac else 0.0
         bucket = np.minimum(own, np.maximum(40e6, 1e6 * copies))
         gathered = np.where(rows.overlap_param_gather, bucket, own)
         return EndOfStep(
@@ -354,7 +357,7 @@ def end_of_step(
             passes=np.where(np.logical_and(sharded, np.logical_not(rows.on_cpu)), 1.0, 2.0),
             least_bytes=np.where(behind, rows.gradient_bytes * bucket, 0.0),
             hidden_s=hidden,
-            gather_bytes=np.where(sharded, rows.element_bytes * gathered, 0.0),
+            gather_bytes=np.where(sharded, rows.element_bytes * gathered, 0.0) + again,
             optimizer_s=seconds,
             routed=more,
         )

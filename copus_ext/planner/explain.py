@@ -83,6 +83,10 @@ def reason(
             f" on each replica; here cp={at.cp}, {replicas}, global batch {c.global_batch_size}",
             "use another batch, dp or micro-batch",
         ),
+        "kfac": (
+            f"--kfac needs a dense model and whole layers on a rank; here tp={at.tp}",
+            "use tp=1",
+        ),
     }
     if code in EXPERT_RULES:
         return _of_experts(code, model, c)

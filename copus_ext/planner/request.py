@@ -35,7 +35,6 @@ _UNPRICED = (
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_permute_fusion"),
     *("moe_router_fusion", "moe_shared_expert_overlap", "moe_layer_recompute"),
     *("grad_compression_rank", "grad_compression_stages", "pipeline_message_rank"),
-    *("kfac", "kfac_interval"),
 )
 """Fields of Megatron's flags that change the time or memory of a step, and that the cost model does
 not know."""

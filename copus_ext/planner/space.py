@@ -38,6 +38,7 @@ REJECTION_CODES = (
     "batch",
     "interleave_microbatches",
     "clip_group",
+    "kfac",
     "cross_node_tp",
     "experts",
     "expert_ffn",
@@ -414,6 +415,8 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     if (size := model.clip_group_size) is not None:
         is_cut = (size % p.micro_batch_size != 0) | (p.global_batch_size % (size * p.dp) != 0)
         reject("clip_group", is_cut | (p.cp > 1) | (model.num_experts is not None))
+    if model.kfac_interval is not None:
+        reject("kfac", (p.tp > 1) | (model.num_experts is not None))
     for name, broken in _broken_by_experts(model, cluster, p).items():
         reject(name, broken)
     return Points(**{**{f.name: getattr(p, f.name) for f in fields(p)}, "code": code})

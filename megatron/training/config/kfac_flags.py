@@ -6,6 +6,9 @@ import math
 
 from megatron.training.config.draft import Draft, Environment, flag_of
 
+MOST_WIDE = 8192
+"""Inputs or outputs of a layer above which it has no such covariance: that would take more than
+0.27 GB, and its inverse as much."""
 _EXCLUDED = (
     ("num_experts", "experts see few tokens each, and nobody has tried it"),
     ("fp16", "gradients of outputs have the loss scale in them; use --bf16"),

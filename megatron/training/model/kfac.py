@@ -26,11 +26,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
+from megatron.training.config.kfac_flags import MOST_WIDE
 from megatron.training.model.attention import SharedLinear
 
-MOST_WIDE = 8192
-"""Inputs or outputs of a layer above which it has no such covariance: that would take more than
-0.27 GB, and its inverse as much."""
 _TINY = torch.finfo(torch.float32).tiny
 _BLOCK = 64
 """Rows of a covariance that go to the other replicas as one piece, up to their diagonal."""

@@ -1,0 +1,189 @@
+"""What K-FAC costs, as the planner counts it, against what the trainer does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+from copus_ext.cost_model import kfac as cost
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.memory import memory
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.step import step_time
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.search import Planner, Rejected
+from copus_ext.planner.space import (
+    LEGAL,
+    REJECTION_CODES,
+    Limits,
+    enumerate_points,
+    points_of,
+    to_rows,
+)
+from megatron.training.common.device import use_device
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.process_groups import destroy_groups
+from megatron.training.model.gpt import build_model
+from megatron.training.model.kfac import Kfac, _lower_half
+from megatron.training.train.build import groups_of
+from tests.helpers.jobs import TINY
+
+FLAGS = [*f"{TINY} --kfac --train-iters 1 --global-batch-size 16".split()]
+MODEL = ModelSpec.from_megatron_flags(FLAGS)
+PLAIN = replace(MODEL, kfac_interval=None)
+FLAT = Constants(gemm_efficiency=1.0, gemm_half_inner=1e-12, gemm_half_outer=1e-12)
+"""Every operation of a product takes as long."""
+
+
+def rows_of(model: ModelSpec = MODEL, *, zero: bool = False, **sizes: int) -> Rows:
+    """One configuration on CPU ranks."""
+    layout = Layout(**{"dp": 1, **sizes})
+    c = Configuration(
+        layout=layout,
+        micro_batch_size=2,
+        global_batch_size=16,
+        use_distributed_optimizer=zero,
+        overlap=False,
+    )
+    return to_rows(model, preset(f"cpu:{layout.world_size}"), points_of([c])).full()
+
+
+@pytest.fixture(scope="module")
+def kfac() -> Iterator[Kfac]:
+    """That of the same model on one rank, with inverses and fresh sums."""
+    with use_device("cpu", backend="gloo") as device:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            config = resolve(parse_args(FLAGS), 1).replace(padded_vocab_size=128)
+            own: Any = build_model(config, groups_of(config), device).kfac
+            own.begin()
+            for factors in own.factors:
+                for total in factors.sums.values():
+                    total += torch.eye(len(total))
+                factors.refresh()
+                factors.begin()
+            yield own
+        finally:
+            destroy_groups()
+            dist.destroy_process_group()
+
+
+def test_the_trainer_keeps_as_many_bytes(kfac: Kfac) -> None:
+    kept = [
+        tensor.numel() * tensor.element_size()
+        for factors in kfac.factors
+        for tensor in (*factors.sums.values(), *factors.inverses.values())
+    ]
+    assert float(cost.held_bytes(rows_of())[0]) == sum(kept)
+    more = memory(rows_of()).stages["optimizer"] - memory(rows_of(PLAIN)).stages["optimizer"]
+    assert float(more[0, 0]) == sum(kept)
+
+
+def test_the_trainer_sends_as_many_bytes(kfac: Kfac) -> None:
+    halves = [
+        4 * piece.numel()
+        for factors in kfac.factors
+        for total in factors.sums.values()
+        for piece in _lower_half(total)
+    ]
+    # An all-reduce goes round twice, once in ten steps. Blocks reach beyond the diagonal.
+    found = float(cost.sent_bytes(rows_of(dp=2), 0.0)[0])
+    assert found <= 2 * sum(halves) / 10 <= 2.1 * found
+    gathered = cost.sent_bytes(rows_of(dp=2, zero=True), 1000.0) - found
+    assert float(gathered[0]) == pytest.approx(4 * 1000.0), "whole gradients"
+
+
+def test_the_trainer_multiplies_as_much(kfac: Kfac) -> None:
+    rows = rows_of(replace(MODEL, kfac_interval=10**9))
+    with FlopCounterMode(display=False) as counter:
+        for factors in kfac.factors:
+            factors.product(torch.randn(factors.weight.shape))
+    assert float((cost.compute_s(rows, FLAT) * rows.peak_flops)[0]) == pytest.approx(
+        counter.get_total_flops(), rel=1e-6
+    )
+
+
+def test_covariances_go_with_tokens_and_come_once_in_an_interval() -> None:
+    def seconds(interval: int, micro: int) -> float:
+        rows = rows_of(replace(MODEL, kfac_interval=interval)).change(micro_batch_size=micro)
+        return float(cost.compute_s(rows, FLAT)[0])
+
+    often, seldom = (
+        [seconds(interval, micro) - seconds(10**9, micro) for micro in (2, 4)]
+        for interval in (1, 10)
+    )
+    assert often == pytest.approx([10 * s for s in seldom], rel=1e-5)
+    rows = rows_of()
+    of_tokens = 2 * rows.num_microbatches * rows.tokens * rows.num_layers
+    of_tokens = of_tokens * cost.covariance_elements(rows) / rows.peak_flops
+    assert often[1] - often[0] == pytest.approx(float(of_tokens[0]), rel=1e-5)
+
+
+def test_stages_and_shards_divide_it() -> None:
+    whole, half = rows_of(), rows_of(pp=2)
+    assert cost.held_bytes(half) == pytest.approx(cost.held_bytes(whole) / 2)
+    assert cost.compute_s(half, FLAT) == pytest.approx(cost.compute_s(whole, FLAT) / 2)
+    one, shared = rows_of(dp=2), rows_of(dp=2, zero=True)
+    assert cost.own_share(one) == 1 and 0.5 < cost.own_share(shared) < 1
+    assert cost.held_bytes(shared) < cost.held_bytes(one)
+    assert cost.compute_s(shared, FLAT) < cost.compute_s(one, FLAT)
+    assert cost.own_share(rows_of(zero=True)) == 1, "a single replica has all"
+
+
+def test_sides_that_are_too_wide_cost_nothing() -> None:
+    wide = replace(MODEL, ffn_hidden_size=10_000)
+    rows = rows_of(wide)
+    h, inner = wide.hidden_size, wide.num_attention_heads * wide.channels
+    attention = h**2 + (inner + 2 * wide.groups * wide.channels) ** 2 + inner**2 + h**2
+    assert float(cost.covariance_elements(rows)[0]) == attention + 2 * h**2
+
+
+def test_a_step_is_longer_and_without_it_nothing_changes() -> None:
+    c = preset("cpu:2").load_constants()
+    for sizes in ({"dp": 2}, {"pp": 2}, {"dp": 2, "zero": True}):
+        with_it, without = (step_time(rows_of(m, **sizes), c) for m in (MODEL, PLAIN))
+        more = with_it.step_s - without.step_s
+        least = c.factors.compute * cost.compute_s(rows_of(**sizes), c)
+        assert (more >= 0.999 * least).all() and (least > 0).all()
+        assert float(sum(with_it.parts.values())[0]) == pytest.approx(float(with_it.step_s[0]))
+    assert not cost.held_bytes(rows_of(PLAIN)).any()
+    assert not cost.sent_bytes(rows_of(PLAIN, dp=2), 5.0).any()
+    assert not cost.compute_s(rows_of(PLAIN), c).any()
+
+
+def test_half_precision_on_a_gpu_takes_twice_as_long() -> None:
+    rows = rows_of(dp=2)
+    half = rows.change(element_bytes=np.array([2]))
+    assert cost.compute_s(half, FLAT) == pytest.approx(2 * cost.compute_s(rows, FLAT))
+
+
+def test_the_planner_rejects_what_a_launch_would() -> None:
+    cluster, limits = preset("cpu:4"), Limits(recompute=("none",), cross_node_tp=True)
+    points = enumerate_points(MODEL, cluster, 16, limits)
+    code = REJECTION_CODES.index("kfac")
+    legal, rejected = (np.flatnonzero(points.code == k) for k in (LEGAL, code))
+    assert len(legal) and len(rejected)
+    assert (points.tp[legal] == 1).all() and (points.tp[rejected] > 1).all()
+    for at in legal[::7]:
+        resolve(parse_args([*FLAGS, *points.configuration(int(at)).to_flags()]), 4)
+    some = points.configuration(int(rejected[0]))
+    with pytest.raises(UsageError, match="--kfac"):
+        resolve(parse_args([*FLAGS, *some.to_flags()]), 4)
+    found = Planner(MODEL, cluster, limits=limits).explain(some)
+    assert isinstance(found, Rejected) and found.code == "kfac" and "--kfac" in found.detail
+
+
+def test_profiles_of_models_without_it_stay_valid() -> None:
+    assert "kfac_interval" not in PLAIN.to_json()
+    assert ModelSpec.from_json(MODEL.to_json()) == MODEL and MODEL.kfac_interval == 10
