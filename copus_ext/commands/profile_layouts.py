@@ -22,6 +22,9 @@ from typing import Any
 
 from megatron.training.common.program import program_name, tell
 
+_LONGEST_INTERVAL = 20
+"""Steps between covariances of K-FAC up to which whole intervals are timed."""
+
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Own flags before `--`, the trainer's behind it."""
@@ -108,11 +111,13 @@ def counts(c: Any, args: argparse.Namespace) -> list[int]:
 
 
 def time_steps(job: Any, args: argparse.Namespace) -> list[float]:
-    """Seconds of some steps, after a warm-up."""
+    """Seconds of some steps, after a warm-up; with K-FAC of whole intervals of covariances."""
     from megatron.training.train.step import train_step
 
-    seconds = []
-    for number in range(args.warm_up + args.steps):
+    seconds, optim = [], job.config.optim
+    interval = min(optim.kfac_interval, _LONGEST_INTERVAL) if optim.kfac else 1
+    steps = -(-args.steps // interval) * interval
+    for number in range(args.warm_up + steps):
         job.fire("on_train_step_start", global_batch_size=job.global_batch_size)
         info, _ = train_step(job)
         if number >= args.warm_up:
@@ -149,6 +154,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     """Times one configuration at both counts; the job is built once."""
     import torch.distributed as dist
 
+    from copus_ext.cost_model.kfac import usual_step_s
     from copus_ext.planner.profile import Timing
     from copus_ext.reshard.relaunch import without_cut
     from megatron.training.checkpoint.resume import merge_resume_config
@@ -181,17 +187,19 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
         state.consumed_samples = 0
         seconds, peak = time_steps(job, args), peak_bytes_here(device)
         middle = statistics.median(seconds)
+        optim = config.optim
+        usual = usual_step_s(seconds, optim.kfac_interval if optim.kfac else 1)
         timing = Timing(
             configuration=c.with_num_microbatches(count),
-            step_s=middle,
+            step_s=usual,
             spread_s=statistics.median(abs(s - middle) for s in seconds),
             num_steps=len(seconds),
             peak_bytes=peak,
         )
         if dist.get_rank() == 0:
             store.add(timing)
-            rate = timing.configuration.global_batch_size / middle
-            print(f"{c}, {count} micro-batches: {middle:.4f} s, {rate:.2f} samples/s", flush=True)
+            rate = timing.configuration.global_batch_size / usual
+            print(f"{c}, {count} micro-batches: {usual:.4f} s, {rate:.2f} samples/s", flush=True)
     tear_down(job)
 
 

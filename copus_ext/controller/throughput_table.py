@@ -3,6 +3,7 @@ it goes."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -212,7 +213,7 @@ class ThroughputTable:
         *,
         micro_batch_size: int,
         global_batch_size: int,
-        measured: Callable[[Configuration], tuple[float, float, int] | None],
+        measured: Callable[..., tuple[float, float, int] | None],
         visited: Sequence[Layout] = (),
         earlier_s: Mapping[str, float] | None = None,
     ) -> tuple[list[ConfigThroughput], int]:
@@ -222,8 +223,8 @@ class ThroughputTable:
             batches: to choose from, the present one among them; samples.
             micro_batch_size: of now.
             global_batch_size: of now.
-            measured: median seconds of a step, their median deviation and number, if this run has
-                timed the configuration.
+            measured: usual seconds of a step, their median deviation and number, if this run has
+                timed the configuration. With K-FAC it takes the interval between long steps.
             visited: further layouts under which it has; only used where the layout may change.
             earlier_s: seconds of a step that are expected of configurations, by key, because they
                 were timed under other conditions.
@@ -231,6 +232,8 @@ class ThroughputTable:
         Returns:
             The rows, and the index of the present configuration.
         """
+        if (interval := _covariance_interval(self.config)) > 1:
+            measured = functools.partial(measured, interval=interval)
         now = self._configuration(micro_batch_size, global_batch_size)
         rows = self._predicted(batches, now, measured, visited, earlier_s or {})
         is_known = any(_uncut(row.layout) == _uncut(self.config.layout) for row in rows)
@@ -271,9 +274,9 @@ class ThroughputTable:
             c = self._configuration(b, batch, layout)
             known = measured(c)
             if known is not None and c.is_even:
-                median, deviation, number = known
+                usual, deviation, number = known
                 live.append(
-                    Timing(configuration=c, step_s=median, spread_s=deviation, num_steps=number)
+                    Timing(configuration=c, step_s=usual, spread_s=deviation, num_steps=number)
                 )
             elif c.is_even and (step_s := earlier_s.get(key_of(c))) is not None:
                 earlier.append(Timing(configuration=c, step_s=step_s))
@@ -404,6 +407,12 @@ def _logits_chunks(config: Config) -> int:
     return getattr(getattr(config, "kernels", None), "logits_chunks", 1)
 
 
+def _covariance_interval(config: Config) -> int:
+    """Steps of which one makes covariances; 1 without K-FAC, which an older Megatron-LM lacks."""
+    optim = config.optim
+    return optim.kfac_interval if getattr(optim, "kfac", False) else 1
+
+
 def _message_bits(config: Config) -> int | None:
     """Bits of a number in messages between stages; an older Megatron-LM has no such flag."""
     return getattr(config.parallel, "pipeline_message_bits", None)
@@ -486,7 +495,8 @@ def _profile(flags: CopusConfig, model: ModelSpec, cluster: ClusterSpec) -> list
         return []
     measured = machine.get("world_size"), machine.get("gpu")
     own = cluster.world_size, cluster.gpu.name
-    if measured != own or theirs.num_parameters != model.num_parameters:
+    same = theirs.num_parameters, theirs.kfac_interval
+    if measured != own or same != (model.num_parameters, model.kfac_interval):
         raise UsageError(
             f"--copus-profile {path} is of another model or machine ({measured[0]} x "
             f"{measured[1]}, here {own[0]} x {own[1]}); measure with "

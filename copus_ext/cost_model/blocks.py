@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model import layer_time
+from copus_ext.cost_model import kfac, layer_time
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.layer_time import MicroBatch
 from copus_ext.cost_model.memory import (
@@ -94,6 +94,7 @@ class StageCosts:
 
 def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_BYTES) -> StageCosts:
     """Takes the cost model apart: with equal stages its parts add up to `step_time` and `memory`.
+    The seconds of K-FAC are those of equal stages whatever layers a stage has.
 
     Args:
         rows: one row; its layers need not divide by its stages.
@@ -126,7 +127,8 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
             forward_s=of(*micro_batch.forward),
             backward_s=of(*micro_batch.backward),
             parameters=parameters,
-            static_bytes=(rows.element_bytes[0] + rows.gradient_bytes[0] + owned) * parameters,
+            static_bytes=(rows.element_bytes[0] + rows.gradient_bytes[0] + owned) * parameters
+            + of(0.0, kfac.held_bytes(rows) / kfac.layers(rows), 0.0),
             saved_bytes=FRAGMENTATION * of(0.0, kept, 0.0),
             working_bytes=FRAGMENTATION * of(0.0, working, head_bytes(rows)),
         ),

@@ -7,7 +7,8 @@ have half of the rate of those in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def _matrices(rows: Rows) -> Iterator[tuple[Any, Any]]:
     yield ffn, h
 
 
-def _layers(rows: Rows) -> Any:
+def layers(rows: Rows) -> Any:
     """[n] layers of a stage, all being equal."""
     return rows.num_layers / rows.pp
 
@@ -45,9 +46,22 @@ def covariance_elements(rows: Rows) -> Any:
 
 def own_share(rows: Rows) -> Any:
     """[n] part of a stage's matrices that a rank inverts and multiplies for: all of them, or those
-    of which it has the optimizer's state. One matrix more is cut in two."""
-    some = np.minimum(1.0 / rows.copies + 1.0 / (_MATRICES * _layers(rows)), 1.0)
+    of which it has a part of the optimizer's state. Its piece of a bucket cuts one more."""
+    some = np.minimum(1.0 / rows.copies + _buckets(rows) / (_MATRICES * layers(rows)), 1.0)
     return np.where(rows.use_distributed_optimizer, some, 1.0)
+
+
+def _buckets(rows: Rows) -> Any:
+    """[n] buckets of gradients of the stage that has most: one for each chunk, and with overlap
+    many for the first chunk of the first stage."""
+    of_chunk = layers(rows) / rows.vpp * sum(m * n for m, n in _matrices(rows))
+    many = np.maximum(of_chunk / bucket_parameters(rows.copies), 1.0)
+    return rows.vpp - 1.0 + np.where(rows.overlap_grad_reduce, many, 1.0)
+
+
+def bucket_parameters(copies: Any) -> Any:
+    """Parameters of a bucket of gradients, as megatron-core chooses it with overlap."""
+    return np.maximum(40e6, 1e6 * copies)
 
 
 def compute_s(rows: Rows, c: Constants) -> Any:
@@ -67,26 +81,41 @@ def compute_s(rows: Rows, c: Constants) -> Any:
             inverses = inverses + np.where(is_there, inverse, 0.0)
     often = 1.0 / np.maximum(rows.kfac_interval, 1)
     layer = own_share(rows) * (products + often * inverses) + often * covariances
-    width = np.where(np.equal(rows.element_bytes, 4), 1.0, 2.0)
-    return np.where(np.greater(rows.kfac_interval, 0), width * _layers(rows) * layer, 0.0)
+    width = np.where(np.logical_or(rows.on_cpu, np.equal(rows.element_bytes, 4)), 1.0, 2.0)
+    return np.where(np.greater(rows.kfac_interval, 0), width * layers(rows) * layer, 0.0)
 
 
 def sent_bytes(rows: Rows, held: Any) -> Any:
     """Bytes that go once round the replicas besides, mean of the steps: halves of covariances,
-    twice, and with the distributed optimizer the reduced gradients; 0 without K-FAC.
+    twice, and with the distributed optimizer the reduced gradients of matrices that lie on several
+    replicas, twice, or of all, once; 0 without K-FAC.
 
     Args:
         rows: configurations.
         held: parameters of a rank, [pp, n].
     """
-    halves = 2 * 4.0 / 2 * covariance_elements(rows) * _layers(rows)
-    gathered = np.where(rows.use_distributed_optimizer, rows.gradient_bytes * held, 0.0)
+    halves = 2 * 4.0 / 2 * covariance_elements(rows) * layers(rows)
+    cut = np.minimum(2 * _buckets(rows) * (rows.copies - 1) / (_MATRICES * layers(rows)), 1.0)
+    gathered = np.where(rows.use_distributed_optimizer, rows.gradient_bytes * held * cut, 0.0)
     found = gathered + halves / np.maximum(rows.kfac_interval, 1)
     return np.where(np.greater(rows.kfac_interval, 0), found, 0.0)
+
+
+def usual_step_s(seconds: Sequence[float], interval: int) -> float:
+    """Seconds of a usual step, of which one in so many makes covariances and takes longer: the
+    median over whole intervals of their means, or over all steps while there is no interval.
+
+    Args:
+        seconds: of steps in order, at least one.
+        interval: steps between two long ones; 1 without K-FAC.
+    """
+    begins = range(0, len(seconds) - interval + 1, interval)
+    means = [statistics.fmean(seconds[i : i + interval]) for i in begins]
+    return statistics.median(means or seconds)
 
 
 def held_bytes(rows: Rows) -> Any:
     """[n] bytes of a rank of any stage in a step that makes covariances: their sums, and the
     inverses of its own matrices; 0 without K-FAC."""
-    found = 4.0 * covariance_elements(rows) * _layers(rows) * (1.0 + own_share(rows))
+    found = 4.0 * covariance_elements(rows) * layers(rows) * (1.0 + own_share(rows))
     return np.where(np.greater(rows.kfac_interval, 0), found, 0.0)

@@ -29,6 +29,8 @@ def spec_of(args: Any) -> ModelSpec:
     if geglu and ffn is None:
         ffn = 4 * args.hidden_size
     latent = LatentWidths.of(vars(args))
+    # K-FAC runs in no other layers, whatever a machine without Transformer Engine resolves to.
+    is_local = args.transformer_impl == "local" or getattr(args, "kfac", False)
     # Once it is known a run holds its padded vocabulary under every tensor size.
     rows = getattr(args, "padded_vocab_size", None)
     padded_for = getattr(args, "pad_vocab_for_tensor_parallel_size", None)
@@ -60,7 +62,7 @@ def spec_of(args: Any) -> ModelSpec:
         clip_group_size=getattr(args, "clip_group_size", None),
         kfac_interval=args.kfac_interval if getattr(args, "kfac", False) else None,
         fused_attention=args.attention_backend != "unfused",
-        implementation="local" if args.transformer_impl == "local" else "te",
+        implementation="local" if is_local else "te",
     )
 
 

@@ -350,7 +350,7 @@ def end_of_step(
 
     def of(own: Any, copies: Any, more: EndOfStep | None = None) -> EndOfStep:
         again = kfac.sent_bytes(rows, own) if has_kfac else 0.0
-        bucket = np.minimum(own, np.maximum(40e6, 1e6 * copies))
+        bucket = np.minimum(own, kfac.bucket_parameters(copies))
         gathered = np.where(rows.overlap_param_gather, bucket, own)
         return EndOfStep(
             gradient_bytes=rows.gradient_bytes * own,

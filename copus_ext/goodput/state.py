@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from copus_ext.cost_model.constants import PartFactors
+from copus_ext.cost_model.kfac import usual_step_s
 from copus_ext.goodput.conditions import Conditions
 from copus_ext.goodput.costs import LayoutChangeCosts
 from copus_ext.goodput.lr_scaling import Ramp
@@ -361,14 +362,22 @@ class ControllerState:
         # The square of the slope over its standard error is (n - 2) r2 / (1 - r2).
         return slope / 1000.0 if (len(steps) - 2) * r2 > 4.0 * (1.0 - r2) else None
 
-    def measured_step_time(self, c: Configuration) -> tuple[float, float, int] | None:
-        """Median seconds of a configuration's steps, median absolute deviation, and their number;
-        None before enough were timed."""
+    def measured_step_time(
+        self, c: Configuration, interval: int = 1
+    ) -> tuple[float, float, int] | None:
+        """Usual seconds of a configuration's steps, their median absolute deviation, and their
+        number; None before enough were timed.
+
+        Args:
+            c: the configuration.
+            interval: steps of which one takes longer, as with K-FAC.
+        """
         times = self.step_times.get(key_of(c), [])
         if len(times) < MIN_TIMED_STEPS:
             return None
         median = statistics.median(times)
-        return median, statistics.median(abs(t - median) for t in times), len(times)
+        deviation = statistics.median(abs(t - median) for t in times)
+        return usual_step_s(times, interval), deviation, len(times)
 
     @property
     def timed_layouts(self) -> list[Layout]:

@@ -85,7 +85,7 @@ def reason(
         ),
         "kfac": (
             f"--kfac needs a dense model and whole layers on a rank; here tp={at.tp}",
-            "use tp=1",
+            "use tp=1 and a dense model",
         ),
     }
     if code in EXPERT_RULES:

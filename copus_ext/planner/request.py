@@ -244,7 +244,7 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
             "without the time that clipping takes"
         )
     if "kfac" in given:
-        notes.append("--kfac needs one tensor parallel rank: no others are searched")
+        notes.append("--kfac needs one tensor parallel rank: others are rejected")
     if "clip_group_size" not in given and "overlap_grad_reduce" not in given and not no_overlap:
         notes.append(
             "priced with --overlap-grad-reduce, as the flags of the answer have it; give "

@@ -27,7 +27,14 @@ def test_gradients_are_those_by_hand(rows: dict[str, Any], name: str) -> None:
         assert len(own["off"]) == own["matrices"] and own["own"] == 2 * own["matrices"]
     else:
         # One matrix of a bucket at most lies on both ranks.
-        assert 0 < len(own["off"]) < own["matrices"] <= own["own"] <= own["matrices"] + 4
+        buckets = len(own["gathered"])
+        assert 0 < len(own["off"]) < own["matrices"] <= own["own"] <= own["matrices"] + buckets
+
+
+def test_buckets_are_gathered_where_a_cut_matrix_is_half_of_them(rows: dict[str, Any]) -> None:
+    assert rows["dp2"]["gathered"] == [False]
+    assert set(rows["hand in buckets"]["gathered"]) == {True, False}
+    assert rows["dp2 whole"]["gathered"] == rows["pp2"]["gathered"] == []
 
 
 @pytest.mark.parametrize("name", [n for n in RUNS if n not in ("dp2", "gpt2 dp2", "latent dp2")])

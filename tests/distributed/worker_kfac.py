@@ -11,13 +11,15 @@ from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, layout_flags, run
 BATCH, STEPS, INTERVAL, SAVED = 8, 7, 3, 4
 ZERO = "--use-distributed-optimizer"
 PP2 = " ".join(layout_flags(1, 2, 1))
+OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 KFAC = f"--kfac --kfac-interval {INTERVAL}"
 RUNS = {
     "dp2": (TINY, f"{ZERO} --micro-batch-size 1"),
     "dp2 by four": (TINY, f"{ZERO} --micro-batch-size 4"),
     "dp2 whole": (TINY, "--micro-batch-size 2"),
-    "dp2 overlapped": (TINY, f"{ZERO} --overlap-grad-reduce --overlap-param-gather"),
+    "dp2 in buckets": (TINY, f"{ZERO} {OVERLAPPED} --ddp-bucket-size 5000"),
+    "dp2 overlapped": (TINY, f"{ZERO} {OVERLAPPED}"),
     "pp2": (TINY, f"{PP2} --micro-batch-size 2"),
     "pp2 recomputed": (TINY, f"{PP2} {RECOMPUTED}"),
     "pp2 vpp2": (TINY, " ".join([*layout_flags(1, 2, 2), ZERO])),
@@ -34,6 +36,7 @@ RUNS = {
 BY_HAND = {
     "hand": "--micro-batch-size 2",
     "hand sharded": ZERO,
+    "hand in buckets": f"{ZERO} {OVERLAPPED} --ddp-bucket-size 5000",
     "hand bf16": f"{ZERO} --bf16",
     "hand reduced in bf16": f"{ZERO} --bf16 --grad-reduce-in-bf16",
 }
@@ -61,10 +64,12 @@ def main(output: Path) -> Any:
             self.passed: dict[Any, dict[str, Any]] = {}
             self.off: list[float] = []
             self.own = self.matrices = 0
+            self.gathered: list[bool] = []
 
         def count(self, *args: Any, **more: Any) -> Any:
             model = make(*args, **more)
             self.matrices = 0 if model.kfac is None else len(model.kfac.factors)
+            self.gathered = [] if model.kfac is None else [s.is_gathered for s in model.kfac.shared]
             return model
 
         def build(self, *args: Any, **more: Any) -> Any:
@@ -109,12 +114,12 @@ def main(output: Path) -> Any:
 
     def gathered(kfac: Any, weight: Any) -> Any:
         """The whole reduced gradient of a matrix, of which each rank may have a part alone."""
-        for bucket, group in kfac._buckets:
-            if weight in bucket.params:
-                shards = bucket.grad_data.view(group.size(), -1)
-                whole = torch.empty_like(bucket.grad_data)
+        for shared in kfac.shared:
+            if weight in shared:
+                data, group = shared.data, shared.group
+                shards, whole = data.view(group.size(), -1), torch.empty_like(data)
                 dist.all_gather_into_tensor(whole, shards[group.rank()].clone(), group=group)
-                begin = weight.main_grad.storage_offset() - bucket.grad_data.storage_offset()
+                begin = weight.main_grad.storage_offset() - data.storage_offset()
                 return whole[begin : begin + weight.numel()].view_as(weight).clone()
         return weight.main_grad.clone()
 
@@ -161,6 +166,7 @@ def main(output: Path) -> Any:
             "refreshed": sorted(names.refreshed),
             "off": look.off,
             "matrices": look.matrices,
+            "gathered": look.gathered,
             "own": own.item(),
         }
 

@@ -100,8 +100,11 @@ def test_the_trainer_sends_as_many_bytes(kfac: Kfac) -> None:
     # An all-reduce goes round twice, once in ten steps. Blocks reach beyond the diagonal.
     found = float(cost.sent_bytes(rows_of(dp=2), 0.0)[0])
     assert found <= 2 * sum(halves) / 10 <= 2.1 * found
-    gathered = cost.sent_bytes(rows_of(dp=2, zero=True), 1000.0) - found
-    assert float(gathered[0]) == pytest.approx(4 * 1000.0), "whole gradients"
+    # The end of the only piece cuts one of 16 matrices, which is summed; many pieces cut all.
+    for copies, share in ((2, 2 / 16), (16, 1.0)):
+        rows = rows_of(zero=True).change(dp=np.array([copies]))
+        gathered = cost.sent_bytes(rows, 1000.0) - found
+        assert float(gathered[0]) == pytest.approx(share * 4 * 1000.0)
 
 
 def test_the_trainer_multiplies_as_much(kfac: Kfac) -> None:
@@ -139,6 +142,19 @@ def test_stages_and_shards_divide_it() -> None:
     assert cost.held_bytes(shared) < cost.held_bytes(one)
     assert cost.compute_s(shared, FLAT) < cost.compute_s(one, FLAT)
     assert cost.own_share(rows_of(zero=True)) == 1, "a single replica has all"
+    overlapped = shared.change(overlap_grad_reduce=np.array([True]))
+    assert cost.own_share(overlapped) == cost.own_share(shared), "one bucket holds it all"
+    wide = overlapped.change(hidden_size=np.array([4096]), ffn_hidden_size=np.array([16384]))
+    assert cost.own_share(wide) == 1, "each of many buckets is cut"
+    assert cost.own_share(wide.change(overlap_grad_reduce=np.array([False]))) < 0.7
+
+
+def test_a_step_counts_with_the_means_of_whole_intervals() -> None:
+    steps = [1.0, 1.0, 4.0] * 3 + [1.0, 1.0]
+    assert cost.usual_step_s(steps, 3) == pytest.approx(2.0)
+    assert cost.usual_step_s([*steps[:5], 50.0, *steps[6:]], 3) == pytest.approx(2.0), "an outlier"
+    assert cost.usual_step_s(steps, 1) == 1.0
+    assert cost.usual_step_s(steps[:2], 3) == 1.0, "no whole interval yet"
 
 
 def test_sides_that_are_too_wide_cost_nothing() -> None:
@@ -163,9 +179,9 @@ def test_a_step_is_longer_and_without_it_nothing_changes() -> None:
 
 
 def test_half_precision_on_a_gpu_takes_twice_as_long() -> None:
-    rows = rows_of(dp=2)
-    half = rows.change(element_bytes=np.array([2]))
-    assert cost.compute_s(half, FLAT) == pytest.approx(2 * cost.compute_s(rows, FLAT))
+    rows = rows_of(dp=2).change(element_bytes=np.array([2]))
+    of_gpu = cost.compute_s(rows.change(on_cpu=np.array([False])), FLAT)
+    assert of_gpu == pytest.approx(2 * cost.compute_s(rows, FLAT))
 
 
 def test_the_planner_rejects_what_a_launch_would() -> None:

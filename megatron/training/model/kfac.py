@@ -53,6 +53,72 @@ def tensor_float32(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+class SharedGradients:
+    """The matrices of a bucket of gradients of which every replica keeps one piece.
+
+    A rank needs the whole gradient of each matrix of which its piece has a part. Most lie within
+    one piece. So only those that a piece's end cuts are exchanged, unless that sends more than the
+    whole bucket.
+
+    Args:
+        bucket: of megatron-core's buffers.
+        group: replicas, with the pieces in order.
+        weights: matrices, of which the bucket may have some.
+    """
+
+    def __init__(self, bucket: Any, group: Any, weights: set[Any]) -> None:
+        self.data, self.group = bucket.grad_data, group
+        """Gradients of the bucket, and its replicas with their pieces in order."""
+        self._size = self.data.numel() // group.size()
+        first = self.data.storage_offset()
+        self._spans: dict[Any, tuple[int, int]] = {}
+        for weight in bucket.params_list:
+            if weight in weights:
+                begin = weight.main_grad.storage_offset() - first
+                self._spans[weight] = begin, begin + weight.numel()
+        self._cut = [
+            (begin, end)
+            for begin, end in self._spans.values()
+            if begin // self._size != (end - 1) // self._size
+        ]
+        # A sum goes round twice, a gathered bucket once.
+        self.is_gathered = 2 * sum(e - b for b, e in self._cut) >= self.data.numel()
+        """Whether the whole bucket is."""
+
+    def __contains__(self, weight: Any) -> bool:
+        return weight in self._spans
+
+    def is_own(self, weight: Any) -> bool:
+        """Whether this rank's piece has a part of a matrix of the bucket."""
+        begin, end = self._spans[weight]
+        first = self.group.rank() * self._size
+        return begin < first + self._size and first < end
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Makes the gradients of the matrices whole on all ranks that have a part. All ranks of
+        the group call it, once each has the reduced gradients of its piece."""
+        first = self.group.rank() * self._size
+        if self.is_gathered:
+            own = self.data[first : first + self._size]
+            dist.all_gather_into_tensor(self.data, own, group=self.group)
+            return
+        pieces = []
+        for begin, end in self._cut:
+            piece = torch.zeros_like(self.data[begin:end])
+            own_begin, own_end = max(begin, first), min(end, first + self._size)
+            if own_begin < own_end:
+                piece[own_begin - begin : own_end - begin] = self.data[own_begin:own_end]
+            pieces.append(piece)
+        if not pieces:
+            return
+        packed = torch.cat(pieces)
+        dist.all_reduce(packed, group=self.group)
+        lengths = [end - begin for begin, end in self._cut]
+        for (begin, end), whole in zip(self._cut, packed.split(lengths), strict=True):
+            self.data[begin:end] = whole
+
+
 class Factors:
     """The covariances of one linear layer, and their inverses.
 
@@ -121,7 +187,7 @@ class Factors:
         Args:
             group: process group.
         """
-        if not self.sums:
+        if not self.sums or group.size() == 1:
             return
         pieces = [piece for total in self.sums.values() for piece in _lower_half(total)]
         packed = torch.cat([piece.reshape(-1) for piece in pieces])
@@ -196,8 +262,8 @@ class Kfac:
     Nothing of it is saved. A launch, a new layout and a checkpoint begin anew, with the covariances
     of their first step. So a run that is resumed goes on as the one that saved.
 
-    With the distributed optimizer a rank gathers the gradients of its buckets. It inverts and
-    multiplies for the matrices of its own shard alone.
+    With the distributed optimizer a rank inverts and multiplies for the matrices of its own shard
+    alone, once it has those whole.
 
     Args:
         chunks: data-parallel wrappers of this rank, without tensor parallelism.
@@ -221,27 +287,33 @@ class Kfac:
         self.factors = [Factors(layer, damping=damping) for layer in layers]
         """One for every matrix of this rank, in an order that all replicas share."""
         weights = {factors.weight for factors in self.factors}
-        self._buckets = [
-            (bucket, group.intra_distributed_optimizer_instance_group)
+        self.shared = [
+            SharedGradients(bucket, group.intra_distributed_optimizer_instance_group, weights)
             for chunk in chunks
             if chunk.ddp_config.use_distributed_optimizer
             for group in chunk.bucket_groups
             for bucket in group.buckets
             if weights & bucket.params and self._replicas.size() > 1
         ]
+        """Buckets of which this rank has reduced a piece alone."""
         self.own = [factors for factors in self.factors if self._is_own(factors.weight)]
         """Those of which this rank's optimizer has a part."""
 
+    @property
+    def covariance_bytes(self) -> int:
+        """Bytes of the covariances of all matrices of this rank, while they are summed."""
+        widths = [f.weight.shape[kind == "inputs"] for f in self.factors for kind in f.kinds]
+        return sum(4 * width * width for width in widths)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the inverses that this rank has."""
+        kept = (x for factors in self.own for x in factors.inverses.values())
+        return sum(x.numel() * x.element_size() for x in kept)
+
     def _is_own(self, weight: Any) -> bool:
         """Whether this rank's optimizer has a part of a matrix."""
-        for bucket, group in self._buckets:
-            if weight in bucket.params:
-                size = bucket.grad_data.numel() // group.size()
-                grad = weight.main_grad
-                begin = grad.storage_offset() - bucket.grad_data.storage_offset()
-                first = group.rank() * size
-                return begin < first + size and first < begin + grad.numel()
-        return True
+        return next((shared.is_own(weight) for shared in self.shared if weight in shared), True)
 
     def begin(self, *, may_refresh: bool = True) -> None:
         """A step is about to run forward and backward. All replicas call it alike.
@@ -272,9 +344,8 @@ class Kfac:
                 factors.refresh()
         for factors in self.factors:
             factors.drop_sums()
-        for bucket, group in self._buckets:
-            shards = bucket.grad_data.view(group.size(), -1)
-            dist.all_gather_into_tensor(bucket.grad_data, shards[group.rank()], group=group)
+        for shared in self.shared:
+            shared.complete()
         for factors in self.own:
             grad = factors.weight.main_grad
             grad.copy_(factors.product(grad))
@@ -298,4 +369,4 @@ class Kfac:
         """Takes the hooks off the layers and lets go of all of them, so that the model can go."""
         for factors in self.factors:
             factors.remove_hook()
-        self.factors, self.own, self._buckets = [], [], []
+        self.factors, self.own, self.shared = [], [], []
