@@ -139,7 +139,7 @@ def tuned(s: Scenario, batch: int, done: Losses) -> Search:
 
 def compared(s: Scenario, best: Spec, seed: int) -> Spec:
     """The tuned static run of a batch that stands against runs under the controller."""
-    return replace(best, seed=seed, link=s.links[0] if s.are_statics_on_link else NO_LIMIT)
+    return replace(best, seed=seed, link=s.links[0] if s.counts_own_clock else NO_LIMIT)
 
 
 def timings(s: Scenario, link: str, seed: int) -> Iterator[Spec]:
@@ -416,7 +416,9 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
     pairs = [(s, s) for s in scenarios] + [(S4K, S4)] * ({S4K, S4} <= set(scenarios))
     for s, rival in pairs:
         name = s.name if rival is s else f"{s.name} over {rival.name}"
-        own, statics = tuned_rows(s, rows), tuned_rows(rival, rows)
+        own, statics = (
+            figures.Runs(rows=tuned_rows(x, rows), own_clock=x.counts_own_clock) for x in (s, rival)
+        )
         seeds, comparisons = figures.compare(
             own, statics, links=s.links, seeds=s.seeds, starts=s.starts, batches=rival.statics
         )
@@ -424,7 +426,7 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
             print(f"{name}: no seed is complete")
             continue
         command = "sudo python -m bench.time_to_loss.real_clock; ... --summary"
-        commits = sorted({row["commit"] for row in [*own, *statics]})
+        commits = sorted({row["commit"] for row in [*own.rows, *statics.rows]})
         about = figures.result(name, seeds, comparisons)
         found[name] = {**about, "command": command, "commits": commits}
         for one in comparisons:
@@ -446,13 +448,13 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
     Raises:
         SystemExit: there is none.
     """
-    rows = tuned_rows(s, rows_of(path, [s]))
+    runs = figures.Runs(rows=tuned_rows(s, rows_of(path, [s])), own_clock=s.counts_own_clock)
     seeds, found = figures.compare(
-        rows, rows, links=s.links, seeds=s.seeds, starts=s.starts, batches=s.statics
+        runs, runs, links=s.links, seeds=s.seeds, starts=s.starts, batches=s.statics
     )
     if not seeds:
         raise SystemExit(f"{s.name}: no seed is complete")
-    statics, ours = figures.curves_of(rows, s.links[0], seeds[0])
+    statics, ours = figures.curves_of(runs, s.links[0], seeds[0])
     loss = max(one.loss for one in found if one.seed == seeds[0])
     figures.draw(output, statics, ours, loss)
 
@@ -467,12 +469,16 @@ def main() -> None:
     p.add_argument("--summary", action="store_true", help="figures from the file, no runs")
     p.add_argument("--draw", action="store_true", help="figure from the file, no runs")
     args: argparse.Namespace = p.parse_args()
+    if args.only == "S4K" and (args.quick or args.draw):
+        p.error("S4K has no quick form and no figure; drop --quick or --draw, or --only")
     scenarios = [s for s in (QUICK if args.quick else (S4, S4K, S3)) if args.only in (None, s.name)]
     path, summary = args.output, RESULTS / SCENARIOS
     if args.quick and path == RESULTS / FILE:
         path = ROOT / "runs" / "time_to_loss_real_clock_quick.jsonl"
     if args.quick:
         summary = path.with_suffix(".summary.json")
+    if args.summary and args.only == "S4K":
+        scenarios.append(S4)  # its static runs are compared with
     if not (args.summary or args.draw):
         run(path, scenarios, args.minutes, only_losses=args.losses)
     if args.summary or args.quick:

@@ -6,7 +6,8 @@ counts with its own clock, corrected by the difference between its ordinary step
 ones. So its set-up, pauses, decisions and slow first steps count as they were.
 
 A static run trains on a link without limit, because its losses do not depend on the link. On each
-link it counts in the fastest configuration that any run or timing had there for its batch.
+link it counts in the fastest configuration that any run or timing had there for its batch. With
+K-FAC steps of one configuration differ in length. So runs of S4K count with their own clock.
 """
 
 from __future__ import annotations
@@ -34,6 +35,16 @@ _WINDOW = 5
 Way = tuple[str, int, int]
 """Layout, micro-batch, batch."""
 Rows = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Rows of a scenario, and how they count."""
+
+    rows: Rows
+    """Of the results file."""
+    own_clock: bool = False
+    """Whether each counts with its own clock, without any usual time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +182,17 @@ class Comparison:
         return -self.behind
 
 
-def curves_of(rows: Rows, link: str, seed: int) -> tuple[dict[int, Curve], dict[int, Curve]]:
+def curves_of(runs: Runs, link: str, seed: int) -> tuple[dict[int, Curve], dict[int, Curve]]:
     """Curves of the static runs and of the controller's, by first batch."""
-    usual_s, statics, ours = usual(rows, link), {}, {}
-    for row in rows:
+    usual_s, statics, ours = usual(runs.rows, link), {}, {}
+    for row in runs.rows:
         spec = row["spec"]
-        if spec["seed"] != seed:
+        if spec["seed"] != seed or (runs.own_clock and spec["link"] != link):
             continue
-        if spec["kind"] == "static" and (curve := static_curve(row, usual_s)):
+        if runs.own_clock:
+            found = statics if spec["kind"] == "static" else ours
+            found[spec["batch"]] = curve_of(row, {})
+        elif spec["kind"] == "static" and (curve := static_curve(row, usual_s)):
             statics[spec["batch"]] = curve
         elif spec["kind"] == "copus" and spec["link"] == link:
             ours[spec["batch"]] = copus_curve(row, usual_s)
@@ -186,8 +200,8 @@ def curves_of(rows: Rows, link: str, seed: int) -> tuple[dict[int, Curve], dict[
 
 
 def compare(
-    rows: Rows,
-    static_rows: Rows,
+    runs: Runs,
+    static_runs: Runs,
     *,
     links: Iterable[str],
     seeds: Iterable[int],
@@ -197,8 +211,8 @@ def compare(
     """Every run under the controller of the seeds that are complete, and those seeds.
 
     Args:
-        rows: of one scenario.
-        static_rows: of the one whose static runs they stand against; may be the same.
+        runs: of one scenario.
+        static_runs: of the one whose static runs they stand against; may be the same.
         links: that a seed has to have.
         seeds: to look at.
         starts: first batches that a seed has to have on each link.
@@ -208,7 +222,7 @@ def compare(
     for seed in seeds:
         own: list[Comparison] = []
         for link in links:
-            still, ours = curves_of(static_rows, link, seed)[0], curves_of(rows, link, seed)[1]
+            still, ours = curves_of(static_runs, link, seed)[0], curves_of(runs, link, seed)[1]
             if not set(starts) <= ours.keys() or not set(batches) <= still.keys():
                 break
             own += [_comparison(link, seed, b, ours[b], still) for b in starts]

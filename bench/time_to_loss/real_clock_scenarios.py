@@ -47,10 +47,10 @@ class Scenario:
     eval_samples: int = 64
     """Held-out, of each evaluation."""
     evaluations: int = 32
-    are_statics_on_link: bool = False
-    """Whether compared static runs are trained on the link, and count with their own clock. Needed
-    where steps of one configuration differ in length. Else they train without one, and count with
-    their steps as timed on the link."""
+    counts_own_clock: bool = False
+    """Whether runs count with their own clock alone, and so compared static runs are trained on
+    the link, of which there is one. Needed where steps of one configuration differ in length. Else
+    static runs train without a link, and count with steps as timed on each."""
 
     @property
     def digest(self) -> str:
@@ -107,7 +107,7 @@ S4K = replace(
     lr=2 * S4.lr,
     layouts=(),
     # A step that makes covariances takes longer.
-    are_statics_on_link=True,
+    counts_own_clock=True,
 )
 _TINY = _model(2, 32, 64, 2)
 QUICK = (

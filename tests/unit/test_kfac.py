@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -179,6 +180,23 @@ def test_only_its_own_products_on_a_gpu_are_rounded() -> None:
         assert torch.get_float32_matmul_precision() == "high"
         _ = 1 / 0
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_all_products_may_be_rounded_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def note(device: torch.device) -> Iterator[None]:
+        used.append(device)
+        yield
+
+    monkeypatch.setattr(kfac, "tensor_float32", note)
+    layer = nn.Linear(6, 5, bias=False)
+    factors = Factors(layer, damping=DAMPING)
+    grad = after_pass(layer, factors, torch.randn(4, 6))
+    assert len(used) == 2, "both covariances"
+    factors.product(grad)
+    assert len(used) == 3
 
 
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 300])

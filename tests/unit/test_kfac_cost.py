@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from copus_ext.cost_model import kfac as cost
+from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.memory import memory
+from copus_ext.cost_model.memory import memory, peaks, static_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.rows import Rows
-from copus_ext.cost_model.step import step_time
+from copus_ext.cost_model.step import least_step_s, step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner, Rejected
 from copus_ext.planner.space import (
@@ -176,6 +177,23 @@ def test_a_step_is_longer_and_without_it_nothing_changes() -> None:
     assert not cost.held_bytes(rows_of(PLAIN)).any()
     assert not cost.sent_bytes(rows_of(PLAIN, dp=2), 5.0).any()
     assert not cost.compute_s(rows_of(PLAIN), c).any()
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}, {"dp": 2, "pp": 2, "zero": True}])
+def test_bounds_and_parts_know_it(sizes: dict[str, Any]) -> None:
+    rows, c = rows_of(**sizes), preset("cpu:4").load_constants()
+    assert (least_step_s(rows, c) <= step_time(rows, c).step_s).all()
+    assert (least_step_s(rows, c) > least_step_s(rows_of(PLAIN, **sizes), c)).all()
+    whole = memory(rows)
+    assert static_bytes(rows) <= whole.peak_bytes
+    assert peaks(rows)[0] == pytest.approx(whole.peak_bytes)
+    costs = costs_by_block(rows, c)
+    of_stages = sum(whole.stages[kind].sum() for kind in ("weights", "grads", "optimizer"))
+    assert costs.blocks.static_bytes.sum() == pytest.approx(float(of_stages))
+    backward = np.zeros(whole.stages["grads"].shape)
+    held = whole.stages["grads"] / rows.gradient_bytes
+    plain = costs_by_block(rows_of(PLAIN, **sizes), c).end_of_step(held, backward)
+    assert (costs.end_of_step(held, backward) > plain).all()
 
 
 def test_half_precision_on_a_gpu_takes_twice_as_long() -> None:

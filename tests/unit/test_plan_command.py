@@ -21,6 +21,7 @@ from copus_ext.planner import report
 from copus_ext.planner.profile import ProfileStore, Timing
 from copus_ext.planner.request import cluster_of
 from copus_ext.planner.search import Planner
+from copus_ext.planner.space import REJECTION_CODES
 from tests.helpers.launch import ROOT
 
 SEVEN = "--model llama-2-7b --cluster h100-80g:8"
@@ -32,6 +33,11 @@ def run(capsys: pytest.CaptureFixture[str], text: str) -> tuple[int, str, str]:
     code = plan.main(shlex.split(text))
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def test_the_schema_knows_every_reason() -> None:
+    schema = json.loads((ROOT / "docs" / "plan.schema.json").read_text())
+    assert schema["$defs"]["rejection_code"]["enum"] == list(REJECTION_CODES)
 
 
 def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:

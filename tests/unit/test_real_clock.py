@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from bench.support import RunRecord
-from bench.time_to_loss import real_clock, real_clock_figures
+from bench.time_to_loss import kfac_trainer, real_clock, real_clock_figures
 from bench.time_to_loss.real_clock import Spec, flags_of, tuned, wanted
-from bench.time_to_loss.real_clock_figures import Curve, compare
+from bench.time_to_loss.real_clock_figures import Curve, Runs, compare
 from bench.time_to_loss.real_clock_scenarios import QUICK, S3, S4, S4K, Scenario
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import rate_rules_of
@@ -236,7 +236,7 @@ def test_a_run_is_compared_with_the_best_static_batch_at_the_lowest_loss_of_both
     rows = [curve_row("static", 4, 0.6, 1.0), curve_row("static", 8, 0.5, 1.5)]
     rows += [curve_row("copus", 16, 0.4, 1.0), curve_row("copus", 2, 0.7, 0.4)]
     about: dict[str, Any] = {"links": ["0"], "seeds": [1], "starts": [16, 2], "batches": [4, 8]}
-    seeds, (early, late) = compare(rows, rows, **about)
+    seeds, (early, late) = compare(Runs(rows=rows), Runs(rows=rows), **about)
     assert seeds == [1]
     end = 4.0 - 0.4 * math.log(40.96)
     assert early.loss == pytest.approx(end, abs=0.01)
@@ -259,9 +259,9 @@ def test_a_seed_counts_only_when_it_is_complete() -> None:
     rows += [curve_row("copus", 4, 0.6, 1.0, seed=2)]
     rows += [curve_row("timing", 4, 0.6, 1.0, link="5")]
     about: dict[str, Any] = {"seeds": [1, 2], "starts": [4], "batches": [4]}
-    seeds, found = compare(rows, rows, links=["0", "5"], **about)
+    seeds, found = compare(Runs(rows=rows), Runs(rows=rows), links=["0", "5"], **about)
     assert (seeds, len(found)) == ([1], 2)
-    seeds, found = compare(rows, rows, links=["0"], **about)
+    seeds, found = compare(Runs(rows=rows), Runs(rows=rows), links=["0"], **about)
     assert (seeds, len(found)) == ([1, 2], 2)
 
 
@@ -295,9 +295,34 @@ def test_a_run_can_stand_against_static_runs_of_another_scenario() -> None:
     ours = [curve_row("copus", 4, 0.7, 1.0), curve_row("static", 8, 0.7, 0.1)]
     rival = [curve_row("static", 4, 0.6, 1.0)]
     about: dict[str, Any] = {"links": ["0"], "seeds": [1], "starts": [4], "batches": [4]}
-    _, (one,) = compare(ours, rival, **about)
+    _, (one,) = compare(Runs(rows=ours), Runs(rows=rival), **about)
     assert one.best_s == pytest.approx(1024, rel=0.01)
     assert one.saved == pytest.approx(1 - seconds_to(0.7, one.loss, 4, 1.0) / 1024, rel=0.05)
+
+
+def test_the_time_to_adams_loss_lies_between_two_runs() -> None:
+    losses = {1.0: 1.2, 2 / 3: 1.35, 1 / 2: 1.55, 1 / 3: 9.0}
+
+    class Trained:
+        def row(self, run: kfac_trainer.Run) -> dict[str, Any]:
+            return {"loss": losses[run.share], "step_s": 0.12}
+
+    runs: Any = Trained()
+    spec = Spec(scenario="S4", kind="static", batch=32, link="0", seed=0)
+    first = kfac_trainer.of_seeds(runs, spec, kfac=True)
+    found = kfac_trainer.same_loss(runs, spec, {"mean": 1.45, "step_s": 0.1}, first)
+    assert found == pytest.approx(1.2 * (2 / 3 + 1 / 2) / 2)
+    assert kfac_trainer.same_loss(runs, spec, {"mean": 1.1, "step_s": 0.1}, first) is None
+
+
+def test_own_clocks_need_no_usual_time() -> None:
+    rows = [curve_row("copus", 4, 0.7, 3.0, link="5"), curve_row("static", 4, 0.7, 2.0, link="5")]
+    rows += [curve_row("static", 8, 0.9, 0.1, link="0")]
+    about: dict[str, Any] = {"links": ["5"], "seeds": [1], "starts": [4], "batches": [4]}
+    runs = Runs(rows=rows, own_clock=True)
+    _, (one,) = compare(runs, runs, **about)
+    assert (one.seconds, one.best_s) == (pytest.approx(3072), pytest.approx(2048))
+    assert one.best_batch == 4, "nothing from another link counts"
 
 
 def test_other_scenarios_stay_in_the_summary(tmp_path: Path) -> None:
