@@ -252,6 +252,22 @@ def test_the_table_of_a_run() -> None:
     assert faster.samples_per_s == pytest.approx(32.0, rel=0.02)
 
 
+def test_long_steps_of_kfac_are_in_the_throughput() -> None:
+    state = ControllerState()
+    for i in range(30):
+        seconds = 2.0 if i % 10 == 0 else 0.5
+        state.record_step(
+            key="tp1.pp1.dp2 1 8", consumed_samples=8 * i, batch=8, loss=1.0, seconds=seconds
+        )
+    for more, usual in (("", 0.5), ("--kfac --kfac-interval 10", 0.65)):
+        table = ThroughputTable(config(more), flags(copus_layouts="all"), gpu=None)
+        rows, now = rows_of(table, [8, 16], state.measured_step_time)
+        assert now.source == "measured"
+        assert now.samples_per_s == pytest.approx(8 / usual, rel=0.02)
+        assert any(r.layout.tp > 1 for r in rows) == (not more)
+        assert any(r.layout.pp > 1 for r in rows)
+
+
 def test_a_model_that_the_cost_model_does_not_know_keeps_its_layout() -> None:
     run = config()
     run = replace(run, model=replace(run.model, multi_latent_attention=True))
