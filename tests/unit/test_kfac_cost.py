@@ -47,9 +47,9 @@ FLAT = Constants(gemm_efficiency=1.0, gemm_half_inner=1e-12, gemm_half_outer=1e-
 """Every operation of a product takes as long."""
 
 
-def rows_of(model: ModelSpec = MODEL, *, zero: bool = False, **sizes: int) -> Rows:
+def rows_of(model: ModelSpec = MODEL, *, dp: int = 1, pp: int = 1, zero: bool = False) -> Rows:
     """One configuration on CPU ranks."""
-    layout = Layout(**{"dp": 1, **sizes})
+    layout = Layout(dp=dp, pp=pp)
     c = Configuration(
         layout=layout,
         micro_batch_size=2,
@@ -168,7 +168,8 @@ def test_sides_that_are_too_wide_cost_nothing() -> None:
 
 def test_a_step_is_longer_and_without_it_nothing_changes() -> None:
     c = preset("cpu:2").load_constants()
-    for sizes in ({"dp": 2}, {"pp": 2}, {"dp": 2, "zero": True}):
+    every: list[dict[str, Any]] = [{"dp": 2}, {"pp": 2}, {"dp": 2, "zero": True}]
+    for sizes in every:
         with_it, without = (step_time(rows_of(m, **sizes), c) for m in (MODEL, PLAIN))
         more = with_it.step_s - without.step_s
         least = c.factors.compute * cost.compute_s(rows_of(**sizes), c)
@@ -188,8 +189,9 @@ def test_bounds_and_parts_know_it(sizes: dict[str, Any]) -> None:
     assert static_bytes(rows) <= whole.peak_bytes
     assert peaks(rows)[0] == pytest.approx(whole.peak_bytes)
     costs = costs_by_block(rows, c)
-    of_stages = sum(whole.stages[kind].sum() for kind in ("weights", "grads", "optimizer"))
-    assert costs.blocks.static_bytes.sum() == pytest.approx(float(of_stages))
+    kinds = ("weights", "grads", "optimizer")
+    of_stages = sum(float(whole.stages[kind].sum()) for kind in kinds)
+    assert costs.blocks.static_bytes.sum() == pytest.approx(of_stages)
     backward = np.zeros(whole.stages["grads"].shape)
     held = whole.stages["grads"] / rows.gradient_bytes
     plain = costs_by_block(rows_of(PLAIN, **sizes), c).end_of_step(held, backward)
