@@ -365,19 +365,14 @@ class ControllerState:
     def measured_step_time(
         self, c: Configuration, interval: int = 1
     ) -> tuple[float, float, int] | None:
-        """Usual seconds of a configuration's steps, their median absolute deviation, and their
-        number; None before enough were timed.
-
-        Args:
-            c: the configuration.
-            interval: steps of which one takes longer, as with K-FAC.
-        """
+        """Usual seconds of a configuration's steps, of which one in an interval may take longer;
+        their median absolute deviation, and their number. None before enough were timed."""
         times = self.step_times.get(key_of(c), [])
         if len(times) < MIN_TIMED_STEPS:
             return None
         median = statistics.median(times)
-        deviation = statistics.median(abs(t - median) for t in times)
-        return usual_step_s(times, interval), deviation, len(times)
+        spread = statistics.median(abs(t - median) for t in times)
+        return usual_step_s(times, interval), spread, len(times)
 
     @property
     def timed_layouts(self) -> list[Layout]:
