@@ -284,7 +284,6 @@ class ControllerState:
             global_batch_size: of the next step, if the controller sets it, in the new samples.
             micro_batch_size: of the next step, in the new samples.
         """
-
         if self.global_batch_size is not None and global_batch_size is not None:
             self.global_batch_size = global_batch_size
             self.micro_batch_size = micro_batch_size
