@@ -103,7 +103,7 @@ S4K = replace(
     S4,
     name="S4K",
     model=f"{S4.model} --kfac",
-    statics=(64, 32, 128),
+    statics=(64, 32, 128, 16),
     lr=2 * S4.lr,
     layouts=(),
     # A step that makes covariances takes longer.
