@@ -334,13 +334,15 @@ def _of_stages(
     stages = {
         "weights": rows.element_bytes * held,
         "grads": rows.gradient_bytes * held * (1 + clipping_copies(rows)),
-        "optimizer": rows.optimizer_bytes * owned + kfac.held_bytes(rows),
+        "optimizer": rows.optimizer_bytes * owned,
         "activations": activations,
         "logits": head,
         "buffers": np.broadcast_to(buffer_bytes(rows), held.shape)
         + np.where(rows.on_cpu & (rows.vpp > 1), rows.vpp * flying * message, 0.0),
         "context": np.full(held.shape, float(context_bytes)),
     }
+    if np.any(rows.kfac_interval):
+        stages["optimizer"] = stages["optimizer"] + kfac.held_bytes(rows)
     moving = stages["activations"] + stages["logits"] + stages["buffers"]
     stages["fragmentation"] = (FRAGMENTATION - 1) * moving
     if correction != AS_PREDICTED:

@@ -78,15 +78,7 @@ def reason(
             f"{c.global_batch_size} gives {c.num_microbatches}",
             f"use global batch {_interleaved_batch(c)} or vpp=1",
         ),
-        "clip_group": (
-            f"--clip-group-size {model.clip_group_size} needs a dense model, cp=1, and whole groups"
-            f" on each replica; here cp={at.cp}, {replicas}, global batch {c.global_batch_size}",
-            "use another batch, dp or micro-batch",
-        ),
-        "kfac": (
-            f"--kfac needs a dense model and whole layers on a rank; here tp={at.tp}",
-            "use tp=1 and a dense model",
-        ),
+        **_of_gradient_flags(model, c, replicas),
     }
     if code in EXPERT_RULES:
         return _of_experts(code, model, c)
@@ -102,6 +94,24 @@ def reason(
             f"{(peak_bytes - limit_bytes) / GIB:.1f} GiB too much; use more GPUs or memory",
         )
     return texts[code]
+
+
+def _of_gradient_flags(
+    model: ModelSpec, c: Configuration, replicas: str
+) -> dict[str, tuple[str, str]]:
+    """By code, what flags that change the gradients ask of a configuration."""
+    return {
+        "clip_group": (
+            f"--clip-group-size {model.clip_group_size} needs a dense model, cp=1, and whole groups"
+            f" on each replica; here cp={c.layout.cp}, {replicas}, global batch "
+            f"{c.global_batch_size}",
+            "use another batch, dp or micro-batch",
+        ),
+        "kfac": (
+            f"--kfac needs a dense model and whole layers on a rank; here tp={c.layout.tp}",
+            "use tp=1 and a dense model",
+        ),
+    }
 
 
 def _of_experts(code: str, model: ModelSpec, c: Configuration) -> tuple[str, str]:
