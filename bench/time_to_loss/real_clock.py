@@ -30,6 +30,8 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
+import itertools
 import json
 import math
 import os
@@ -37,6 +39,7 @@ import resource
 import shutil
 import time
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +70,6 @@ _TIMED_STEPS = 16
 _BUSY = 0.1
 """Of a core, which others may have during a run whose clock counts."""
 _SHARED = ["--split", "95,5,0", "--log-interval", "100", "--adam-beta2", "0.95"]
-_DATA_PARALLEL = Layout(dp=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class Spec:
     """Powers of 2 over the first rate of the scenario, which goes with the root of the batch."""
     warmup: float = 0.1
     """Part of the samples."""
-    layout: str = str(_DATA_PARALLEL)
+    layout: str = "tp1.pp1.dp2"
     micro_batch: int = 1
 
     @property
@@ -102,6 +104,11 @@ class Spec:
         """Whether its own clock counts, so that nothing else may run beside it."""
         return self.kind != "static" or self.link != NO_LIMIT
 
+    @property
+    def ranks(self) -> int:
+        """How many train it."""
+        return Layout.from_text(self.layout).world_size
+
 
 Losses = dict[str, float]
 """Last held-out loss of each finished run, by its key; 0 for a timing."""
@@ -110,6 +117,7 @@ Search = Generator[Spec, None, "Spec | None"]
 
 def _static(s: Scenario, batch: int) -> Spec:
     """The static run with which the search for a batch begins."""
+    share = batch // Layout.from_text(s.static_layout).dp
     return Spec(
         scenario=s.name,
         kind="static",
@@ -117,7 +125,8 @@ def _static(s: Scenario, batch: int) -> Spec:
         link=NO_LIMIT,
         seed=_TUNING_SEED,
         warmup=s.warmups[0],
-        micro_batch=max(min(batch // 2, max(s.timed_micro_batches)), 1),
+        layout=s.static_layout,
+        micro_batch=max(min(share, max(s.timed_micro_batches)), 1),
     )
 
 
@@ -328,35 +337,66 @@ class Runner:
         self.data_bytes = Path(f"{self._data}.bin").stat().st_size
         self._indexed: set[tuple[str, int]] = set()
 
-    def train(self, s: Scenario, spec: Spec) -> dict[str, Any]:
-        """The row of a run."""
-        at = self._work / "run"
-        command = [TRAINER, *flags_of(s, spec), "--data-path", self._data]
-        command += ["--data-cache-path", str(self._work / "cache"), "--run-dir", str(at)]
+    def train(self, s: Scenario, specs: Sequence[Spec]) -> list[dict[str, Any]]:
+        """The rows of a run, or of two of a rank each that are trained at the same time."""
         before = {k: v for k, v in origin().items() if k in ("date", "commit", "load_average")}
-        with nodes.two_nodes(float(spec.link)) as pair:
-            if (s.name, spec.seed) not in self._indexed:
-                # One step, so that no run is the one that makes the index of the samples.
-                shutil.rmtree(at, ignore_errors=True)
-                pair.run([*command, "--exit-interval", "1"], self._work / "index")
-                self._indexed.add((s.name, spec.seed))
-            link = pair.measure_link(1.0) if spec.kind == "copus" else {}
-            shutil.rmtree(at, ignore_errors=True)
+        with nodes.two_nodes(float(specs[0].link)) as pair:
+            for spec in specs:
+                if (s.name, spec.seed) not in self._indexed:
+                    # One step, so that no run is the one that makes the index of the samples.
+                    self._start(pair, s, spec, [], only_index=True)
+                    self._indexed.add((s.name, spec.seed))
+            link = pair.measure_link(1.0) if specs[0].kind == "copus" else {}
             cpu_s, busy_s = _cpu_s()
-            wall_s = pair.run(command, self._work / spec.kind)
+            with ThreadPoolExecutor(len(specs)) as pool:
+                orders = [[0], [1]] if len(specs) > 1 else [list(range(specs[0].ranks))]
+                walls_s = list(pool.map(functools.partial(self._start, pair, s), specs, orders))
             own_s = _cpu_s()[0] - cpu_s
             others_s = _cpu_s()[1] - busy_s - own_s
-        row = {"key": spec.key, "digest": s.digest, **account(read_run(at))}
-        shutil.rmtree(at)
-        return row | {
-            "wall_s": round(wall_s, 1),
+        shared = {
             "cpu_s": round(own_s, 1),
             "others_cpu_s": round(others_s, 1),
             "mbit_per_s": link,
             "data_bytes": self.data_bytes,
-            "spec": asdict(spec),
             **before,
         }
+        rows = []
+        for spec, wall_s in zip(specs, walls_s):
+            at = self._directory(spec)
+            row = {"key": spec.key, "digest": s.digest, **account(read_run(at))}
+            rows.append({**row, "wall_s": round(wall_s, 1), "spec": asdict(spec), **shared})
+            shutil.rmtree(at)
+        return rows
+
+    def _directory(self, spec: Spec) -> Path:
+        return self._work / spec.key.replace(" ", "_")
+
+    def _start(
+        self,
+        pair: nodes.Nodes,
+        s: Scenario,
+        spec: Spec,
+        order: Sequence[int],
+        *,
+        only_index: bool = False,
+    ) -> float:
+        """Trains on nodes; returns the seconds that it took."""
+        at = self._directory(spec)
+        shutil.rmtree(at, ignore_errors=True)
+        command = [TRAINER, *flags_of(s, spec), "--data-path", self._data]
+        command += ["--data-cache-path", str(self._work / "cache"), "--run-dir", str(at)]
+        if only_index:
+            command += ["--exit-interval", "1"]
+        order = order or range(spec.ranks)
+        return pair.run(command, self._work / f"{spec.kind}_{order[0]}", order=order)
+
+
+def together(missing: Iterator[Spec]) -> list[Spec]:
+    """The next run, with the one after it where both need one core and no clock."""
+    specs = list(itertools.islice(missing, 2))
+    can_share = [not spec.counts_by_clock and spec.ranks == 1 for spec in specs]
+    alike = len({spec.scenario for spec in specs}) == 1
+    return specs if alike and all(can_share) else specs[:1]
 
 
 def run(path: Path, scenarios: Sequence[Scenario], minutes: float, *, only_losses: bool) -> None:
@@ -381,15 +421,15 @@ def run(path: Path, scenarios: Sequence[Scenario], minutes: float, *, only_losse
             missing = wanted(scenarios, done)
             if only_losses:
                 missing = (spec for spec in missing if not spec.counts_by_clock)
-            if (spec := next(missing, None)) is None:
+            if not (specs := together(missing)):
                 return
-            row = runner.train(by_name[spec.scenario], spec)
-            append(path, row)
-            print(
-                f"{row['key']}: loss {row['loss']:.4f} in {row['seconds']} s; wall "
-                f"{row['wall_s']}, cpu {row['cpu_s']}, others {row['others_cpu_s']}",
-                flush=True,
-            )
+            for row in runner.train(by_name[specs[0].scenario], specs):
+                append(path, row)
+                print(
+                    f"{row['key']}: loss {row['loss']:.4f} in {row['seconds']} s; wall "
+                    f"{row['wall_s']}, cpu {row['cpu_s']}, others {row['others_cpu_s']}",
+                    flush=True,
+                )
 
 
 def tuned_rows(s: Scenario, rows: figures.Rows) -> list[dict[str, Any]]:

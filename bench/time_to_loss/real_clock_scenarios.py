@@ -47,6 +47,8 @@ class Scenario:
     eval_samples: int = 64
     """Held-out, of each evaluation."""
     evaluations: int = 32
+    static_layout: str = "tp1.pp1.dp2"
+    """In which static runs are trained. Those on one rank are trained two at a time."""
     counts_own_clock: bool = False
     """Whether runs count with their own clock alone, and so compared static runs are trained on
     the link, of which there is one. Needed where steps of one configuration differ in length. Else
@@ -82,6 +84,7 @@ S3 = Scenario(
     layouts=("tp1.pp1.dp2", "tp1.pp2.vpp4.dp1"),
     start_micro_batch=1,
     timed_micro_batches=(2, 4, 8),
+    static_layout="tp1.pp1.dp1",
 )
 S4 = Scenario(
     name="S4",

@@ -335,3 +335,17 @@ def test_other_scenarios_stay_in_the_summary(tmp_path: Path) -> None:
 
 def test_a_search_without_its_first_runs_yields_them() -> None:
     assert [spec.rate for spec in tuned(S4, 32, {})] == [-1, 0, 1]
+
+
+def test_static_runs_of_one_rank_are_trained_in_pairs() -> None:
+    done: dict[str, float] = {}
+    pairs, alone = [], []
+    while specs := real_clock.together(wanted([S3], done)):
+        done |= {spec.key: loss_of(spec) for spec in specs}
+        (pairs if len(specs) > 1 else alone).append(specs)
+    assert {spec.kind for specs in pairs for spec in specs} == {"static"}
+    assert len(pairs) > len(S3.statics)
+    assert all(len(wait) == 1 for wait in alone)
+    whole = {spec.key for spec in go_on([S3], {})}
+    assert done.keys() == whole, "the same runs as one at a time"
+    assert all(len(real_clock.together(wanted([s], {}))) == 1 for s in (S4, S4K)), "of two ranks"
