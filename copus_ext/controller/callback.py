@@ -35,12 +35,12 @@ from copus_ext.controller.rank_requests import RankRequests
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.controller.warm_up import WarmUpGuard
 from copus_ext.goodput import policies
-from copus_ext.goodput.conditions import Conditions
+from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, summary
-from copus_ext.goodput.state import ConfigChange, ControllerState, RankChange, config_key
+from copus_ext.goodput.state import ControllerState, RankChange, config_key
 from copus_ext.reshard.phases import ReshardResult
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.errors import Relaunch, UsageError
@@ -115,7 +115,7 @@ class Controller(Callback):
         timings = time_machine(config.runtime.device)
         self.link = link_of(timings, config)
         self._restore(context)
-        self.state.conditions = Conditions(usual=timings)
+        self.state.begin_launch(timings)
         self._flag_layout = config.layout
         problem = machine = None
         if dist.get_rank() == 0:
@@ -324,16 +324,19 @@ class Controller(Callback):
             seconds=step.elapsed_s,
             updated=step.updated,
         )
-        until = state.hold_growth_after_spike(
+        spiked = state.hold_batch_after_spike(
             consumed_samples=step.consumed_samples,
             half_life_samples=self.gns.observer.half_life_samples,
             total_samples=context.config.batch.train_samples,
         )
-        if until is not None:
-            self.log.note("spike", iteration=step.iteration, hold_growth_until_samples=until)
+        if spiked is not None:
+            word, name = ("grew", "growth") if spiked.grew else ("shrank", "shrinking")
+            until = getattr(state, f"hold_{name}_until_samples")
+            until_samples = {f"hold_{name}_until_samples": until}
+            self.log.note("spike", iteration=step.iteration, **until_samples)
             if dist.get_rank() == 0:
                 logger.warning(
-                    "the loss rose after the batch grew: no growth until sample %d", until
+                    "the loss rose after the batch %s: no %s until %d", word, name, until
                 )
         self._record_outcome()
 

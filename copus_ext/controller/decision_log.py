@@ -12,10 +12,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import PRESENT, Decision, DecisionInputs
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
-from copus_ext.goodput.state import ConfigChange
 from megatron.training.common.control import PAUSE_FILE
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,11 @@ logger = logging.getLogger(__name__)
 NAME = "journal.jsonl"
 VERSION = 3
 """3: decisions by the rules of docs/decisions/032; today older ones may come out as others."""
-_POSITIONS = ("consumed_samples", "hold_growth_until_samples")
+_POSITIONS = (
+    "consumed_samples",
+    "hold_growth_until_samples",
+    "hold_shrinking_until_samples",
+)
 """Fields of a record that are positions of the run. What is inside of a decision stays in samples
 of its phase, so that it can be made again."""
 

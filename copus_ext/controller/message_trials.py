@@ -39,7 +39,7 @@ class MessageTrials:
         self.pending: dict[str, Any] | None = None
         """The trial that rank 0 wants at the next boundary, and where that is in present samples;
         the same on every rank."""
-        self._log, self._not_before = log, 0
+        self._log = log
         self._forks: ForkTests | None = None
         if self.may_try:
             # It needs our own trainer, and the controller also runs in others.
@@ -89,7 +89,8 @@ class MessageTrials:
             observer: of the noise scale.
         """
         settles = inputs.in_warmup or inputs.in_ramp or inputs.paused or decision.kind != "stay"
-        settles |= state.open_change is not None or inputs.consumed_samples < self._not_before
+        settles |= state.open_change is not None
+        settles |= inputs.consumed_samples < state.message_trials_not_before
         if self._forks is None or settles or table is None:
             return None
         if state.pipeline_message_bits is not None or self._forks.ended is not None:
@@ -125,7 +126,7 @@ class MessageTrials:
             state.elapsed_s += result.seconds
             if result.kind != "done":
                 # Near the end of a phase there are too few samples; later there may be enough.
-                self._not_before = math.ceil(_AGAIN * at)
+                state.message_trials_not_before = math.ceil(_AGAIN * at)
                 return
             state.message_trials_at.append(at)
             # So that the step time is known again before anything is decided.

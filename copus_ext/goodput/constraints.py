@@ -180,14 +180,16 @@ def _shrink_reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool
         yield "the batch does not shrink without allow_shrink"
     if s.rules.policy in policies.SCHEDULED:
         return
+    if s.consumed_samples < s.hold_shrinking_until_samples:
+        yield f"held after a loss spike until sample {s.hold_shrinking_until_samples}"
     then, now = s.critical_batch_size_when_grown, s.critical_batch_size
     factor = _swing(s)
     if then is not None and now is not None and now > then / factor:
         yield f"the batch grew, and the critical one is not {factor:.1f} times smaller"
+    if s.noise.status != "ok" and not s.is_critical_batch_size_bound:
+        yield "the noise scale has no upper bound"
     if s.rules.early_steps:
         return
-    if s.noise.status != "ok":
-        yield "the noise scale has no upper bound"
     if not above_optimal:
         yield "it is not certain that the optimal batch is smaller"
 

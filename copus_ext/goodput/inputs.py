@@ -208,6 +208,8 @@ class DecisionInputs:
     """Whether too many changes of layout have failed."""
     hold_growth_until_samples: int = 0
     """No growth before, because of a loss spike."""
+    hold_shrinking_until_samples: int = 0
+    """The same of shrinking."""
     critical_batch_size_when_shrunk: float | None = None
     """Measured critical batch size when the batch last became smaller, samples; None once it has
     grown, or if the bound decided."""
@@ -408,6 +410,7 @@ def build_inputs(
         blocked_layouts=costs.blocked_layouts(rows[current].layout),
         relayouts_ended=costs.has_given_up,
         hold_growth_until_samples=state.hold_growth_until_samples,
+        hold_shrinking_until_samples=state.hold_shrinking_until_samples,
         critical_batch_size_when_shrunk=state.critical_batch_size_when_shrunk,
         critical_batch_size_when_grown=state.critical_batch_size_when_grown,
         annealing_from=state.annealing_from,

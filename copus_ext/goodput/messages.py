@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import best_alternative
 from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.objectives import useful_samples_per_s
-from copus_ext.goodput.state import WINDOW_STEPS, ConfigChange
+from copus_ext.goodput.state import WINDOW_STEPS
 from megatron.training.common.errors import counted
 
 UNDECIDED = " copus: no decision yet |"

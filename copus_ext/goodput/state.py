@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from copus_ext.cost_model.constants import PartFactors
+from copus_ext.cost_model.conditions import Timings
+from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.cost_model.kfac import usual_step_s
 from copus_ext.goodput.conditions import Conditions
+from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.costs import LayoutChangeCosts
+from copus_ext.goodput.loss_watch import LossWatch
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.step_time_watch import StepTimeShift, StepTimeWatch
 from copus_ext.planner.configuration import Configuration
@@ -29,12 +32,11 @@ MIN_TIMED_STEPS = 5
 WINDOW_STEPS = 50
 """Steps before and after a change over which its outcome is measured."""
 _CHANGES_KEPT = 100
-SPIKE_NATS, SPIKE_SD = 0.5, 6.0
-"""Rise of the loss over its mean before that counts as a spike, nats and standard deviations."""
 _RETIRED = "above_optimal_since_samples"
 """A field that checkpoints of 2026 still hold and that nothing depends on any more."""
 _HOLD_HALF_LIVES = 2.0
-"""A loss spike after growth stops growth for so many half-lives of the noise scale's average."""
+"""A loss spike after a change of the batch stops such changes for so many half-lives of the noise
+scale's average."""
 
 
 def config_key(layout: str, micro_batch_size: int, global_batch_size: int) -> str:
@@ -61,68 +63,6 @@ class StepRecord:
     """Wall time on the slowest rank."""
     updated: bool
     """Whether the weights changed."""
-
-
-@dataclass(kw_only=True)
-class ConfigChange:
-    """A change of configuration and its outcome, as the journal's `outcome` records hold it."""
-
-    decision: int
-    """Number of the decision."""
-    iteration: int = 0
-    """Steps done before the change."""
-    consumed_samples: int = 0
-    """Samples trained before the change."""
-    from_batch: int
-    """Global batch size before."""
-    to_batch: int
-    """Global batch size after."""
-    from_micro_batch: int
-    """Micro-batch size before."""
-    to_micro_batch: int
-    """Micro-batch size after."""
-    from_layout: str | None = None
-    """Layout before."""
-    to_layout: str | None = None
-    """Layout after."""
-    predicted_samples_per_s: float | None = None
-    """Throughput that was predicted."""
-    gain: float | None = None
-    """Relative gain in goodput that was predicted; None where the policy predicts none."""
-    reason: str = ""
-    """Why, in one line."""
-    loss_before: float | None = None
-    """Mean loss of the last steps before."""
-    loss_sd_before: float | None = None
-    """Standard deviation of these losses."""
-    slope_before: float | None = None
-    """Loss per thousand samples before."""
-    samples_per_s_before: float | None = None
-    """Throughput of the median step before."""
-    spiked: bool = False
-    """Whether the loss rose like a spike afterwards."""
-    steps: int | None = None
-    """Steps that the outcome is measured over; None until then."""
-    samples_per_s: float | None = None
-    """Throughput of the median step after."""
-    speed_over_predicted: float | None = None
-    """That throughput over the predicted one."""
-    loss_slope: float | None = None
-    """Loss per thousand samples after."""
-    loss_rise: float | None = None
-    """Largest loss after, less the mean before."""
-    pause_s: float | None = None
-    """Seconds that the first step took longer than the median one."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ConfigChange:
-        """Inverse of `to_json`; fields of other versions are left out."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in known})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +105,12 @@ class ControllerState:
     """Steps since the last of them, or since the start of the run."""
     last_change_samples: int | None = None
     """Samples at which the global batch size last changed."""
+    loss_watch: LossWatch | None = None
+    """Watches the loss after the last change of the batch; None once that has passed."""
     hold_growth_until_samples: int = 0
     """The batch does not grow before, because of a loss spike."""
+    hold_shrinking_until_samples: int = 0
+    """The batch does not shrink before, because of a loss spike."""
     consecutive_spikes: int = 0
     """Growths in a row that a loss spike followed."""
     critical_batch_size_when_shrunk: float | None = None
@@ -193,6 +137,8 @@ class ControllerState:
     """Bits of a number in messages between stages that a trial has found to pay; None before."""
     message_trials_at: list[int] = field(default_factory=list)
     """Samples consumed at each such trial."""
+    message_trials_not_before: int = 0
+    """Samples consumed before which there is no further such trial."""
     rank_change: RankChange | None = None
     """The last number of ranks that was asked for; whether it has come shows elsewhere."""
 
@@ -225,6 +171,8 @@ class ControllerState:
             "layout_costs": LayoutChangeCosts.from_json(data["layout_costs"]),
             "watch": StepTimeWatch.from_json(data.get("watch", {})),
         }
+        if data.get("loss_watch") is not None:
+            parts["loss_watch"] = LossWatch(**data["loss_watch"])
         if data.get("rank_change") is not None:
             parts["rank_change"] = RankChange(**data["rank_change"])
         if "conditions" in data:
@@ -265,12 +213,25 @@ class ControllerState:
             )
         )
         del self.steps[: -2 * WINDOW_STEPS]
+        if self.loss_watch is not None:
+            self.loss_watch.add(loss)
         self.conditions.steps_since_timed += 1
         if min(self.steps_after_change, self._steps_this_launch) > WARM_UP_STEPS:
             times = self.step_times.setdefault(key, [])
             times.append(seconds)
             del times[:-TIMED_STEPS]
             self._shift = self.watch.add(key, seconds)
+
+    def begin_launch(self, usual: Timings) -> None:
+        """Starts a launch under conditions that count as usual. Times of a launch that became
+        slower tell nothing of it.
+
+        Args:
+            usual: what was timed by itself.
+        """
+        if self.conditions.factors != USUAL:
+            self.step_times = {}
+        self.conditions = Conditions(usual=usual)
 
     def enter_phase(
         self, *, before: int, after: int, global_batch_size: int | None, micro_batch_size: int
@@ -297,6 +258,8 @@ class ControllerState:
             "last_decision_samples",
             "last_change_samples",
             "hold_growth_until_samples",
+            "hold_shrinking_until_samples",
+            "message_trials_not_before",
             "answered_batch",
         ):
             setattr(self, name, rescaled(getattr(self, name)))
@@ -304,7 +267,10 @@ class ControllerState:
         if self.annealing_from is not None:
             self.annealing_from = max(rescaled(self.annealing_from), 1)
         self.critical_batch_size_when_shrunk = self.critical_batch_size_when_grown = None
-        self.steps, self.step_times, self.open_change = [], {}, None
+        if (ranks := self.rank_change) is not None:
+            critical = ranks.critical_batch_size * before / after
+            self.rank_change = replace(ranks, critical_batch_size=critical)
+        self.steps, self.step_times, self.open_change, self.loss_watch = [], {}, None, None
         self.steps_after_change = 0
         self.conditions.earlier_s, self.watch, self._shift = {}, StepTimeWatch(), None
 
@@ -463,6 +429,7 @@ class ControllerState:
         self.steps_after_change = 0
         self.num_changes += 1
         if change.to_batch != change.from_batch:
+            self._watch_loss_after(change)
             self.ramp = ramp
             self.last_change_samples = change.consumed_samples
             shrinks = change.to_batch < change.from_batch
@@ -470,11 +437,26 @@ class ControllerState:
             self.critical_batch_size_when_grown = None if shrinks else critical_batch_size
         self.global_batch_size, self.micro_batch_size = change.to_batch, change.to_micro_batch
 
-    def hold_growth_after_spike(
+    def _watch_loss_after(self, change: ConfigChange) -> None:
+        if self.loss_watch is not None:
+            self._count_calm_growth(self.loss_watch)
+        self.loss_watch = LossWatch(
+            decision=change.decision,
+            from_batch=change.from_batch,
+            to_batch=change.to_batch,
+            loss_before=change.loss_before,
+            loss_sd_before=change.loss_sd_before,
+        )
+
+    def _count_calm_growth(self, watch: LossWatch) -> None:
+        if watch.grew and watch.is_calm:
+            self.consecutive_spikes = 0
+
+    def hold_batch_after_spike(
         self, *, consumed_samples: int, half_life_samples: float, total_samples: int
-    ) -> int | None:
+    ) -> LossWatch | None:
         """Stops growth for a while after a growth that a loss spike followed, and for the rest of
-        the run after the second one in a row.
+        the run after the second one in a row. After a shrink it stops shrinking for a while.
 
         Args:
             consumed_samples: samples of the run.
@@ -482,30 +464,25 @@ class ControllerState:
             total_samples: of the run.
 
         Returns:
-            The sample until which the batch does not grow, or None without a new spike.
+            The change that a new spike followed; None without one.
         """
-        if not self._has_spiked():
+        watch = self.loss_watch
+        if watch is None or not (watch.has_spiked or watch.is_over):
             return None
-        assert self.open_change is not None
-        self.open_change.spiked = True
-        self.consecutive_spikes += 1
+        self.loss_watch = None
+        if not watch.has_spiked:
+            self._count_calm_growth(watch)
+            return None
+        for change in filter(None, (*self.changes, self.open_change)):
+            change.spiked |= change.decision == watch.decision
         until = consumed_samples + int(_HOLD_HALF_LIVES * half_life_samples)
-        self.hold_growth_until_samples = total_samples if self.consecutive_spikes > 1 else until
-        return self.hold_growth_until_samples
-
-    def _has_spiked(self) -> bool:
-        """Whether the loss has risen like a spike since the last growth, or is not finite."""
-        change = self.open_change
-        if change is None or change.spiked or change.loss_before is None:
-            return False
-        if change.to_batch <= change.from_batch:
-            return False
-        after = [step.loss for step in self.steps[-self.steps_after_change :]]
-        if not all(map(math.isfinite, after)):
-            return True
-        rise = max(after, default=-math.inf) - change.loss_before
-        sd = change.loss_sd_before or math.inf
-        return rise > SPIKE_NATS or (rise > SPIKE_SD * sd and rise > SPIKE_NATS / 10)
+        if watch.grew:
+            self.consecutive_spikes += 1
+            until = total_samples if self.consecutive_spikes > 1 else until
+            self.hold_growth_until_samples = until
+        else:
+            self.hold_shrinking_until_samples = until
+        return watch
 
     def record_outcome(self, *, now: bool = False) -> ConfigChange | None:
         """Measures the outcome of the last change, once enough steps have followed it.
@@ -531,8 +508,6 @@ class ControllerState:
         if timed:
             median = statistics.median(step.seconds for step in timed)
             change.pause_s = max(after[0].seconds - median, 0.0) if median else None
-        if not change.spiked and change.to_batch > change.from_batch:
-            self.consecutive_spikes = 0
         self.open_change = None
         self.changes.append(change)
         del self.changes[:-_CHANGES_KEPT]

@@ -14,16 +14,11 @@ from copus_ext.controller import rules
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.gns.observer import CONTROL, NoiseObserver
 from copus_ext.goodput import fork_rule, policies
+from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.fork_rule import ForkEvidence
 from copus_ext.goodput.inputs import Decision, DecisionInputs, build_inputs
-from copus_ext.goodput.state import (
-    MIN_TIMED_STEPS,
-    WARM_UP_STEPS,
-    ConfigChange,
-    ControllerState,
-    config_key,
-)
+from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS, ControllerState, config_key
 from copus_ext.simulate.conditions import World
 from copus_ext.simulate.contenders import Contender
 from copus_ext.simulate.scenario import Scenario

@@ -12,10 +12,11 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import noise_scalars
 from copus_ext.controller.rules import rules_of
 from copus_ext.gns.observer import NoiseScale
+from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.headroom import of_inputs
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
-from copus_ext.goodput.state import WINDOW_STEPS, ConfigChange, ControllerState
+from copus_ext.goodput.state import WINDOW_STEPS, ControllerState
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 from megatron.training.logging.log_line import StepReport

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -14,17 +15,16 @@ import pytest
 import torch
 
 from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal, upgraded
+from copus_ext.cost_model.conditions import Timings
+from copus_ext.cost_model.constants import USUAL
+from copus_ext.goodput.conditions import Conditions
+from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.costs import MOST_FAILURES, LayoutChangeCosts
 from copus_ext.goodput.inputs import Decision, DecisionInputs
+from copus_ext.goodput.loss_watch import SPIKE_SD
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import summary
-from copus_ext.goodput.state import (
-    TIMED_STEPS,
-    WINDOW_STEPS,
-    ConfigChange,
-    ControllerState,
-    config_key,
-)
+from copus_ext.goodput.state import TIMED_STEPS, WINDOW_STEPS, ControllerState, config_key
 from copus_ext.planner.configuration import Configuration
 from megatron.training.common.train_state import TrainState
 from megatron.training.config.layout import Layout
@@ -58,7 +58,7 @@ def grown(state: ControllerState, **values: Any) -> ControllerState:
     known: dict[str, Any] = {"from_batch": 8, "to_batch": 16, "predicted_samples_per_s": 100.0}
     known |= {"from_micro_batch": 1, "to_micro_batch": 1, "consumed_samples": 480, "gain": 0.1}
     ramp = Ramp(start_iteration=60, num_steps=20, start=1.0, end=2**0.5)
-    change = ConfigChange(decision=1, **{**known, **values})
+    change = ConfigChange(**{"decision": 1, **known, **values})
     state.apply(change, ramp=ramp, critical_batch_size=50.0)
     return state
 
@@ -98,12 +98,17 @@ def test_the_outcome_of_a_change_is_measured_when_enough_steps_have_followed() -
     assert lines[0] == "copus: 1 change" and len(lines) == 2
 
 
+def held(state: ControllerState) -> int | None:
+    """Until when a spike holds the direction of the batch, after the last step."""
+    found = state.hold_batch_after_spike(
+        consumed_samples=600, half_life_samples=1000.0, total_samples=10**6
+    )
+    if found is None:
+        return None
+    return state.hold_growth_until_samples if found.grew else state.hold_shrinking_until_samples
+
+
 def test_a_loss_spike_after_growth_holds_growth_and_the_second_one_for_good() -> None:
-    where: dict[str, Any] = {"half_life_samples": 1000.0, "total_samples": 10**6}
-
-    def held(state: ControllerState) -> int | None:
-        return state.hold_growth_after_spike(consumed_samples=600, **where)
-
     assert held(filled(60)) is None
     state = grown(filled(60))
     assert held(filled(3, state=state, batch=16, loss=3.02)) is None
@@ -115,6 +120,46 @@ def test_a_loss_spike_after_growth_holds_growth_and_the_second_one_for_good() ->
     outcome = state.record_outcome(now=True)
     assert outcome is not None and outcome.spiked
     json.dumps(outcome.to_json(), allow_nan=False)
+
+
+def test_a_spike_counts_whatever_else_changes_after_the_batch_and_across_a_checkpoint() -> None:
+    state = filled(12, state=grown(filled(60)), batch=16)
+    trial = {"from_batch": 16, "to_batch": 16, "to_micro_batch": 2, "decision": 2}
+    state.record_outcome(now=True)
+    grown(state, **trial)
+    state = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
+    assert held(filled(7, state=state, batch=16)) is None
+    assert held(filled(1, state=state, batch=16, loss=3.6)) == 2600
+    assert [c.spiked for c in state.changes] == [True], "of the growth"
+    assert state.open_change is not None and not state.open_change.spiked
+
+
+def test_calm_growth_ends_a_row_of_spikes() -> None:
+    for calm, until in ((25, 2600), (10, 10**6)):
+        state = grown(filled(60))
+        assert held(filled(1, state=state, batch=16, loss=3.6)) == 2600
+        grown(filled(60, state=state, batch=16), from_batch=16, to_batch=32, decision=2)
+        assert held(filled(calm, state=state, batch=32)) is None
+        grown(state, from_batch=32, to_batch=64, decision=3)
+        assert held(filled(1, state=state, batch=64, loss=3.9)) == until
+
+
+def test_a_spike_after_a_shrink_holds_shrinking_and_small_batches_scatter_more() -> None:
+    shrink: dict[str, Any] = {"from_batch": 32, "to_batch": 8}
+    ordinary, spike = 3.0 + 1.9 * SPIKE_SD * 0.005, 3.0 + 2.5 * SPIKE_SD * 0.005
+    state = grown(filled(60, batch=32), **shrink)
+    assert held(filled(1, state=state, loss=ordinary)) is None
+    assert held(filled(1, state=state, loss=spike)) == 2600
+    assert state.hold_growth_until_samples == 0 and state.consecutive_spikes == 0
+
+
+def test_times_of_a_slow_launch_do_not_count_in_the_next() -> None:
+    for factors, known in ((USUAL, True), (dataclasses.replace(USUAL, compute=1.5), False)):
+        state = filled(20)
+        state.conditions.factors, state.conditions.num_changes = factors, 1
+        state.begin_launch(Timings())
+        assert (state.measured_step_time(EIGHT) is not None) == known
+        assert state.conditions == Conditions()
 
 
 def test_a_change_of_layout_costs_the_most_of_the_last_three() -> None:

@@ -291,6 +291,14 @@ def test_a_batch_that_grew_shrinks_only_on_better_evidence() -> None:
             assert decide(s).kind == kind, (known, share)
 
 
+def test_no_batch_shrinks_on_a_lower_bound_or_after_a_spike() -> None:
+    bound = situation(256, measured=noise(8.0, status="lower_bound_only"))
+    assert decide(bound).kind == "stay" and "no upper bound" in decide(bound).reason
+    held = situation(256, 8.0, hold_shrinking_until_samples=600_000)
+    assert decide(held).kind == "stay" and "until sample 600000" in decide(held).reason
+    assert decide(situation(16, hold_shrinking_until_samples=600_000)).kind == "batch", "it grows"
+
+
 def test_other_policies_shrink_too_and_a_batch_without_goodput_is_left() -> None:
     flags = {"copus_allow_shrink": True, "copus_policy": "cbs"}
     assert decide(situation(256, 8.0, flags=flags)).to.global_batch_size == 128

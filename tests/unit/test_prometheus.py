@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
-from copus_ext.goodput.state import WINDOW_STEPS, ConfigChange
+from copus_ext.goodput.state import WINDOW_STEPS
 from megatron.training.config import LoggingConfig
 from megatron.training.logging.metrics import read_metrics
 from megatron.training.logging.prometheus import PrometheusSink, metric_name

@@ -1,0 +1,68 @@
+"""A change of configuration and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class ConfigChange:
+    """A change of configuration and its outcome, as the journal's `outcome` records hold it."""
+
+    decision: int
+    """Number of the decision."""
+    iteration: int = 0
+    """Steps done before the change."""
+    consumed_samples: int = 0
+    """Samples trained before the change."""
+    from_batch: int
+    """Global batch size before."""
+    to_batch: int
+    """Global batch size after."""
+    from_micro_batch: int
+    """Micro-batch size before."""
+    to_micro_batch: int
+    """Micro-batch size after."""
+    from_layout: str | None = None
+    """Layout before."""
+    to_layout: str | None = None
+    """Layout after."""
+    predicted_samples_per_s: float | None = None
+    """Throughput that was predicted."""
+    gain: float | None = None
+    """Relative gain in goodput that was predicted; None where the policy predicts none."""
+    reason: str = ""
+    """Why, in one line."""
+    loss_before: float | None = None
+    """Mean loss of the last steps before."""
+    loss_sd_before: float | None = None
+    """Standard deviation of these losses."""
+    slope_before: float | None = None
+    """Loss per thousand samples before."""
+    samples_per_s_before: float | None = None
+    """Throughput of the median step before."""
+    spiked: bool = False
+    """Whether the loss rose like a spike afterwards."""
+    steps: int | None = None
+    """Steps that the outcome is measured over; None until then."""
+    samples_per_s: float | None = None
+    """Throughput of the median step after."""
+    speed_over_predicted: float | None = None
+    """That throughput over the predicted one."""
+    loss_slope: float | None = None
+    """Loss per thousand samples after."""
+    loss_rise: float | None = None
+    """Largest loss after, less the mean before."""
+    pause_s: float | None = None
+    """Seconds that the first step took longer than the median one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ConfigChange:
+        """Inverse of `to_json`; fields of other versions are left out."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
