@@ -23,6 +23,8 @@ DECISION_STEPS = 20
 EARLY_STEPS = 100.0
 """The critical batch size is at most the samples trained over this (docs/decisions/032)."""
 
+PAPER = "paper"
+"""What users may call the policy `copus`."""
 FILE_FLAG = "--copus-config"
 
 
@@ -43,9 +45,9 @@ class CopusConfig:
     copus_config: str | None = option(None)
     """YAML file with the controller's other settings. docs/copus.yaml lists all. A flag on the
     command line wins over the file."""
-    copus_policy: str = option("adaptive", choices=POLICIES)
-    """How the batch is chosen. adaptive maximises `objective` over all configurations.
-    docs/controller.md describes the others."""
+    copus_policy: str = option("adaptive", choices=(*POLICIES, PAPER))
+    """How the batch is chosen. adaptive maximises `objective` over all configurations. paper is
+    arXiv 2604.26687 (also called copus). docs/controller.md describes the others."""
     copus_objective: str = _setting("goodput", choices=OBJECTIVES)
     """What adaptive maximises. B is the batch, T the throughput, C the critical batch size.
     goodput: T/(B + C). copus: T sqrt(B)/(B + C). lr_model: goodput that knows the learning rate."""
@@ -138,6 +140,10 @@ class CopusConfig:
     copus_gns_half_life_tokens: float | None = _setting(None)
     """Half-life of a measurement in tokens. Default: 0.44 million or a twentieth of the tokens
     trained, whichever is more. It is at most a quarter of them and at least 16 measurements."""
+
+    def __post_init__(self) -> None:
+        if self.copus_policy == PAPER:
+            object.__setattr__(self, "copus_policy", "copus")
 
 
 def controller_flags(args: Any) -> CopusConfig:

@@ -149,3 +149,10 @@ def test_the_flags_join_the_parser_of_a_checkout_with_a_configuration_of_its_own
     path = os.pathsep.join([str(ROOT / "tests/helpers/fake_megatron_lm"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=True)
+
+
+def test_the_policy_of_the_paper_has_two_names(tmp_path: Path) -> None:
+    path = tmp_path / "copus.yaml"
+    path.write_text("policy: paper\n")
+    values = read_settings(path)
+    assert CopusConfig(**values) == CopusConfig(copus_policy="copus")
