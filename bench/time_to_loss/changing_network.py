@@ -1,12 +1,13 @@
 """Does the controller keep up with a network that becomes slow for half of a run?
 
-    python -m bench.time_to_loss.changing_network [--seeds N]
+    python -m bench.time_to_loss.changing_network [--seeds N] [--first-seed N]
 
 Eight H100 in four nodes of two train llama-3.2-3b with a fixed batch, on the virtual clock of
 tools/simulate.py. After a quarter of the samples the network falls to a quarter of its speed, and
 after three quarters it comes back. Step times scatter by 5 %. The controller may only change the
 layout. It is compared with two fixed layouts: the one that was best in hindsight, and the one that
-is best while the network is healthy. Writes docs/results/changing_network.json.
+is best while the network is healthy. Deciding and pauses count. Writes
+docs/results/changing_network.json. S7 of `bench.time_to_loss.scenarios` is the best static batch.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from bench.support import arguments, origin
+from bench.time_to_loss import scenarios
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.simulate.conditions import Event, World
 from copus_ext.simulate.contenders import Contender
@@ -56,17 +59,18 @@ def fixed(s: Scenario) -> dict[str, float]:
     return seconds
 
 
-def one(batch: int, seeds: int) -> dict[str, Any]:
+def one(batch: int, seeds: Sequence[int]) -> dict[str, Any]:
     """Controller and fixed layouts."""
     s = scenario(batch)
     layouts = fixed(s)
     healthy, best = str(s.speeds().fastest(batch).layout), min(layouts, key=layouts.__getitem__)
     flags = CopusConfig(copus=True, copus_policy="static", copus_layouts="all")
-    runs = [simulate(s, Contender(name="controller", flags=flags), seed=i) for i in range(seeds)]
-    seconds = [run.seconds for run in runs]
+    runs = [simulate(s, Contender(name="controller", flags=flags), seed=i) for i in seeds]
+    seconds = [scenarios.counted(run.seconds, run) for run in runs]
     mean = statistics.fmean(seconds)
     return {
         "batch": batch,
+        "seeds": list(seeds),
         "healthy": healthy,
         "healthy_s": layouts[healthy],
         "hindsight": best,
@@ -75,7 +79,38 @@ def one(batch: int, seeds: int) -> dict[str, Any]:
         "saved_over_hindsight": 1 - mean / layouts[best],
         "saved_over_healthy": 1 - mean / layouts[healthy],
         "paused_s": [run.paused_s for run in runs],
+        "overhead": [scenarios.overhead(run) for run in runs],
         "changes": [(c.consumed_samples // batch, c.layout) for c in runs[0].changes],
+    }
+
+
+def s7(seeds: Sequence[int]) -> dict[str, Any]:
+    """Saved over both fixed layouts at the best static batch of the cluster; other batches and
+    their mean stand beside it. Intervals are over the seeds of that one case."""
+    rows = [one(batch, seeds) for batch in BATCHES]
+    static_s = scenarios.static_seconds(preset(PRESET))
+    best = min(BATCHES, key=static_s.__getitem__)
+    own = next(row for row in rows if row["batch"] == best)
+    names = {"hindsight": "hindsight_s", "healthy": "healthy_s"}
+
+    def against(name: str, chosen: Sequence[float], row: dict[str, Any] = own) -> float:
+        return statistics.fmean(1 - seconds / row[name] for seconds in chosen)
+
+    return {
+        **{key: against(name, own["controller_s"]) for key, name in names.items()},
+        "interval": {
+            key: scenarios.interval(
+                own["controller_s"], lambda chosen, name=name: against(name, chosen)
+            )
+            for key, name in names.items()
+        },
+        "overhead": scenarios.of_all(own["overhead"]),
+        "batch": best,
+        "mean_of_all_batches": {
+            key: statistics.fmean(against(name, row["controller_s"], row) for row in rows)
+            for key, name in names.items()
+        },
+        "rows": rows,
     }
 
 
@@ -83,8 +118,10 @@ def main() -> None:
     """Runs, prints and writes."""
     parser = arguments(__doc__, "changing_network.json")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=10)
     args = parser.parse_args()
-    rows = [one(batch, args.seeds) for batch in BATCHES]
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    rows = [one(batch, seeds) for batch in BATCHES]
     for r in rows:
         print(
             f"batch {r['batch']}: healthy best {r['healthy']} {r['healthy_s']:.0f} s, hindsight "

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -338,14 +339,17 @@ def summary(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> dict[str, A
     """Means over the clusters: of the growth that levels off on the clusters' own number of nodes,
     and by growth and number beside it."""
 
-    def mean(chosen: Sequence[int], key: str, growth: str = "level", times: int = 1) -> float:
-        own = [r[key] for r in rows if (r["growth"], r["times"]) == (growth, times) and r[key]]
-        return statistics.fmean(one["values"][i] for one in own for i in chosen) if own else 0.0
+    def cells(key: str, growth: str = "level", times: int = 1) -> list[tuple[str, int, float]]:
+        own = [r for r in rows if (r["growth"], r["times"]) == (growth, times) and r[key]]
+        return [(r["cluster"], *one) for r in own for one in zip(seeds, r[key]["values"])]
 
-    seen, keys = range(len(seeds)), ("saved", "faster", "saved_over_static")
+    def mean(some: Sequence[tuple[str, int, float]]) -> float:
+        return statistics.fmean(value for *_, value in some) if some else 0.0
+
+    keys, by = ("saved", "faster", "saved_over_static"), tuple(map(operator.itemgetter, range(2)))
     tables = {
         f"{growth}, x{times}": {
-            **{key: mean(seen, key, growth, times) for key in keys},
+            **{key: mean(cells(key, growth, times)) for key in keys},
             **{
                 key: statistics.fmean(
                     r[key] for r in rows if (r["growth"], r["times"]) == (growth, times)
@@ -356,9 +360,7 @@ def summary(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> dict[str, A
         for growth, times in dict.fromkeys((r["growth"], r["times"]) for r in rows)
     }
     return {
-        **{key: mean(seen, key) for key in keys},
-        "interval": {
-            key: scenarios.interval(seen, lambda chosen, key=key: mean(chosen, key)) for key in keys
-        },
+        **{key: mean(cells(key)) for key in keys},
+        "interval": {key: scenarios.interval(cells(key), mean, by) for key in keys},
         "by_growth_and_number": tables,
     }

@@ -11,6 +11,10 @@ S5: the same from 32 with the tuned rate, h = 8, 32, 128 and 512. The figure is 
 the best static batch, over what the best schedule of the atlas saves, sums over h.
 Every line of the results file is a run; a killed command goes on where it was. `--summary` writes
 both into docs/results/time_to_loss_scenarios.json.
+
+Static batches are known at two or three lengths. Runs and schedules of large batches end where
+small batches would have been long before the shortest. The lines of these go on there, in both
+scenarios. They are less steep than the truth, so that the static batches look better than they are.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.support import RESULTS, arguments
+from bench.support import RESULTS, arguments, origin
 from bench.time_to_loss import atlas, scenarios
 from bench.time_to_loss.scenarios import interval
 from bench.time_to_loss.small_gpt import REFERENCE_BATCH, SEQ_LENGTH, Recipe, SmallRun
@@ -208,17 +212,16 @@ def one(spec: Spec, tuned: tuple[int, float]) -> dict[str, Any]:
         "changes": changes,
         "seconds": round(time.monotonic() - began, 1),
         "recipe": dataclasses.asdict(recipe),
+        "commit": origin()["commit"],
     }
 
 
-def best_static(
-    best: dict[str, dict[str, Any]], overhead: float, loss: float, *, beyond: bool = False
-) -> float | None:
-    """Least time in which a static batch of the atlas ends at a loss; None if none is known to.
-    `beyond` as in `atlas.samples_to`."""
+def best_static(best: dict[str, dict[str, Any]], overhead: float, loss: float) -> float | None:
+    """Least time in which a static batch of the atlas ends at a loss, the lines going on to any
+    higher loss; None if none is known to."""
     found = []
     for batch in (8, 16, 32, 64, 128, 256, 512):
-        samples = atlas.samples_to(best, batch, loss, beyond=beyond)
+        samples = atlas.samples_to(best, batch, loss, beyond=True)
         if samples is not None:
             found.append(samples * (overhead + batch) / batch)
     return min(found, default=None)
@@ -246,26 +249,26 @@ def outcomes(rows: list[dict[str, Any]], best: dict[str, dict[str, Any]]) -> lis
 def s10(found: list[Outcome]) -> dict[str, Any]:
     """Mean and worst over starts, overheads and rates; also by part."""
     ratios = [(x.spec, x.ratio) for x in found if x.ratio is not None and _is_of_s10(x.spec)]
-    by_seed = [[r for spec, r in ratios if spec.seed == seed] for seed in SEEDS]
-    by_seed = [values for values in by_seed if values]
 
-    def mean(groups: Sequence[list[float]]) -> float:
-        return statistics.fmean(r for group in groups for r in group)
+    def mean(some: Sequence[tuple[Spec, float]]) -> float:
+        return statistics.fmean(ratio for _, ratio in some)
 
-    def worst(groups: Sequence[list[float]]) -> float:
-        return max(r for group in groups for r in group)
+    def worst(some: Sequence[tuple[Spec, float]]) -> float:
+        return max(ratio for _, ratio in some)
 
+    by = (lambda one: one[0].seed, lambda one: one[0].first_batch)
     parts: dict[str, list[float]] = {}
     for spec, ratio in ratios:
         for name in ("overhead", "first_batch", "rate"):
             parts.setdefault(f"{name} {getattr(spec, name)}", []).append(ratio)
     return {
-        "mean": mean(by_seed),
-        "worst": worst(by_seed),
-        "interval": {"mean": interval(by_seed, mean), "worst": interval(by_seed, worst)},
+        "mean": mean(ratios),
+        "worst": worst(ratios),
+        "interval": {"mean": interval(ratios, mean, by), "worst": interval(ratios, worst, by)},
         "means": {name: statistics.fmean(values) for name, values in parts.items()},
         "runs": len(ratios),
         "runs_without_a_static_batch": sum(x.ratio is None and _is_of_s10(x.spec) for x in found),
+        "seeds": sorted({spec.seed for spec, _ in ratios}),
     }
 
 
@@ -274,15 +277,13 @@ def _is_of_s10(spec: Spec) -> bool:
 
 
 def schedule_savings(best: dict[str, dict[str, Any]], overhead: float) -> dict[str, float]:
-    """What each schedule of the atlas saves over the best static batch that ends at its loss. A
-    schedule with large batches ends where small ones would have been long before the shortest run:
-    so their lines go on beyond it."""
+    """What each schedule of the atlas saves over the best static batch that ends at its loss."""
     found = {}
     for cell, row in best.items():
         name = cell.partition("[")[2][:-1]
         if row["spec"]["kind"] != "cosine" or name.isdigit():
             continue
-        static = best_static(best, overhead, row["mean_loss"], beyond=True)
+        static = best_static(best, overhead, row["mean_loss"])
         if static is not None:
             time_s = overhead * row["steps"] + row["spec"]["total_samples"]
             found[cell] = 1 - time_s / static
@@ -290,7 +291,8 @@ def schedule_savings(best: dict[str, dict[str, Any]], overhead: float) -> dict[s
 
 
 def s5(found: list[Outcome], best: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Share of the best schedule's saving; None while an overhead lacks its runs or schedules."""
+    """Share of the best schedule's saving, over the seeds that every overhead has; None while one
+    lacks its runs or schedules."""
     rows: dict[str, Any] = {}
     for overhead in atlas.OVERHEADS:
         saved = schedule_savings(best, overhead)
@@ -302,7 +304,8 @@ def s5(found: list[Outcome], best: dict[str, dict[str, Any]]) -> dict[str, Any] 
         if not saved or not own:
             return None
         name = max(saved, key=saved.__getitem__)
-        rows[str(overhead)] = {"best_schedule": name, "saves": saved[name], "controller": own}
+        row = {"best_schedule": name, "saves": saved[name], "controller": own}
+        rows[str(overhead)] = {**row, "seeds": sorted(own)}
     seeds = sorted(set.intersection(*({*row["controller"]} for row in rows.values())))
     hindsight = sum(row["saves"] for row in rows.values())
 
@@ -310,7 +313,12 @@ def s5(found: list[Outcome], best: dict[str, dict[str, Any]]) -> dict[str, Any] 
         each = [statistics.fmean(r["controller"][s] for s in chosen) for r in rows.values()]
         return sum(each) / hindsight
 
-    return {"figure": figure(seeds), "interval": {"figure": interval(seeds, figure)}, "by_h": rows}
+    return {
+        "figure": figure(seeds),
+        "interval": {"figure": interval(seeds, figure)},
+        "seeds": seeds,
+        "by_h": rows,
+    }
 
 
 def _is_of_s5(spec: Spec) -> bool:
@@ -324,13 +332,12 @@ def summarize(path: Path, atlas_file: Path, output: Path) -> None:
     for x in found:
         ratio = "no static batch is known to" if x.ratio is None else f"{x.ratio:.3f}"
         print(f"{x.spec.key}: over the best static batch {ratio}")
-    seeds = sorted({x.spec.seed for x in found})
-    about = {"seeds": seeds, "command": "python -m bench.time_to_loss.small_runs"}
-    results = json.loads(output.read_text()) if output.exists() else {}
-    results["S10"] = {**s10(found), **about}
+    results = {"S10": s10(found)}
     if (share := s5(found, best)) is not None:
-        results["S5"] = {**share, **about}
-    output.write_text(json.dumps(results, indent=1) + "\n")
+        results["S5"] = share
+    for one in results.values():
+        one |= scenarios.about("small_runs --summary", one["seeds"])
+    scenarios.save(output, results)
     print(f"S10 mean {results['S10']['mean']:.3f}, worst {results['S10']['worst']:.3f}")
     print("S5 waits for runs" if share is None else f"S5 {share['figure']:.2f}")
 

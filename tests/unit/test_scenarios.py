@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import operator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.time_to_loss import scenarios, small_runs
+from bench.support import RESULTS
+from bench.time_to_loss import changing_network, scenarios, small_runs
 from bench.time_to_loss.atlas import LONG, SHORT
-from copus_ext.simulate.scenario import preset
+from bench.time_to_loss.unprofiled import Machine
+from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
+from copus_ext.simulate.run import Run
+from copus_ext.simulate.scenario import Scenario, preset
 
 pytestmark = pytest.mark.unit
 HEADROOM_CASE = "16xh100-13b"
@@ -23,13 +32,128 @@ def test_a_sweep_halves_its_batches_and_trains_the_best_to_its_end() -> None:
     assert scenarios.sweep_seconds({8: 5.0}) == 5.0
 
 
-def test_an_interval_spans_what_other_seeds_might_have_given() -> None:
-    def mean(values: Any) -> float:
-        return sum(values) / len(values)
+def mean(values: Any) -> float:
+    return sum(values) / len(values)
 
+
+def test_an_interval_spans_what_other_seeds_might_have_given() -> None:
     assert scenarios.interval([2.0, 2.0, 2.0], mean) == [2.0, 2.0]
     low, high = scenarios.interval([1.0, 2.0, 3.0], mean)
     assert 1.0 <= low < 2.0 < high <= 3.0
+
+
+def test_an_interval_over_clusters_is_as_wide_as_they_differ() -> None:
+    cells = [(cluster, seed, float(cluster)) for cluster in (1, 2, 3) for seed in range(20)]
+
+    def figure(some: Any) -> float:
+        return mean([value for *_, value in some])
+
+    by_cluster, by_seed = operator.itemgetter(0), operator.itemgetter(1)
+    assert scenarios.interval(cells, figure, [by_seed]) == [2.0, 2.0]
+    low, high = scenarios.interval(cells, figure, [by_cluster, by_seed])
+    assert low == 1.0 and high == 3.0
+
+
+def refuse(name: str) -> float:
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_results_are_strict_json_and_those_of_other_scenarios_stay(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    scenarios.save(path, {"S8": {"worst": 0.01, "commit": "a"}})
+    rows = [{"same_s": math.inf, "of": (1.0, math.nan)}]
+    scenarios.save(path, {"S1": {"rows": rows, "commit": "b"}})
+    found = json.loads(path.read_text(), parse_constant=refuse)
+    assert found["S8"] == {"worst": 0.01, "commit": "a"}
+    assert found["S1"] == {"rows": [{"same_s": None, "of": [1.0, None]}], "commit": "b"}
+
+
+def test_committed_results_are_strict_json_and_say_what_made_them() -> None:
+    text = (RESULTS / scenarios.FILE).read_text()
+    for name, found in json.loads(text, parse_constant=refuse).items():
+        assert {"seeds", "command"} <= found.keys(), name
+        assert {"commit", "commits"} & found.keys(), name
+
+
+def test_seven_runs_the_seeds_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulated(s: Scenario, who: Any, *, seed: int) -> Run:
+        return Run(name=who.name, times_s={}, seconds=1000.0 + seed, decisions=10, paused_s=5.0)
+
+    monkeypatch.setattr(changing_network, "simulate", simulated)
+    row = changing_network.one(16, [10, 12])
+    extra = 10 * scenarios.DECIDING_S
+    assert row["seeds"] == [10, 12]
+    assert row["controller_s"] == pytest.approx([1010.0 + extra, 1012.0 + extra])
+    assert row["overhead"] == pytest.approx([(extra + 5) / (s + extra) for s in (1010, 1012)])
+
+
+def test_overhead_is_all_that_is_no_training() -> None:
+    run = Run(name="", times_s={}, seconds=100.0, decisions=5, measured_s=50.0, paused_s=3.0)
+    run.forked_s = 2.0
+    extra = 5 * scenarios.DECIDING_S + 50 * scenarios.MEASURING
+    assert scenarios.overhead(run) == pytest.approx((extra + 5) / (100 + extra))
+    lines = scenarios.verdicts("S1", {"mean": 0.9, "worst": 1.2, "overhead": {"mean": 0.03}})
+    assert [line.rpartition(": ")[2] for line in lines] == ["met", "NOT MET", "NOT MET"]
+
+
+@cache
+def machine(seed: int, error_sd: float = 0.1) -> Machine:
+    return Machine(preset(HEADROOM_CASE), seed, error_sd)
+
+
+def test_an_unprofiled_run_starts_in_the_configuration_that_is_predicted_to_be_fastest() -> None:
+    first = preset(HEADROOM_CASE).speeds().fastest(16).configuration
+    for seed in (10, 11, 12):
+        assert machine(seed).unprofiled().speeds().fastest(16).configuration == first
+    true = [machine(seed).true(first) for seed in (10, 11, 12)]
+    assert len({*true}) == 3
+    assert Machine(preset(HEADROOM_CASE), 10).true(first) == true[0]
+    quadratic = preset(HEADROOM_CASE).with_noisy_quadratic()
+    assert Machine(quadratic, 10).true(first) == true[0]
+
+
+def test_without_errors_the_machine_is_as_predicted() -> None:
+    right = machine(0, 0.0)
+    for row in right.predicted:
+        assert right.true(row.configuration) == pytest.approx(row.samples_per_s)
+    known, plain = (s.speeds().fastest(64) for s in (right.known_afterwards(), right._scenario))
+    assert known.configuration == plain.configuration
+
+
+def test_errors_have_their_spread() -> None:
+    ratios = [
+        math.log(one.true(row.configuration) / row.samples_per_s)
+        for one in map(machine, range(10, 16))
+        for row in one.predicted
+        if row.configuration.num_microbatches == 4
+    ]
+    assert np.std(ratios) == pytest.approx(0.1, rel=0.15)
+
+
+def test_an_unprofiled_run_knows_a_speed_once_it_has_timed_it() -> None:
+    one = machine(10)
+    speeds = one.unprofiled().speeds()
+    now = speeds.fastest(16)
+    wrong = one.true(now.configuration)
+
+    def table() -> tuple[Any, dict[Any, Any]]:
+        rows, where = speeds.table([16, 32], set(), speeds.layouts, now)
+        at = where[now.layout, 16]
+        return rows[at], {r.configuration: r.samples_per_s for r in rows}
+
+    own, before = table()
+    assert own.samples_per_s == pytest.approx(now.samples_per_s) and own.relative_sd == 0.0
+    assert own.source == "predicted"
+    for _ in range(WARM_UP_STEPS + MIN_TIMED_STEPS):
+        assert speeds.true(now).samples_per_s == wrong
+    own, after = table()
+    assert own.source == "measured" and own.relative_sd == 0.0
+    assert own.samples_per_s == pytest.approx(wrong, rel=0.02)
+    # What was timed corrects its kin.
+    kin = dataclasses.replace(now.configuration, global_batch_size=32)
+    assert abs(after[kin] / one.true(kin) - 1) < abs(before[kin] / one.true(kin) - 1)
+    sizes = {c.micro_batch_size for c in after if c.layout == now.layout}
+    assert len(sizes) > 1
 
 
 @pytest.mark.parametrize("growth", scenarios.GROWTHS.values())
@@ -82,8 +206,34 @@ def test_figures_of_small_runs_come_from_their_ratios() -> None:
     figures = small_runs.s10(found)
     assert figures["mean"] == pytest.approx(0.95) and figures["worst"] == pytest.approx(1.0)
     assert figures["means"]["rate 0"] == pytest.approx(0.9) and figures["runs"] == 48
+    assert figures["seeds"] == [10, 11, 12]
     share = small_runs.s5(found, ATLAS)
-    assert share is not None
+    assert share is not None and share["seeds"] == [10, 11, 12]
     hindsight = sum(max(small_runs.schedule_savings(ATLAS, h).values()) for h in (8, 32, 128, 512))
     assert share["figure"] == pytest.approx(0.4 / hindsight)
     assert small_runs.s5(found[:1], ATLAS) is None
+
+
+def test_a_run_that_does_what_the_best_schedule_does_has_the_whole_share() -> None:
+    # It ends above the lines of the static batches, as large batches do.
+    best = dict([*ATLAS.items(), row("64,0.1:256", 1.85, steps=300)])
+    saved = {h: small_runs.schedule_savings(best, h) for h in small_runs.atlas.OVERHEADS}
+    rows = []
+    for spec in small_runs.specs():
+        name = max(saved[spec.overhead], key=saved[spec.overhead].__getitem__)
+        time_s = spec.overhead * best[name]["steps"] + SHORT
+        rows.append({"key": spec.key, "loss": best[name]["mean_loss"], "time": time_s})
+    share = small_runs.s5(small_runs.outcomes(rows, best), best)
+    assert share is not None and share["figure"] == pytest.approx(1.0)
+
+
+def test_a_figure_of_small_runs_names_the_seeds_that_it_has() -> None:
+    rows = [
+        {"key": spec.key, "loss": 1.6, "time": 1.0}
+        for spec in small_runs.specs()
+        if spec.overhead in small_runs.OVERHEADS or spec.seed != 12
+    ]
+    share = small_runs.s5(small_runs.outcomes(rows, ATLAS), ATLAS)
+    assert share is not None and share["seeds"] == [10, 11]
+    assert share["by_h"]["8"]["seeds"] == [10, 11]
+    assert share["by_h"]["32"]["seeds"] == [10, 11, 12]
