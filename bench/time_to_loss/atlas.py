@@ -1,7 +1,7 @@
 """What do batch and batch schedule do to real runs, each with its best rate and warm-up?
 
 python -m bench.time_to_loss.atlas run [--minutes M]      trains what is missing
-python -m bench.time_to_loss.atlas figure               draws loss and time against the batch
+python -m bench.time_to_loss.atlas figure               draws loss, samples and time by batch
 
 Every line of the results file is one run of `small_gpt`. Rate and warm-up are tuned for each batch
 and schedule by coordinate search. Several processes may run at once: they share the file.
@@ -325,24 +325,65 @@ def best_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def draw(path: Path, output: Path) -> None:
-    """Loss of the tuned static batches, and the time to a loss for four overheads of a step."""
+    """Loss of the tuned static batches, the samples to the worst loss of the three smallest with
+    several lengths, and the time to it for four overheads of a step.
+
+    Full points lie between lengths that were trained, hollow ones beyond. A triangle says that the
+    shortest run of a small batch is below that loss: it needs less.
+    """
     best = best_of(read(path))
-    with figure(output, columns=2, figsize=(10, 4)) as (left, right):
+    with figure(output, columns=3, figsize=(13, 4)) as axes:
         for length in (SHORT, MIDDLE, LONG):
             own = _statics(best, length)
-            left.plot(*zip(*own), marker="o", label=f"{length:,} samples")
-        left.set(xscale="log", xlabel="batch", ylabel="last loss, nats a byte")
-        left.legend()
+            axes[0].plot(*zip(*own), marker="o", label=f"{length:,} samples")
+        axes[0].set(ylabel="last loss, nats a byte")
         goal = max(loss for _, loss in _statics(best, SHORT)[:3])
-        for overhead in OVERHEADS:
-            points = []
-            for batch in (8, 16, 32, 64, 128, 256, 512):
-                if (needed := samples_to(best, batch, goal)) is not None:
-                    points.append((batch, needed * (overhead + batch) / batch))
-            if points:
-                right.plot(*zip(*points), marker="o", label=f"h = {overhead}")
-        right.set(xscale="log", yscale="log", xlabel="batch", ylabel=f"time to {goal:.3f}, samples")
-        right.legend()
+        needed = _needed(best, goal)
+        _curve(axes[1], needed, 0.0, color="black")
+        axes[1].set(ylabel=f"samples to a loss of {goal:.3f}")
+        for i, overhead in enumerate(OVERHEADS):
+            _curve(axes[2], needed, overhead, color=f"C{i}", label=f"h = {overhead}")
+        axes[2].set(yscale="log", ylabel=f"time to a loss of {goal:.3f}, a sample takes 1")
+        for axis in axes:
+            axis.set(xscale="log", xlabel="batch")
+            axis.set_xticks(_BATCHES, [str(batch) for batch in _BATCHES])
+            axis.set_xticks([], minor=True)
+        axes[0].legend()
+        axes[2].legend()
+
+
+_BATCHES = (4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def _needed(best: dict[str, dict[str, Any]], goal: float) -> list[tuple[int, float, str]]:
+    """Batch, samples to a loss, and what is known of them: `between` lengths, `beyond` them, or
+    that they are at `most` so many."""
+    found = []
+    for batch in _BATCHES:
+        lengths = (SHORT, MIDDLE, LONG)
+        losses = [loss for n in lengths for b, loss in _statics(best, n) if b == batch]
+        if (samples := samples_to(best, batch, goal)) is not None:
+            kind = "between" if min(losses) <= goal <= max(losses) else "beyond"
+            found.append((batch, samples, kind))
+        elif losses and losses[0] <= goal:
+            found.append((batch, float(SHORT), "most"))
+    return found
+
+
+def _curve(axis: Any, needed: list[tuple[int, float, str]], overhead: float, **look: Any) -> None:
+    """Time by batch where a step takes an overhead beside its samples."""
+    points = [(b, n * (overhead + b) / b, kind) for b, n, kind in needed]
+    line = [(b, t) for b, t, kind in points if kind != "most"]
+    axis.plot(*zip(*line), lw=1, **look)
+    for kind, marker, face in (
+        ("between", "o", None),
+        ("beyond", "o", "white"),
+        ("most", "v", None),
+    ):
+        some = [(b, t) for b, t, own in points if own == kind]
+        if some:
+            color = look["color"]
+            axis.plot(*zip(*some), marker, color=color, mfc=face or color)
 
 
 def _statics(best: dict[str, dict[str, Any]], length: int) -> list[tuple[int, float]]:

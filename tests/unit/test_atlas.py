@@ -63,3 +63,14 @@ def test_samples_between_lengths_lie_on_a_line_over_the_loss() -> None:
     assert atlas.samples_to(best, 64, 1.55) == pytest.approx(math.sqrt(MIDDLE * LONG))
     assert atlas.samples_to(best, 64, 1.3) is None
     assert atlas.samples_to(best, 32, 1.6) is None
+
+
+def test_the_figure_tells_what_was_trained_from_what_was_not() -> None:
+    losses = {(8, SHORT): 1.5, (32, SHORT): 1.6, (32, LONG): 1.4, (64, SHORT): 1.7, (64, LONG): 1.6}
+    losses |= {(128, SHORT): 1.9, (128, MIDDLE): 1.7, (256, SHORT): 2.0}
+    best = {f"cosine {n} [{batch}]": {"mean_loss": loss} for (batch, n), loss in losses.items()}
+    found = {batch: (samples, kind) for batch, samples, kind in atlas._needed(best, 1.6)}
+    assert found[8] == (SHORT, "most")
+    assert found[32] == (pytest.approx(SHORT), "between")
+    assert found[64] == (pytest.approx(LONG), "between")
+    assert found[128][1] == "beyond" and 256 not in found
