@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from bench.support import RESULTS, ROOT, arguments, figure, origin, write
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.correct import Steps, correct
 from copus_ext.cost_model.fit import fit_constants
-from copus_ext.cost_model.memory import PEAK_SD, memory
+from copus_ext.cost_model.memory import peaks
+from copus_ext.cost_model.peak_correction import most_bytes
 from copus_ext.cost_model.rows import (
     concatenate,
 )
@@ -145,12 +145,12 @@ def refused_for_memory(tables: list[Table]) -> dict[str, Any]:
 
     found = {}
     for table in tables:
-        peaks = memory(table.rows).peak_bytes
-        limit = 80 * 2**30 * (1 - MEMORY_MARGIN) * math.exp(-Z_SURE * PEAK_SD)
+        peak, sd = peaks(table.rows)
+        limit = 80 * 2**30 * (1 - MEMORY_MARGIN) / most_bytes(1.0, sd, Z_SURE)
         found[table.name] = {
-            "ran": len(peaks),
-            "refused": int((peaks > limit).sum()),
-            "largest_peak_gib": float(peaks.max() / 2**30),
+            "ran": len(peak),
+            "refused": int((peak > limit).sum()),
+            "largest_peak_gib": float(peak.max() / 2**30),
         }
     return found
 

@@ -326,8 +326,10 @@ def ordered(args: argparse.Namespace, planner: Any, found: Any) -> Any:
     if not args.order:
         return found
     from copus_ext.planner.placement.node_order import order_for
+    from copus_ext.planner.placement.uneven_nodes import order_factor
 
     order = order_for(planner.model, planner.cluster, found.configuration, planner.constants)
+    order = order.times(order_factor(planner, found.configuration))
     return dataclasses.replace(found, order=order)
 
 

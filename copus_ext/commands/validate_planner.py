@@ -36,12 +36,15 @@ def parser() -> argparse.ArgumentParser:
 
 def table(result: dict[str, Any]) -> str:
     """The figures as text, the worst group last."""
-    lines = [f"{'group':40} {'runs':>5} {'error':>7} {'bias':>7} {'order':>6} {'regret':>7}  best"]
+    wide = max([40, *map(len, result["groups"])])
+    lines = [
+        f"{'group':{wide}} {'runs':>5} {'error':>7} {'bias':>7} {'order':>6} {'regret':>7}  best"
+    ]
     groups = sorted(result["groups"].items(), key=lambda item: item[1]["mean"] or 0.0)
     for name, g in groups:
         best = {None: "", True: "fits", False: "REFUSED"}[g["best_fits"]]
         lines.append(
-            f"{name[:40]:40} {g['runs']:>5} {_percent(g['mean']):>7} {_percent(g['bias']):>7} "
+            f"{name:{wide}} {g['runs']:>5} {_percent(g['mean']):>7} {_percent(g['bias']):>7} "
             f"{_number(g['kendall_tau']):>6} {_percent(g['regret']):>7}  {best}"
         )
     a = result["in_all"]
@@ -60,6 +63,14 @@ def table(result: dict[str, Any]) -> str:
         ("runs out of memory called sure to fit", _percent(a["failed_but_sure_to_fit"])),
     ):
         lines.append(f"  {text:48} {value or 'unknown'}")
+    if "peak_mean" in a:
+        for text, name in (
+            ("mean error of a peak of memory", "peak_mean"),
+            ("median error", "peak_median"),
+            ("bias", "peak_bias"),
+            ("measured within one stated standard deviation", "peak_within_one_sd"),
+        ):
+            lines.append(f"  {text:48} {_percent(a[name])}")
     return "\n".join(lines)
 
 
@@ -81,8 +92,12 @@ def main(argv: list[str] | None = None) -> int:
         tell(NAME, f"error: --known {args.known} must be at least 0")
         return 2
     try:
-        runs = validation.read_table(args.file)
+        skipped: list[str] = []
+        runs = validation.read_table(args.file, skipped=skipped.append)
+        for line in skipped:
+            tell(NAME, f"warning: {args.file}: {line}")
         result = validation.judge(runs, validation.predict(runs, num_known=args.known))
+        result["in_all"]["left_out"] = len(skipped)
     except (OSError, SpecError, UnicodeDecodeError) as error:
         tell(NAME, f"error: {args.file}: {error}")
         return 5

@@ -17,14 +17,15 @@ from copus_ext.cost_model import kfac, layer_time
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.layer_time import MicroBatch
 from copus_ext.cost_model.memory import (
-    CONTEXT_BYTES,
     FRAGMENTATION,
     buffer_bytes,
     end_parameters,
+    gradient_copy_bytes,
     head_bytes,
     layer_bytes,
     layer_parameters,
     message_bytes,
+    process_bytes,
 )
 from copus_ext.cost_model.rows import RECOMPUTE_BLOCK, Rows
 from copus_ext.cost_model.step import end_of_step
@@ -84,6 +85,10 @@ class StageCosts:
     """[pp] seconds of a message from stage r to r + 1; the last from the last to the first."""
     fixed_bytes: float
     """Bytes of every stage: context, buffers."""
+    resting_bytes: float
+    """Of them, those that a process needs before it has any tensor."""
+    copied_bytes: float
+    """For each parameter, when the optimizer steps and nothing is kept for the passes."""
     chunk_bytes: float
     """Bytes kept for every chunk and micro-batch in flight, besides those of its blocks."""
     end_of_step: SecondsBehind
@@ -92,14 +97,14 @@ class StageCosts:
     """Seconds of a step that no stage can change."""
 
 
-def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_BYTES) -> StageCosts:
+def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = None) -> StageCosts:
     """Takes the cost model apart: with equal stages its parts add up to `step_time` and `memory`.
     The seconds of K-FAC are those of equal stages whatever layers a stage has.
 
     Args:
         rows: one row; its layers need not divide by its stages.
         c: constants.
-        context_bytes: of a process.
+        context_bytes: of a process; None: as predicted.
 
     Raises:
         ValueError: layers that cost more or less by their place in a chunk (recompute `block`).
@@ -113,8 +118,9 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
     first, last = end_parameters(rows)
     of = functools.partial(_blocks, int(rows.num_layers[0]))
     parameters = of(first, layer_parameters(rows), last)
-    state = 8.0 if rows.element_bytes[0] == 4 else 12.0
-    owned = state / rows.copies[0] if rows.use_distributed_optimizer[0] else state
+    share = 1.0 / rows.copies[0] if rows.use_distributed_optimizer[0] else 1.0
+    owned = rows.optimizer_bytes[0] * share
+    resting = float(process_bytes(rows)[0]) if context_bytes is None else context_bytes
     own_message = FRAGMENTATION * message_bytes(rows)[0]
 
     ring = functools.partial(layer_time.ring_s, rows, c)
@@ -133,7 +139,9 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
             working_bytes=FRAGMENTATION * of(0.0, working, head_bytes(rows)),
         ),
         hop_s=layer_time.hop_s(rows, c)[:, 0],
-        fixed_bytes=float(context_bytes + FRAGMENTATION * buffer_bytes(rows)[0]),
+        fixed_bytes=float(resting + FRAGMENTATION * buffer_bytes(rows)[0]),
+        resting_bytes=resting,
+        copied_bytes=float(gradient_copy_bytes(rows)[0] * share),
         chunk_bytes=float(own_message) if rows.on_cpu[0] and rows.vpp[0] > 1 else 0.0,
         end_of_step=end,
         fixed_s=c.factors.compute * c.step_s,

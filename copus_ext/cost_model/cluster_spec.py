@@ -64,7 +64,9 @@ GPUS = {
     for gpu in (
         _gpu("A100-40GB", 40, 312, 1.555, 108, 156),
         _gpu("A100-80GB", 80, 312, 2.039, 108, 156),
+        _gpu("A800-80GB", 80, 312, 2.039, 108, 156),
         _gpu("H100-80GB", 80, 989, 3.35, 132, 494),
+        _gpu("H800-80GB", 80, 989, 3.35, 132, 494),
         _gpu("H200-141GB", 141, 989, 4.8, 132, 494),
         _gpu("B200-180GB", 180, 2250, 8.0, 148, 1125),
         _gpu("MI210-64GB", 64, 181, 1.6, 104, 22.6),
@@ -77,17 +79,17 @@ GPUS = {
 
 
 def gpu_named(name: str) -> GpuSpec:
-    """A GPU of the list.
+    """A GPU of the list, by its name in any case, its preset kind, or as its driver calls it.
 
     Raises:
         SpecError: it is not there.
     """
-    if name not in GPUS:
+    if (kind := _kind_named(name)) is None:
         raise SpecError(
             f"--gpu {name}: unknown; known: {', '.join(GPUS)}, or give --cluster with memory_bytes "
             "and peak_flops"
         )
-    return GPUS[name]
+    return GPUS[_KINDS[kind][0]]
 
 
 _NODE_KEYS = ("count", "gpu", "speed", "memory_bytes", "constants")
@@ -381,10 +383,17 @@ class ClusterSpec:
             "num_sms": self.gpu.num_sms,
             "gpus_per_node": self.gpus_per_node,
             "intra_bytes_per_s": self.intra_bytes_per_s,
+            "intra_share": self.intra_share,
             "nic_bytes_per_s": self.nic_bytes_per_s * (self.links.duplex if self.links else 1.0),
             "nic_is_measured": self.nic_is_measured or self.links is not None,
             "on_cpu": self.is_gloo,
         }
+
+    @property
+    def intra_share(self) -> float:
+        """Link within a node over that of the machine whose constants are used: collectives reach
+        that share of what they reached there."""
+        return self.intra_bytes_per_s / _FITTED_ON.get(self.constants, self.intra_bytes_per_s)
 
     @property
     def is_gloo(self) -> bool:
@@ -478,13 +487,41 @@ class ClusterSpec:
 _KINDS = {
     "a100-40g": ("A100-40GB", 8, 300e9, 100e9, "a100-80g"),
     "a100-80g": ("A100-80GB", 8, 300e9, 100e9, "a100-80g"),
+    "a800-80g": ("A800-80GB", 8, 200e9, 100e9, "a100-80g"),
     "h100-80g": ("H100-80GB", 8, 450e9, 400e9, "h100-80g"),
+    "h800-80g": ("H800-80GB", 8, 200e9, 400e9, "h100-80g"),
     "h200-141g": ("H200-141GB", 8, 450e9, 400e9, "h200-141g"),
     "b200-180g": ("B200-180GB", 8, 900e9, 400e9, "h100-80g"),
     "mi210-64g": ("MI210-64GB", 8, 100e9, 25e9, "mi210-64g"),
     "mi250-64g": ("MI250-64GB", 8, 100e9, 100e9, "mi210-64g"),
     "cpu": ("CPU-rank", 2, 2e9, 1e9, "cpu"),
 }
+"""GPU, GPUs of a node, bytes/s of a GPU's link and of a node's network in one direction, constants.
+NVLink has 400 GB/s both ways together on A800 and H800, 600 on A100 and 900 on H100."""
+_FITTED_ON = {
+    constants: intra
+    for kind, (_, _, intra, _, constants) in _KINDS.items()
+    if constants == kind and constants != "cpu"
+}
+"""Links within a node of the machines whose constants these are. CPU ranks have no data sheet."""
+_CALLED = re.compile(
+    r"(?:nvidia |amd instinct )?([a-z]+\d+[a-z]?)(?:-sxm\d?)?(?:[ -](\d+) ?gi?b?)?(?: hbm\d\w?)?"
+)
+
+
+def _kind_named(text: str) -> str | None:
+    """The preset kind of a name such as a100-80g, A100, A800-80GB or NVIDIA A800-SXM4-80GB, in any
+    case. Without a size the one with most memory is meant."""
+    name = text.strip().lower()
+    if name in _KINDS:
+        return name
+    by_gpu = {gpu.lower(): kind for kind, (gpu, *_) in _KINDS.items()}
+    if name in by_gpu or (found := _CALLED.fullmatch(name)) is None:
+        return by_gpu.get(name)
+    model, size = found.groups()
+    kinds = [kind for kind in _KINDS if kind.split("-")[0] == model]
+    kinds = [kind for kind in kinds if size is None or kind == f"{model}-{size}g"]
+    return max(kinds, key=lambda kind: GPUS[_KINDS[kind][0]].memory_bytes, default=None)
 
 
 def of_gpu(gpu: str, *, nodes: int, gpus_per_node: int) -> ClusterSpec:
@@ -504,8 +541,8 @@ def preset(text: str) -> ClusterSpec:
     Raises:
         SpecError: an unknown kind, or a number that does not fill nodes.
     """
-    kind, _, number = text.partition(":")
-    if kind not in _KINDS:
+    name, _, number = text.partition(":")
+    if (kind := _kind_named(name)) is None:
         raise SpecError(
             f"--cluster {text}: unknown kind; known: {', '.join(_KINDS)} as KIND:GPUS, or give a "
             "JSON file"

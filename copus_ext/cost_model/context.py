@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.kernels import network_bytes_per_s
+from copus_ext.cost_model.kernels import network_bytes_per_s, tp_bytes_per_s
 from copus_ext.cost_model.rows import Rows
 
 CP_COMM_TYPES = ("all_gather", "p2p", "a2a")
@@ -108,7 +108,7 @@ def _wire_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     """Seconds to receive so many bytes. All GPUs of a node share its network; round a ring one rank
     of each node receives from another node, and the rest from within."""
     # As other collectives within a layer, of which each is waited for.
-    fast = np.minimum(c.tp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within
+    fast = tp_bytes_per_s(rows, c)
     together = members_of_node(rows)
     lane = np.minimum(network_bytes_per_s(rows, c) / rows.gpus_per_node, fast)
     slowest = np.where(together < rows.cp, np.minimum(fast, lane * together), fast)

@@ -42,7 +42,14 @@ def network_bytes_per_s(rows: Rows, c: Constants) -> Any:
 
 def node_bytes_per_s(rows: Rows, c: Constants) -> Any:
     """What a rank reaches within its node."""
-    return np.minimum(c.dp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within
+    reached = np.minimum(c.dp_bytes_per_s * rows.intra_share, rows.intra_bytes_per_s)
+    return reached / c.factors.within
+
+
+def tp_bytes_per_s(rows: Rows, c: Constants) -> Any:
+    """What a rank reaches within its node in the collectives of a layer."""
+    reached = np.minimum(c.tp_bytes_per_s * rows.intra_share, rows.intra_bytes_per_s)
+    return reached / c.factors.within
 
 
 def collective_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any) -> Any:
@@ -51,7 +58,7 @@ def collective_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any) -> Any:
     bandwidth = np.where(
         ranks > rows.gpus_per_node,
         np.minimum(c.tp_cross_bytes_per_s / c.factors.across, network_bytes_per_s(rows, c)),
-        np.minimum(c.tp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within,
+        tp_bytes_per_s(rows, c),
     )
     ring = (ranks - 1) / ranks * num_bytes / bandwidth
     return np.where(ranks > 1, ring + c.tp_latency_s / 2, 0.0)

@@ -24,6 +24,11 @@ FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 28, 40
 _FUSED_ATTENTION_SAVES = 6
 _MLP_LAUNCHES = 6
 """Of them, those of an MLP in one direction."""
+_FP32_SOFTMAX_BYTES = 32.0
+"""Of a score in plain torch, forward: written, cast to fp32, masked, softmax, cast back, read."""
+_TORCH_NORMS_BYTES = 64.0
+"""Of an element of the residual stream, forward, what two RMSNorms in plain torch move more than
+fused ones: 36 bytes each (to fp32, square, mean, scale, back, times the weight) in place of 4."""
 _ROW_BYTES = 4
 """Of the scale of a row of a short message."""
 _ROUNDING_BYTES, _ROUNDING_LAUNCHES = 60.0, 12
@@ -59,7 +64,8 @@ def attention_s(rows: Rows, c: Constants) -> Any:
     keys = context.keys_of_a_token(rows)
     flops = 4.0 * rows.tokens * keys * width
     scores = rows.tokens * rows.num_attention_heads / rows.tp * keys
-    num_bytes = np.where(rows.fused_attention, 8.0 * rows.tokens * width, 14.0 * scores)
+    unfused = np.where(rows.softmax_in_fp32, _FP32_SOFTMAX_BYTES, 14.0) * scores
+    num_bytes = np.where(rows.fused_attention, 8.0 * rows.tokens * width, unfused)
     if context.is_shared(rows):
         num_bytes = num_bytes + context.joined_bytes(rows)
     return flops / (rows.peak_flops * c.attention_efficiency) + moved_s(rows, c, num_bytes)
@@ -134,10 +140,11 @@ def _layer(
         second_launches = BACKWARD_LAUNCHES - np.where(shared, 0, _MLP_LAUNCHES) + 2 * starts
     products, gradients = sum(forward_s), sum(backward_s)
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
+    of_stream = 28.0 + np.where(np.equal(rows.norm, 2), _TORCH_NORMS_BYTES, 0.0)
     elementwise = moved_s(
         rows,
         c,
-        28.0 * tokens * rows.hidden_size / shared
+        of_stream * tokens * rows.hidden_size / shared
         + 2.0 * tokens * width * rows.mlp_matrices / rows.tp,
     )
     core = attention_s(rows, c)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from copus_ext.cost_model.model_spec import EXPERT_FIELDS, ModelSpec
+from copus_ext.cost_model.model_spec import ATTENTION, EXPERT_FIELDS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from megatron.training.config.phase_flags import parse_lengths
 from megatron.training.config.vocabulary import padding_unit
@@ -26,8 +26,10 @@ def spec_of(args: Any) -> ModelSpec:
             raise SpecError(f"--{name.replace('_', '-')} is required in --megatron-args")
     learned = args.position_embedding_type == "learned_absolute"
     geglu, ffn = getattr(args, "quick_geglu", False), args.ffn_hidden_size
-    if geglu and ffn is None:
+    if ffn is None and geglu:
         ffn = 4 * args.hidden_size
+    elif ffn is None and args.swiglu:
+        ffn = int(8 * args.hidden_size / 3 / 64) * 64
     latent = LatentWidths.of(vars(args))
     # K-FAC runs in no other layers, whatever a machine without Transformer Engine resolves to.
     is_local = args.transformer_impl == "local" or getattr(args, "kfac", False)
@@ -61,8 +63,9 @@ def spec_of(args: Any) -> ModelSpec:
         gradient_bytes=_gradient_bytes(args),
         clip_group_size=getattr(args, "clip_group_size", None),
         kfac_interval=args.kfac_interval if getattr(args, "kfac", False) else None,
-        fused_attention=args.attention_backend != "unfused",
+        **ATTENTION[_attention(args)],
         implementation="local" if is_local else "te",
+        implementation_given=True,
     )
 
 
@@ -72,6 +75,17 @@ def _gradient_bytes(args: Any) -> int:
     if args.bf16:
         return 2 if args.grad_reduce_in_bf16 else 4
     return 2 if args.fp16 and not args.accumulate_allreduce_grads_in_fp32 else 4
+
+
+def _attention(args: Any) -> str:
+    """A key of `ATTENTION`. Without a flash kernel megatron-core runs its fused softmax where that
+    is on, and else torch's, in fp32 where a flag says so. (Past the lengths of the fused softmax
+    the cost model takes fp32, too.)"""
+    if args.attention_backend != "unfused":
+        return "flash"
+    scaled = getattr(args, "apply_query_key_layer_scaling", False)
+    in_fp32 = getattr(args, "attention_softmax_in_fp32", False) or scaled
+    return "torch" if in_fp32 and not getattr(args, "masked_softmax_fusion", True) else "unfused"
 
 
 def _experts(args: Any) -> dict[str, Any]:

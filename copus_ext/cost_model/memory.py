@@ -6,34 +6,27 @@ fused attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from copus_ext.cost_model import context, experts, kfac
+from copus_ext.cost_model.peak_correction import AS_PREDICTED, MOVING, Memory, PeakCorrection
 from copus_ext.cost_model.rows import RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, Rows
 
-KINDS = (
-    "weights",
-    "grads",
-    "optimizer",
-    "activations",
-    "logits",
-    "buffers",
-    "context",
-    "fragmentation",
-)
-_MOVING = ("activations", "logits", "buffers", "fragmentation")
-"""What comes and goes within a step."""
 FRAGMENTATION = 1.06
 """Reserved over allocated, of what comes and goes."""
-CONTEXT_BYTES = 1.2e9
-"""CUDA context, libraries and communicators of a process."""
-PEAK_SD, LEAST_PEAK_SD = 0.07, 0.03
-"""Relative uncertainty of a predicted peak: before any was measured, and where many were."""
-_MOVING_SD, _FIXED_SD = 0.3, 3e9
-"""Of the factor on what comes and goes; and of the bytes of a process besides."""
+CPU_CONTEXT_BYTES = 0.3e9
+"""Of a CPU rank before it has any tensor."""
+_GPU_CONTEXT_BYTES, _GROUP_BYTES = 0.8e9, 0.3e9
+"""Of a process: its CUDA context with loaded kernels (about .5 GB) and workspaces of libraries; and
+of each kind of group that it has, the buffers of NCCL: some 10 MB a channel and connection, for as
+many as 24 channels over NVLink."""
+_MOVING_SD, _MOVING_SD_GIVEN = 0.2, 0.12
+"""Standard deviation of the factor on what comes and goes, where nobody said how layers are
+implemented, and where somebody did."""
+_FIXED_SD, _CPU_FIXED_SD = 1.5e9, 0.3e9
+"""Standard deviation of the bytes of a process besides: of a GPU, and of a CPU rank."""
 
 
 def layer_parameters(rows: Rows) -> Any:
@@ -127,85 +120,6 @@ def _shared(rows: Rows, held: Any, routed: Any) -> Any:
     return (held - routed) / rows.copies + routed / rows.expert_copies
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeakCorrection:
-    """What measured peaks say about predicted ones."""
-
-    moving: float = 1.0
-    """Factor on activations, logits and buffers, which depend on the implementation."""
-    fixed_bytes: float = 0.0
-    """Of a process, besides its context."""
-    covariance: tuple[float, float, float] | None = None
-    """Of both: variance of the factor, covariance, variance of the bytes; None: nothing was
-    measured."""
-
-    @classmethod
-    def of(cls, predicted: Memory, measured_bytes: Any) -> PeakCorrection:
-        """The posterior of both, each Gaussian around 1 and 0. Several peaks tell them apart, such
-        as one with and one without recomputation.
-
-        Args:
-            predicted: of the same configurations, not corrected.
-            measured_bytes: [m] their peaks; none gives what holds without any.
-        """
-        measured = np.asarray(measured_bytes, dtype=float)
-        if not len(measured):
-            return cls()
-        moving = predicted.moving_bytes
-        slopes = np.stack([moving * _MOVING_SD, np.full(len(measured), _FIXED_SD)], axis=1)
-        slopes = slopes / measured[:, None] / LEAST_PEAK_SD
-        left = (measured - predicted.peak_bytes) / measured / LEAST_PEAK_SD
-        covariance = np.linalg.inv(slopes.T @ slopes + np.eye(2))
-        factor, fixed = covariance @ (slopes.T @ left)
-        least = -float(predicted.stages["context"].max()) / _FIXED_SD
-        if fixed < least:
-            # No process does with less than nothing: what comes and goes is smaller instead.
-            one, fixed = slopes[:, 0], least
-            factor = one @ (left - least * slopes[:, 1]) / (one @ one + 1.0)
-        scale = np.array([_MOVING_SD, _FIXED_SD])
-        spread = covariance * np.outer(scale, scale)
-        return cls(
-            moving=max(1.0 + _MOVING_SD * float(factor), 0.2),
-            fixed_bytes=_FIXED_SD * float(fixed),
-            covariance=(float(spread[0, 0]), float(spread[0, 1]), float(spread[1, 1])),
-        )
-
-    def relative_sd(self, peak: Any, moving: Any) -> Any:
-        """[n] relative uncertainty of corrected peaks. One that was not measured, and has much that
-        comes and goes, stays uncertain.
-
-        Args:
-            peak: [n] bytes.
-            moving: [n] of them, what comes and goes, as predicted.
-        """
-        if self.covariance is None:
-            return np.full(np.shape(peak), PEAK_SD)
-        factor, both, fixed = self.covariance
-        variance = factor * moving**2 + 2.0 * both * moving + fixed
-        return np.sqrt(LEAST_PEAK_SD**2 + variance / np.square(peak))
-
-
-AS_PREDICTED = PeakCorrection()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of many configurations."""
-
-    stages: dict[str, Any]
-    """Of each of `KINDS`, [max pp, n]; zero beyond a row's own stages."""
-    peak_bytes: Any
-    """[n] of the stage that needs most."""
-    worst_stage: Any
-    """[n] which stage that is."""
-
-    @property
-    def moving_bytes(self) -> Any:
-        """[n] what comes and goes on that stage."""
-        at = self.worst_stage, np.arange(len(self.worst_stage))
-        return np.sum([self.stages[kind][at] for kind in _MOVING], axis=0)
-
-
 def layer_activation_bytes(rows: Rows) -> Any:
     """Bytes that one layer keeps of one micro-batch for its backward pass."""
     return np.where(rows.plain_torch, _local_layer_bytes(rows), _fused_layer_bytes(rows))
@@ -218,6 +132,7 @@ def _local_layer_bytes(rows: Rows) -> Any:
     rms, rope = rows.norm_vectors == 1, rows.learned_positions == 0
     # RMSNorm computes in fp32 and keeps its input and output so; LayerNorm keeps two statistics.
     norm = np.where(rms, (8.0 + e) * h + 4.0, 2.0 * e * h + 8.0)
+    norm = np.where(rows.has_torch_norms, norm, 2.0 * e * h)
     mask = np.where(rows.dropout, e * h, 0.0)
     streams = 2.0 * tokens * (norm + mask) / np.where(rows.sequence_parallel, rows.tp, 1)
     query = rows.num_attention_heads * rows.kv_channels
@@ -231,14 +146,16 @@ def _local_layer_bytes(rows: Rows) -> Any:
     copies = np.where(rows.dropout, 3.0, 1.0)
     # Values that no repetition copied keep the whole projection alive.
     held = np.where(rope & (groups == query), 6.0, 4.0) * query
-    scores = e * (held + copies * rows.num_attention_heads * rows.seq_length)
+    # Of an fp32 softmax its output is kept, too; with dropout in place of the half one.
+    copies = copies * e + np.where(rows.softmax_in_fp32, np.where(rows.dropout, 4.0 - e, 4.0), 0.0)
+    scores = e * held + copies * rows.num_attention_heads * rows.seq_length
     whole = rows.fused_attention & np.logical_not(rows.dropout)
     core = np.where(selective | whole, flash, scores)
     masks = 0.0
     if context.is_shared(rows):
         moved = np.where(rope | gathered, query, rows.attention_width)
         shared, cut = context.core_columns(rows, moved), context.score_columns(rows)
-        shared = e * shared + np.where(whole, 4.0 * rows.num_attention_heads, e * copies * cut)
+        shared = e * shared + np.where(whole, 4.0 * rows.num_attention_heads, copies * cut)
         core = np.where(np.greater(rows.cp, 1) & np.logical_not(selective), shared, core)
         masks = np.where(whole & np.logical_not(selective), context.mask_bytes(rows), 0.0)
     mlp = e * np.where(rows.mlp_matrices == 3, 5.0, 2.0) * rows.ffn_hidden_size
@@ -250,11 +167,14 @@ def _fused_layer_bytes(rows: Rows) -> Any:
     h, tokens = rows.hidden_size, rows.tokens
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
     # Norms that are not fused keep fp32 copies of their inputs.
-    norms = np.where(rows.is_legacy, 16.0, 0.0)
+    norms = np.where(rows.has_torch_norms, 16.0, 0.0)
     streams = (8.0 + norms + np.where(rows.dropout, 2.0, 0.0)) * tokens * h / shared
     heads = 2.0 * tokens * 2 * (rows.num_attention_heads + rows.num_query_groups)
     scores = tokens * rows.num_attention_heads * rows.seq_length
-    scores = scores * np.where(rows.dropout, 5.0, 2.0)
+    # The fused softmax keeps its half output; dropout a byte of its mask and its own output. A
+    # softmax in fp32 keeps its fp32 output and, without dropout, the half one that is multiplied.
+    half = np.where(rows.dropout, 5.0, 2.0)
+    scores = scores * np.where(rows.softmax_in_fp32, np.where(rows.dropout, 7.0, 6.0), half)
     kept = np.where(rows.recompute == RECOMPUTE_SELECTIVE, 0.0, scores)
     core = np.where(rows.fused_attention, 4.0 * tokens * rows.num_attention_heads, kept)
     mlp = 2.0 * rows.mlp_matrices * tokens * rows.ffn_hidden_size
@@ -282,23 +202,47 @@ def clipping_copies(rows: Rows) -> Any:
     return np.where(np.greater(rows.clip_group_size, 0), copies, 0)
 
 
+def process_bytes(rows: Rows) -> Any:
+    """[n] bytes of a process before it has any tensor: context, libraries, and buffers of NCCL for
+    each kind of group it is in."""
+    groups = sum(np.greater(size, 1).astype(float) for size in (rows.tp, rows.pp, rows.copies))
+    return np.where(rows.on_cpu, CPU_CONTEXT_BYTES, _GPU_CONTEXT_BYTES + _GROUP_BYTES * groups)
+
+
 def memory(
     rows: Rows,
     *,
-    context_bytes: float = CONTEXT_BYTES,
+    context_bytes: float | None = None,
     correction: PeakCorrection = AS_PREDICTED,
 ) -> Memory:
-    """Predicts the bytes of every stage of every row."""
+    """Predicts the bytes of every stage of every row.
+
+    Args:
+        rows: configurations.
+        context_bytes: of a process; None: `process_bytes`.
+        correction: what measured peaks say.
+    """
     rows = rows.full()
     stages = _of_stages(rows, all_stages(rows), context_bytes, correction)
     total = np.sum(list(stages.values()), axis=0)
-    return Memory(stages=stages, peak_bytes=total.max(axis=0), worst_stage=total.argmax(axis=0))
+    return Memory(
+        stages=stages,
+        peak_bytes=total.max(axis=0),
+        worst_stage=total.argmax(axis=0),
+        prior_sd=_prior_sd(rows),
+    )
+
+
+def _prior_sd(rows: Rows) -> Any:
+    """[2, n] as `Memory.prior_sd`."""
+    moving = np.where(rows.implementation_given, _MOVING_SD_GIVEN, _MOVING_SD)
+    return np.stack([moving, np.where(rows.on_cpu, _CPU_FIXED_SD, _FIXED_SD)])
 
 
 def peaks(
     rows: Rows,
     *,
-    context_bytes: float = CONTEXT_BYTES,
+    context_bytes: float | None = None,
     correction: PeakCorrection = AS_PREDICTED,
 ) -> tuple[Any, Any]:
     """Bytes of the stage that needs most, as `memory` but sooner, and their relative uncertainty:
@@ -310,15 +254,13 @@ def peaks(
         ends = all_stages(rows)
     stages = _of_stages(rows, ends, context_bytes, correction)
     total = np.sum(list(stages.values()), axis=0)
-    if correction.covariance is None:
-        return total.max(axis=0), np.full(len(rows), PEAK_SD)
     worst = total.argmax(axis=0), np.arange(len(rows))
-    moving = np.sum([stages[kind][worst] for kind in _MOVING], axis=0) / correction.moving
-    return total[worst], correction.relative_sd(total[worst], moving)
+    moving = np.sum([stages[kind][worst] for kind in MOVING], axis=0) / correction.moving
+    return total[worst], correction.relative_sd(total[worst], moving, _prior_sd(rows))
 
 
 def _of_stages(
-    rows: Rows, stage: Any, context_bytes: float, correction: PeakCorrection
+    rows: Rows, stage: Any, context_bytes: float | None, correction: PeakCorrection
 ) -> dict[str, Any]:
     """Bytes by kind of some stages ([m, 1 or n]) of every row: [m, n]."""
     inside, last = stage < rows.pp, stage == rows.pp - 1
@@ -330,6 +272,7 @@ def _of_stages(
     head = np.where(last, head_bytes(rows), 0.0)
     flying = in_flight(rows, stage)
     activations = flying * layers * kept + np.maximum(layer - head, 0.0)
+    context = process_bytes(rows) if context_bytes is None else float(context_bytes)
     # Sent outputs are given up on a GPU; on a CPU rank `buffer_bytes` covers the few of plain 1F1B.
     stages = {
         "weights": rows.element_bytes * held,
@@ -339,17 +282,29 @@ def _of_stages(
         "logits": head,
         "buffers": np.broadcast_to(buffer_bytes(rows), held.shape)
         + np.where(rows.on_cpu & (rows.vpp > 1), rows.vpp * flying * message, 0.0),
-        "context": np.full(held.shape, float(context_bytes)),
+        "context": np.broadcast_to(context, held.shape),
     }
     if np.any(rows.kfac_interval):
         stages["optimizer"] = stages["optimizer"] + kfac.held_bytes(rows)
     moving = stages["activations"] + stages["logits"] + stages["buffers"]
     stages["fragmentation"] = (FRAGMENTATION - 1) * moving
     if correction != AS_PREDICTED:
-        for name in _MOVING:
+        for name in MOVING:
             stages[name] = correction.moving * stages[name]
         stages["context"] = np.maximum(stages["context"] + correction.fixed_bytes, 0.0)
+    if np.any(copied := gradient_copy_bytes(rows)):
+        free = correction.moving * FRAGMENTATION * moving
+        stages["optimizer"] = stages["optimizer"] + np.maximum(copied * owned - free, 0.0)
     return {name: np.where(inside, values, 0.0) for name, values in stages.items()}
+
+
+def gradient_copy_bytes(rows: Rows) -> Any:
+    """[n] bytes for each parameter that a rank owns, when the optimizer steps: an fp32 copy of half
+    gradients (`shard_model_grad.float()` of megatron-core's distrib_optimizer.py, and likewise
+    without it). What a step keeps for its passes is free by then. The precision-aware optimizer,
+    whose state is less than 12 bytes, makes none."""
+    makes = np.less(rows.gradient_bytes, 4) & np.greater_equal(rows.optimizer_bytes, 12)
+    return np.where(makes, 4.0, 0.0)
 
 
 def message_bytes(rows: Rows) -> Any:
@@ -399,11 +354,10 @@ def _recomputed_core_bytes(rows: Rows, saved: Any) -> Any:
 
 def head_bytes(rows: Rows) -> Any:
     """Logits of a part of the tokens and what becomes of them, and the final norm; in plain torch
-    also the gradient of the output weights before it is added to the others. Legacy code has the
-    logits of all tensor ranks at once: the half ones, and fp32 ones with their softmax and
-    gradient."""
-    columns = rows.padded_vocab_size / np.where(rows.is_legacy, 1, rows.tp)
-    width = np.where(rows.is_legacy, 14.0, np.where(rows.element_bytes == 4, 4.0, 6.0))
+    also the gradient of the output weights before it is added to the others. Where logits are not
+    sharded, a rank has those of all tensor ranks at once."""
+    columns = rows.padded_vocab_size / np.where(rows.logits_sharded, rows.tp, 1)
+    width = rows.logits_bytes
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
     norm = 4.0 * rows.element_bytes * rows.tokens * rows.hidden_size / shared
     weights = rows.element_bytes * rows.padded_vocab_size / rows.tp * rows.hidden_size
@@ -415,12 +369,16 @@ def head_bytes(rows: Rows) -> Any:
 
 
 def buffer_bytes(rows: Rows) -> Any:
-    """Gathered inputs, score workspace, messages under way, and what ranks that share samples
-    exchange."""
+    """Gathered inputs, workspace of unfused attention (`DotProductAttention` of megatron-core),
+    messages under way, and what ranks that share samples exchange."""
     whole = rows.element_bytes * rows.tokens * rows.hidden_size
     gathered = np.where(rows.sequence_parallel, whole, 0.0)
-    scores = rows.element_bytes * rows.tokens * rows.num_attention_heads / rows.tp
-    workspace = np.where(rows.fused_attention, 0.0, scores * rows.seq_length)
+    scores = rows.tokens * rows.num_attention_heads / rows.tp * rows.seq_length
+    # Beside what the softmax keeps: the buffer and the result of the product (or, backward, the
+    # gradient of what the softmax gave). In fp32 four copies of 4 bytes and the buffer, less the
+    # six bytes that are kept.
+    each = np.where(rows.softmax_in_fp32, 8.0, 2.0 * rows.element_bytes)
+    workspace = np.where(rows.fused_attention, 0.0, each * scores)
     found = gathered + workspace + np.where(rows.pp > 1, 4.0 * message_bytes(rows), 0.0)
     return found + context.working_bytes(rows) if context.is_shared(rows) else found
 
@@ -434,19 +392,3 @@ def static_bytes(rows: Rows) -> Any:
     return ((rows.element_bytes + rows.gradient_bytes) * held + rows.optimizer_bytes * owned).max(
         axis=0
     )
-
-
-def fit_probability(peak_bytes: Any, limit_bytes: Any, sd: Any = PEAK_SD) -> Any:
-    """Probability that a configuration fits, the peak being log-normal around its prediction with a
-    relative standard deviation."""
-    z = np.log(limit_bytes / np.asarray(peak_bytes, dtype=float)) / (sd * np.sqrt(2.0))
-    return 0.5 * (1.0 + _erf(z))
-
-
-def _erf(x: Any) -> Any:
-    """Error function to 1.5e-7 (Abramowitz and Stegun 7.1.26)."""
-    t = 1.0 / (1.0 + 0.3275911 * np.abs(x))
-    series = t * (
-        0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
-    )
-    return np.sign(x) * (1.0 - series * np.exp(-x * x))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from copus_ext.cost_model import model_size
 from copus_ext.cost_model.rows import ExpertRows
 from copus_ext.cost_model.spec_file import SpecError
 from megatron.training.config.layout_rules import ExpertSizes
@@ -21,6 +22,16 @@ _MOST_LAYERS = 1 << 16
 """Of a mixture of experts."""
 IMPLEMENTATIONS = ("te", "local", "legacy")
 """Values of `ModelSpec.implementation`; `Rows` has their indices."""
+NORMS = ("fused", "torch")
+"""Values of `ModelSpec.norm`; `Rows` has their indices and one more, 0 without a value."""
+ATTENTION = {
+    "flash": {"fused_attention": True, "softmax_in_fp32": False},
+    "unfused": {"fused_attention": False, "softmax_in_fp32": False},
+    "torch": {"fused_attention": False, "softmax_in_fp32": True},
+}
+"""Kinds of attention, and the fields of a model that say them."""
+FUSED_SOFTMAX_TOKENS = 4096
+"""Longest samples of Megatron's fused softmax (`FusedScaleMaskSoftmax.is_kernel_available`)."""
 DISPATCHERS = ("alltoall", "allgather", "flex")
 """Values of `ModelSpec.moe_token_dispatcher_type`."""
 EXPERT_FIELDS = (
@@ -29,7 +40,15 @@ EXPERT_FIELDS = (
     *("moe_token_dispatcher_type", "moe_grouped_gemm"),
 )
 """Fields of a mixture of experts, which the JSON of a dense model lacks."""
-_KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "int | None": (int, type(None))}
+_KINDS = {
+    **{"str": (str,), "bool": (bool,), "int": (int,), "int | None": (int, type(None))},
+    **{"str | None": (str, type(None)), "bool | None": (bool, type(None))},
+}
+_UNSET: dict[str, Any] = {
+    **dict.fromkeys(("clip_group_size", "kfac_interval", "norm", "logits_sharded")),
+    **{"logits_bytes": None, "softmax_in_fp32": False},
+}
+"""Values with which the JSON of a model lacks a field, as that of releases without it did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +66,7 @@ class ModelSpec:
     seq_length: int
     """Tokens of a sample."""
     ffn_hidden_size: int | None = None
-    """Width of the MLP; None: 4 h, or int(8h/3/64) 64 when gated."""
+    """Width of the MLP; None: 4 h, or when gated LLaMA's: 8h/3, up to the next multiple of 256."""
     num_query_groups: int | None = None
     """Key-value heads; None: as many as query heads."""
     kv_channels: int | None = None
@@ -116,24 +135,42 @@ class ModelSpec:
     two moments in fp32, and 8 in fp32. Less where Megatron's precision-aware optimizer is on."""
     implementation: str = "te"
     """Whose layers: `te` (Transformer Engine), `local` (plain torch, `--transformer-impl local`) or
-    `legacy`, of before megatron-core: norms that are not fused, and whole logits on every rank."""
+    `legacy`, of before megatron-core. It stands for what the next four do not say: `legacy` has
+    norms in plain torch, and whole logits of 14 bytes on every rank."""
+    norm: str | None = None
+    """`fused`, or `torch`, which keeps fp32 copies; None: as `implementation` has it."""
+    softmax_in_fp32: bool = False
+    """Plain torch makes fp32 copies of the scores where attention is not fused; else Megatron's
+    fused softmax, which needs no copy, up to `FUSED_SOFTMAX_TOKENS`."""
+    logits_sharded: bool | None = None
+    """Every tensor parallel rank has its columns of the logits alone; None: by `implementation`."""
+    logits_bytes: int | None = None
+    """Bytes of a logit and what the loss makes of it. None: in half precision 6, which are the
+    logit and an fp32 copy that the loss overwrites; 4 in fp32; 14 with `legacy`, which are the
+    logit, and an fp32 copy, softmax and gradient."""
+    implementation_given: bool = field(default=False, compare=False)
+    """Whether somebody said how layers are implemented; else what they keep is less sure."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            kinds = _KINDS[str(field.type)]
+        for one in fields(self):
+            value = getattr(self, one.name)
+            kinds = _KINDS[str(one.type)]
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                raise SpecError(f"{field.name} {str(value)[:60]!r} is of the wrong kind")
+                raise SpecError(f"{one.name} {str(value)[:60]!r} is of the wrong kind")
             if isinstance(value, int) and not isinstance(value, bool):
-                least = 0 if field.name in ("learned_positions", "mtp_num_layers") else 1
+                least = 0 if one.name in ("learned_positions", "mtp_num_layers") else 1
                 if not least <= value <= _LARGEST:
                     shown = value if abs(value) <= _LARGEST else "(a number too large)"
-                    raise SpecError(f"{field.name} {shown} must be at least {least}")
+                    raise SpecError(f"{one.name} {shown} must be at least {least}")
         if self.precision not in ("bf16", "fp16", "fp32"):
             raise SpecError(f"precision {self.precision!r} must be bf16, fp16 or fp32")
         if self.implementation not in IMPLEMENTATIONS:
             known = ", ".join(IMPLEMENTATIONS)
             raise SpecError(f"implementation {self.implementation!r} is none of {known}")
+        if self.norm not in (None, *NORMS):
+            raise SpecError(f"norm {self.norm!r} is none of {', '.join(NORMS)}")
+        if self.softmax_in_fp32 and self.fused_attention:
+            raise SpecError("softmax_in_fp32 is of attention that is not fused; drop one of both")
         if self.gradient_bytes not in ((4,) if self.precision == "fp32" else (2, 4)):
             raise SpecError(
                 f"gradient_bytes {self.gradient_bytes} must be 4, or 2 with bf16 and fp16"
@@ -164,7 +201,7 @@ class ModelSpec:
         """Width of the MLP."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return int(8 * self.hidden_size / 3 / 64) * 64 if self.gated else 4 * self.hidden_size
+        return llama_ffn(self.hidden_size) if self.gated else 4 * self.hidden_size
 
     @property
     def groups(self) -> int:
@@ -256,79 +293,20 @@ class ModelSpec:
             is_grouped=self.moe_grouped_gemm and self.implementation == "te",
             ep=ep,
             etp=etp,
-            stage_shares=self._stage_shares(np.atleast_1d(pp), np.atleast_1d(vpp)),
+            stage_shares=model_size.stage_shares(
+                self.moe_layers, np.atleast_1d(pp), np.atleast_1d(vpp)
+            ),
         )
-
-    def _stage_shares(self, pp: Any, vpp: Any) -> Any:
-        """[n, max pp] part of each stage's layers that have experts, the chunks of a stage
-        together; None: it is the same for all stages of every row."""
-        layers, num = self.moe_layers, self.num_layers
-        if all(layers):
-            return None
-        before = np.concatenate([[0], np.cumsum(layers)])
-        found = np.zeros((len(pp), int(pp.max())))
-        shapes, row = np.unique(np.stack([pp, vpp], axis=1), axis=0, return_inverse=True)
-        for i, (p, v) in enumerate(shapes):
-            ends = np.arange(p * v + 1) * num // (p * v)
-            held = np.diff(before[ends]).reshape(v, p).sum(axis=0)
-            found[row.reshape(-1) == i, :p] = held * p / num
-        inside = np.arange(found.shape[1]) < pp[:, None]
-        return found if np.ptp(found[inside]) else None
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, vocabulary padded for one rank."""
-        return self._parameters(self.num_experts or 0)
+        return model_size.num_parameters(self, experts=self.num_experts or 0)
 
     @property
     def num_active_parameters(self) -> int:
         """Parameters that a token meets: of the experts only those that it goes to."""
-        return self._parameters(self.moe_router_topk)
-
-    def _parameters(self, experts: int) -> int:
-        """Of the whole model, with so many experts in each layer that has some."""
-        h, vectors = self.hidden_size, 1 if self.normalization == "RMSNorm" else 2
-        norm = h * vectors
-        layer = self._attention_parameters(vectors) + 2 * norm + (h if self.bias else 0)
-        dense = layer + self._mlp_parameters(self.ffn)
-        other = layer
-        if self.num_experts is not None:
-            other += self.num_experts * (h + self.bias) + experts * self._mlp_parameters(
-                self.expert_ffn
-            )
-            if shared := self.moe_shared_expert_intermediate_size:
-                other += self._mlp_parameters(shared) + (h if self.moe_shared_expert_gate else 0)
-        layers = self.moe_layers
-        is_last = bool(layers and layers[-1])
-        tables = int(self.padded_vocab_size(1)) * h * (1 if self.tied else 2)
-        further = self.mtp_num_layers * ((other if is_last else dense) + 2 * h * h + 3 * norm)
-        stack = sum(layers) * other + (self.num_layers - sum(layers)) * dense
-        return stack + further + tables + self.learned_positions * h + norm
-
-    def _mlp_parameters(self, width: int) -> int:
-        """Of an MLP, or of an expert."""
-        h, matrices = self.hidden_size, 3 if self.gated else 2
-        return matrices * h * width + ((matrices - 1) * width + h if self.bias else 0)
-
-    def _attention_parameters(self, vectors: int) -> int:
-        """Of one layer, without the bias of the output projection."""
-        h, k, heads, latent = (
-            self.hidden_size,
-            self.channels,
-            self.num_attention_heads,
-            self.latent,
-        )
-        if latent is not None:
-            norms = latent.kv_lora_rank + (latent.q_lora_rank or 0) if self.qk_layernorm else 0
-            return sum(math.prod(w) for w in latent.weights(h, heads).values()) + vectors * norms
-        width = (heads + 2 * self.groups) * k
-        norms = 2 * k if self.qk_layernorm else 0
-        return (
-            h * width
-            + heads * k * h
-            + (width if self.bias or self.qkv_bias else 0)
-            + vectors * norms
-        )
+        return model_size.num_parameters(self, experts=self.moe_router_topk)
 
     def check_predictable(self) -> None:
         """Refuses a model that the cost model does not know.
@@ -361,7 +339,10 @@ class ModelSpec:
             SpecError: the cost model does not know such a model.
         """
         self.check_predictable()
-        wide = self.precision == "fp32"
+        wide, is_legacy = self.precision == "fp32", self.implementation == "legacy"
+        norm = self.norm or ("torch" if is_legacy else None)
+        is_long = self.seq_length > FUSED_SOFTMAX_TOKENS
+        has_copies = not (wide or self.fused_attention) and (self.softmax_in_fp32 or is_long)
         return {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -373,7 +354,13 @@ class ModelSpec:
             "seq_length": self.seq_length,
             "mlp_matrices": 3 if self.gated else 2,
             "fused_attention": self.fused_attention,
+            "softmax_in_fp32": has_copies,
             "implementation": IMPLEMENTATIONS.index(self.implementation),
+            "implementation_given": self.implementation_given,
+            "norm": 0 if norm is None else 1 + NORMS.index(norm),
+            "logits_sharded": not is_legacy if self.logits_sharded is None else self.logits_sharded,
+            "logits_bytes": self.logits_bytes or (14 if is_legacy else 4 if wide else 6),
+            "scatter_gather": is_legacy,
             "dropout": self.dropout,
             "tied": self.tied,
             "learned_positions": self.learned_positions,
@@ -392,8 +379,10 @@ class ModelSpec:
         return replace(self, seq_length=seq_length, learned_positions=positions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; those of experts, groups and K-FAC only where there are some."""
-        unset = [n for n in ("clip_group_size", "kfac_interval") if getattr(self, n) is None]
+        """Plain JSON types; those of experts, groups, K-FAC and parts of the implementation only
+        where they are set."""
+        unset = [name for name, value in _UNSET.items() if getattr(self, name) == value]
+        unset.append("implementation_given")
         data = {name: value for name, value in asdict(self).items() if name not in unset}
         if self.num_experts is None:
             for name in EXPERT_FIELDS:
@@ -457,9 +446,27 @@ class ModelSpec:
         return spec_of(path, seq_length=seq_length)
 
 
+def llama_ffn(hidden_size: int) -> int:
+    """Width of LLaMA's MLP (arXiv 2302.13971): 8h/3, up to the next multiple of 256."""
+    return -(-(8 * hidden_size // 3) // 256) * 256
+
+
 def _llama(name: str, **shape: Any) -> ModelSpec:
     common = {"gated": True, "bias": False, "normalization": "RMSNorm", "tied": False}
     return ModelSpec(name=name, **{**common, **shape})
+
+
+def _first_llama(name: str, num_layers: int, hidden_size: int) -> ModelSpec:
+    """Of arXiv 2302.13971, and those of its successor without groups: heads of 128 columns."""
+    return _llama(
+        name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=hidden_size // 128,
+        ffn_hidden_size=llama_ffn(hidden_size),
+        vocab_size=32000,
+        seq_length=2048,
+    )
 
 
 PRESETS = {
@@ -486,24 +493,12 @@ PRESETS = {
             seq_length=2048,
             tied=True,
         ),
-        _llama(
-            "llama-2-7b",
-            num_layers=32,
-            hidden_size=4096,
-            num_attention_heads=32,
-            ffn_hidden_size=11008,
-            vocab_size=32000,
-            seq_length=2048,
-        ),
-        _llama(
-            "llama-2-13b",
-            num_layers=40,
-            hidden_size=5120,
-            num_attention_heads=40,
-            ffn_hidden_size=13824,
-            vocab_size=32000,
-            seq_length=2048,
-        ),
+        _first_llama("llama-7b", 32, 4096),
+        _first_llama("llama-13b", 40, 5120),
+        _first_llama("llama-30b", 60, 6656),
+        _first_llama("llama-65b", 80, 8192),
+        _first_llama("llama-2-7b", 32, 4096),
+        _first_llama("llama-2-13b", 40, 5120),
         _llama(
             "qwen2.5-32b",
             num_layers=64,

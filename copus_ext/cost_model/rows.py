@@ -138,6 +138,18 @@ class Rows:
     """Bytes of optimizer state of a parameter."""
     implementation: Any = 0
     """Index into `model_spec.IMPLEMENTATIONS`."""
+    implementation_given: Any = False
+    """Whether somebody said so."""
+    norm: Any = 0
+    """0: as the layers' own implementation has it; else 1 + index into `model_spec.NORMS`."""
+    softmax_in_fp32: Any = False
+    """Whether plain torch makes fp32 copies of half-precision scores."""
+    logits_sharded: Any = True
+    """Whether a tensor-parallel rank has its columns of the logits alone."""
+    logits_bytes: Any = 6
+    """Bytes of a logit and what the loss makes of it."""
+    intra_share: Any = 1.0
+    """`intra_bytes_per_s` over that of the machine whose constants are used."""
     on_cpu: Any = False
     """Whether ranks are CPU ranks: there outputs that were sent are kept."""
     nic_is_measured: Any = False
@@ -146,7 +158,8 @@ class Rows:
     """Whether ranks are numbered tensor, pipeline, data in place of tensor, data, pipeline."""
     scatter_gather: Any = False
     """Whether tensor-parallel ranks each send a part of a pipeline message without sequence
-    parallelism, too; legacy code always does."""
+    parallelism, too. Megatron-LM did before megatron-core (arXiv 2104.04473, section 4.1), and
+    DeepSpeed's pipeline does."""
     recompute_num_layers: Any = 0
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
     cp: Any = 1
@@ -184,15 +197,14 @@ class Rows:
         return np.logical_or(np.equal(self.implementation, 1), self.on_cpu)
 
     @property
-    def is_legacy(self) -> Any:
-        """Whether norms are not fused and every rank has whole logits."""
-        return np.equal(self.implementation, 2)
+    def has_torch_norms(self) -> Any:
+        """Whether norms keep fp32 copies of their inputs."""
+        return np.where(np.equal(self.norm, 0), self.plain_torch, np.equal(self.norm, 2))
 
     @property
     def scatters_messages(self) -> Any:
-        """Whether each tensor-parallel rank sends a part of a pipeline message. Megatron-LM did
-        before megatron-core (arXiv 2104.04473, section 4.1), and DeepSpeed's pipeline does."""
-        return np.logical_or(self.scatter_gather, self.is_legacy)
+        """`scatter_gather`, as the cost of messages names it."""
+        return self.scatter_gather
 
     @property
     def recomputed_share(self) -> Any:

@@ -120,6 +120,7 @@ class Configuration:
             self.recompute_num_layers,
             self.logits_chunks,
             self.pipeline_message_bits,
+            self.sequence_parallel,
             self.use_distributed_optimizer,
             self.overlap,
             self.use_tp_pp_dp_mapping,

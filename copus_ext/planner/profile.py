@@ -80,6 +80,7 @@ class Timing:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types, as a line of a profile has them."""
         c = self.configuration
+        is_usual = c.sequence_parallel == (c.layout.tp > 1)
         return {
             **dict(zip(_SIZES, c.layout.sizes)),
             **({"ep": c.layout.ep} if c.layout.ep > 1 else {}),
@@ -87,6 +88,7 @@ class Timing:
             **({"cp": c.layout.cp} if c.layout.cp > 1 else {}),
             **({"cp_comm_type": c.cp_comm_type} if c.cp_comm_type else {}),
             **{name: getattr(c, name) for name in _OPTIONS},
+            **({} if is_usual else {"sequence_parallel": c.sequence_parallel}),
             "num_microbatches": c.num_microbatches,
             "step_s": self.step_s,
             "spread_s": self.spread_s,
@@ -124,6 +126,9 @@ class Timing:
         for name, least in (("step_s", np.nextafter(0, 1)), ("spread_s", 0)):
             if not isinstance(values[name], (int, float)) or not least <= values[name] < np.inf:
                 raise ValueError(f"{name} {values[name]!r} must be positive")
+        parallel = values.get("sequence_parallel", values["tp"] > 1)
+        if not isinstance(parallel, bool):
+            raise ValueError(f"sequence_parallel {parallel!r} must be true or false")
         if (peak := values.setdefault("peak_bytes", None)) is not None and not is_positive(peak):
             raise ValueError(f"peak_bytes {peak!r} must be positive")
         further = {"ep": values.get("ep", 1), "etp": values.get("etp"), "cp": values.get("cp", 1)}
@@ -139,7 +144,7 @@ class Timing:
                 global_batch_size=(
                     values["num_microbatches"] * layout.dp * values["micro_batch_size"]
                 ),
-                sequence_parallel=layout.tp > 1,
+                sequence_parallel=parallel,
             ),
             **{name: values[name] for name in ("step_s", "spread_s", "num_steps", "peak_bytes")},
         )
@@ -328,6 +333,17 @@ class Measured:
         same &= points.num_microbatches == both.num_microbatches[-1]
         return np.where(same, 0.0, sd)
 
+    def ran(self, points: Points) -> Any:
+        """[n] whether each was timed, with at least as many micro-batches in flight, so that it has
+        the memory it needs."""
+        own, found = keys_of(points), np.zeros(len(points), dtype=bool)
+        # Beyond two for each stage no more are in flight.
+        counts = np.minimum(points.num_microbatches, 2 * points.pp)
+        timed = np.minimum(self.points.num_microbatches, 2 * self.points.pp)
+        for key, count in zip(keys_of(self.points), timed):
+            found |= (own == key).all(axis=1) & (counts <= count)
+        return found
+
     def part_factors(self) -> dict[str, float]:
         """What the times make of the seconds of every part of a step; empty without any."""
         return self._correction(self._known).part_factors if self.timings else {}
@@ -357,9 +373,9 @@ def steps_of(points: Points, times: StepTime) -> Steps:
 
 
 def keys_of(points: Points) -> Any:
-    """[n, 16] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
+    """[n, 17] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
     configurations apart but the number of micro-batches."""
     names = ("tp", "pp", "micro_batch_size", "vpp", "ep", "etp", "cp", "cp_comm_type", "dp")
     names += ("recompute", "recompute_num_layers", "logits_chunks", "message_bits")
-    names += ("use_distributed_optimizer", "overlap", "use_tp_pp_dp_mapping")
+    names += ("sequence_parallel", "use_distributed_optimizer", "overlap", "use_tp_pp_dp_mapping")
     return np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)

@@ -132,11 +132,12 @@ def configuration_of(
     world_size: int,
     overlap: bool = True,
     use_tp_pp_dp_mapping: bool = False,
+    sequence_parallel: bool = True,
 ) -> Configuration:
     """Reads `str(configuration)`, or parts of it such as `tp=2,pp=4`.
 
     Sizes that are left out are 1, that of tensor parallel experts is tp. The replicas fill the
-    cluster. `overlap` and the order of ranks hold where the text does not say.
+    cluster. The last three arguments hold where the text does not say.
 
     Raises:
         UsageProblem: no configuration of so many GPUs.
@@ -161,8 +162,9 @@ def configuration_of(
     if recompute not in RECOMPUTE or (recompute == "block") != is_number(layers):
         ways = ", ".join(f"{r}:LAYERS" if r == "block" else r for r in RECOMPUTE)
         raise UsageProblem(f"{text}: recompute is one of {ways}")
-    if given.get("sp", str(int(tp > 1))) != str(int(tp > 1)):
-        raise UsageProblem(f"{text}: sp goes with tp, which is {tp}; leave it out")
+    parallel = given.get("sp", str(int(tp > 1 and sequence_parallel)))
+    if parallel not in ("0", "1") or (parallel == "1" and tp == 1):
+        raise UsageProblem(f"{text}: sp is 0 or 1, and 1 goes with tp above 1; leave it out")
     try:
         experts = {"ep": given.get("ep", 1), "etp": given.get("etp")}
         layout = Layout(tp=tp, cp=cp, pp=pp, vpp=given.get("vpp", 1), dp=dp, **experts)
@@ -177,7 +179,7 @@ def configuration_of(
         recompute_num_layers=int(layers or 0),
         logits_chunks=int(chunks or 1),
         pipeline_message_bits=int(bits) if bits and pp > 1 else None,
-        sequence_parallel=tp > 1,
+        sequence_parallel=parallel == "1",
         use_distributed_optimizer=given.get("zero", "1") != "0",
         overlap=given.get("overlap", "1" if overlap else "0") != "0",
         use_tp_pp_dp_mapping=given.get(_MAPPING, str(int(use_tp_pp_dp_mapping))) != "0",

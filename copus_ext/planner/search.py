@@ -17,19 +17,15 @@ import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec
 from copus_ext.cost_model.constants import Constants, PartFactors
-from copus_ext.cost_model.memory import (
+from copus_ext.cost_model.memory import FRAGMENTATION, head_bytes, memory, peaks, static_bytes
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.peak_correction import (
     AS_PREDICTED,
-    FRAGMENTATION,
     KINDS,
-    PEAK_SD,
     PeakCorrection,
     fit_probability,
-    head_bytes,
-    memory,
-    peaks,
-    static_bytes,
+    most_bytes,
 )
-from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import PARTS, StepTime, least_step_s, step_time
@@ -120,15 +116,19 @@ class Planner:
     def safe_bytes(self, configuration: Configuration) -> float:
         """Largest predicted peak with which a configuration is a candidate, by the doubt of its own
         peak. A run that dies of a wrong "fits" costs more than one that is slower by a few
-        percent."""
-        rows = to_rows(self.model, self.cluster, points_of([configuration])).unevenly_loaded()
-        return self.limit_bytes * math.exp(-Z_SURE * float(self.peaks_of(rows)[1][0]))
+        percent. One that was timed is a candidate anyway."""
+        points = points_of([configuration])
+        rows = to_rows(self.model, self.cluster, points).unevenly_loaded()
+        (peak,), (sd,) = self.peaks_of(rows)
+        safe = self.limit_bytes / most_bytes(1.0, float(sd), Z_SURE)
+        return max(safe, float(peak)) if self._measured.ran(points)[0] else safe
 
     def retime(self, timings: Sequence[Timing], earlier: Sequence[Timing] = ()) -> None:
         """Takes other measured times, those of an earlier time apart. What the space is made of
-        stays, unless peaks of memory were measured that say otherwise."""
+        stays, unless peaks of memory, or that a run did not need more than there is, say
+        otherwise."""
         self._measured = Measured(self.model, self.cluster, self.constants, timings, earlier)
-        self.set_peaks(self._measured_peaks([x for x in (*timings, *earlier) if x.peak_bytes]))
+        self.set_peaks(self._measured_peaks([*timings, *earlier]))
 
     def set_peaks(self, peaks: PeakCorrection) -> None:
         """Takes another correction of the memory, such as one that was measured elsewhere."""
@@ -140,8 +140,19 @@ class Planner:
         if not timings:
             return AS_PREDICTED
         rows = to_rows(self.model, self.cluster, points_of([x.configuration for x in timings]))
-        predicted = memory(rows, context_bytes=self.context_bytes)
-        return PeakCorrection.of(predicted, [x.peak_bytes for x in timings])
+        measured = [x.peak_bytes or math.nan for x in timings]
+        gpus = [node.gpu for node in self.cluster.nodes] or [self.cluster.gpu]
+        # A CPU rank may have more than the share of the memory that is thought its own.
+        most = math.inf if self.cluster.is_gloo else max(gpu.memory_bytes for gpu in gpus)
+        return PeakCorrection.of(memory(rows), measured, at_most=np.full(len(timings), most))
+
+    def measured_factor(self, configuration: Configuration) -> float:
+        """What measured times make of the predicted seconds of a configuration."""
+        if not self.timings:
+            return 1.0
+        points = points_of([configuration])
+        times = step_time(to_rows(self.model, self.cluster, points), self.constants)
+        return float(self._measured.corrected(points, times)[0][0] / times.step_s[0])
 
     @property
     def timings(self) -> Sequence[Timing]:
@@ -242,7 +253,7 @@ class Planner:
         parts = [enumerate_points(self.model, self.cluster, b, limits, known) for b in batch_sizes]
         points = joined(parts)
         legal = np.flatnonzero(points.code == LEGAL)
-        peaks, sd = np.full(len(points), np.nan), np.full(len(points), PEAK_SD)
+        peaks, sd = np.full(len(points), np.nan), np.zeros(len(points))
         if len(legal):
             least = self._static(points.take(legal))
             peaks[legal] = least
@@ -250,7 +261,10 @@ class Planner:
             if len(alive):
                 rows = to_rows(self.model, self.cluster, points.take(alive))
                 peaks[alive], sd[alive] = self.peaks_of(rows.unevenly_loaded())
-        lacks = np.nan_to_num(peaks, nan=0.0) * np.exp(Z_SURE * sd) > self.limit_bytes
+        lacks = most_bytes(np.nan_to_num(peaks, nan=0.0), sd, Z_SURE) > self.limit_bytes
+        if self._measured.timings:
+            at = np.flatnonzero(lacks)
+            lacks[at] = ~self._measured.ran(points.take(at))
         for chunks in limits.logits_chunks[1:]:
             at = np.flatnonzero(lacks)
             at = at[self._may_fit(points.take(at), peaks[at], chunks)]
@@ -258,14 +272,16 @@ class Planner:
                 continue
             rows = to_rows(self.model, self.cluster, points.take(at)).change(logits_chunks=chunks)
             needs, doubt = self.peaks_of(rows.unevenly_loaded())
-            able = needs * np.exp(Z_SURE * doubt) <= self.limit_bytes
+            able = most_bytes(needs, doubt, Z_SURE) <= self.limit_bytes
+            some = replace(points.take(at), logits_chunks=np.full(len(at), chunks))
+            able |= self._measured.ran(some)
             now = at[able]
             points.logits_chunks[now], lacks[now] = chunks, False
             peaks[now], sd[now] = needs[able], doubt[able]
         points.code[lacks] = MEMORY
         fits = np.flatnonzero(points.code == LEGAL)
         some = points.take(fits)
-        surely = peaks[fits] * np.exp(Z_DOMINATES * sd[fits]) <= self.limit_bytes
+        surely = most_bytes(peaks[fits], sd[fits], Z_DOMINATES) <= self.limit_bytes
         # Logits in parts are computed twice: such a point is not always faster than its kin.
         surely &= some.logits_chunks == limits.logits_chunks[0]
         beaten = prune_dominated(some, surely, self._measured.points)
@@ -303,12 +319,7 @@ class Planner:
 
     def peaks_of(self, rows: Rows) -> tuple[Any, Any]:
         """The same, and the relative uncertainty of each: [n]."""
-        return peaks(rows, context_bytes=self.context_bytes, correction=self.peaks)
-
-    @property
-    def context_bytes(self) -> float:
-        """Of a process, before it has any tensor."""
-        return 0.3e9 if self.cluster.constants == "cpu" else 1.2e9
+        return peaks(rows, correction=self.peaks)
 
     def _exact_where_needed(self, space: _Space, top: int) -> tuple[Any, StepTime]:
         """[n] seconds per sample of every candidate that could be among the best of its batch,
@@ -367,10 +378,11 @@ class Planner:
         if not len(points):
             return []
         rows = to_rows(self.model, self.cluster, points).full()
-        bytes_ = memory(rows, context_bytes=self.context_bytes, correction=self.peaks)
+        bytes_ = memory(rows, correction=self.peaks)
         seconds, sd, source = self._measured.corrected(points, times)
         against_sd = None if against is None else self._measured.against(points, times, against)
         likely = fit_probability(bytes_.peak_bytes, self.limit_bytes, self.peaks_of(rows)[1])
+        likely = np.where(self._measured.ran(points), 1.0, likely)
         flops = flops_per_sample(self.model)
         lacks = {"ep"} if self.model.num_experts is None else set()
         answers = []
@@ -481,6 +493,7 @@ class Planner:
             logits_chunks=(c.logits_chunks,),
             pipeline_message_bits=c.pipeline_message_bits,
             overlap=c.overlap,
+            sequence_parallel=c.sequence_parallel or c.layout.tp == 1,
             use_tp_pp_dp_mapping=c.use_tp_pp_dp_mapping,
         )
         planner = self.on(self.cluster, limits)

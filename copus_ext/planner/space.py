@@ -75,6 +75,8 @@ class Limits:
     """Whether gradients and weights travel while passes compute."""
     use_tp_pp_dp_mapping: bool = False
     """Whether ranks are numbered tensor, pipeline, data."""
+    sequence_parallel: bool = True
+    """Whether activations are split over the sequence wherever tensor parallelism is."""
     cross_node_tp: bool = False
     """Whether a tensor-parallel group may span nodes."""
     cross_node_ep: bool = False
@@ -139,6 +141,8 @@ class Points:
     """[n] parts of a rank's tokens for the logits."""
     message_bits: Any
     """[n] bits of a number in messages between stages; 0: those it has."""
+    sequence_parallel: Any
+    """[n] bool."""
     use_distributed_optimizer: Any
     """[n] bool."""
     overlap: Any
@@ -172,7 +176,7 @@ class Points:
             recompute_num_layers=int(self.recompute_num_layers[i]),
             logits_chunks=int(self.logits_chunks[i]),
             pipeline_message_bits=int(self.message_bits[i]) or None,
-            sequence_parallel=bool(self.tp[i] > 1),
+            sequence_parallel=bool(self.sequence_parallel[i]),
             use_distributed_optimizer=bool(self.use_distributed_optimizer[i]),
             overlap=bool(self.overlap[i]),
             use_tp_pp_dp_mapping=bool(self.use_tp_pp_dp_mapping[i]),
@@ -201,6 +205,7 @@ def points_of(configurations: Sequence[Configuration]) -> Points:
         recompute_num_layers=column([c.recompute_num_layers for c in some]),
         logits_chunks=column([c.logits_chunks for c in some]),
         message_bits=column([c.pipeline_message_bits or 0 for c in some]),
+        sequence_parallel=column([c.sequence_parallel for c in some], bool),
         use_distributed_optimizer=column([c.use_distributed_optimizer for c in some], bool),
         overlap=column([c.overlap for c in some], bool),
         use_tp_pp_dp_mapping=column([c.use_tp_pp_dp_mapping for c in some], bool),
@@ -221,7 +226,7 @@ def enumerate_points(
     limits: Limits,
     measured: Points | None = None,
 ) -> Points:
-    """All points of one global batch; sequence parallelism is on wherever tensor parallelism is.
+    """All points of one global batch.
 
     Args:
         model: what is trained.
@@ -278,6 +283,7 @@ def enumerate_points(
         recompute_num_layers=layers,
         logits_chunks=np.full(num, limits.logits_chunks[0]),
         message_bits=np.where(table[column, 1] > 1, limits.pipeline_message_bits or 0, 0),
+        sequence_parallel=(table[column, 0] > 1) & limits.sequence_parallel,
         use_distributed_optimizer=np.resize(np.array(split, dtype=bool), num),
         overlap=np.full(num, limits.overlap),
         use_tp_pp_dp_mapping=np.full(num, limits.use_tp_pp_dp_mapping),
@@ -400,7 +406,7 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     reject("heads", model.num_attention_heads % p.tp != 0)
     reject("query_groups", (groups % p.tp != 0) & (p.tp % groups != 0))
     reject("ffn", model.ffn % p.tp != 0)
-    reject("sequence", (p.tp > 1) & (model.seq_length // p.cp % p.tp != 0))
+    reject("sequence", p.sequence_parallel & (model.seq_length // p.cp % p.tp != 0))
     reject("context", (p.cp > 1) & (model.seq_length % (2 * p.cp) != 0))
     is_dealt = can_exchange(
         model, p.tp, p.cp, p.cp_comm_type, has_engine=has_engine(model, cluster)
@@ -457,7 +463,7 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         recompute_num_layers=points.recompute_num_layers,
         logits_chunks=points.logits_chunks,
         message_bits=points.message_bits,
-        sequence_parallel=points.tp > 1,
+        sequence_parallel=points.sequence_parallel,
         use_distributed_optimizer=sharded,
         overlap_grad_reduce=points.overlap,
         overlap_param_gather=sharded & points.overlap,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -17,15 +18,14 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.correct import correct, most_telling
-from copus_ext.cost_model.memory import (
+from copus_ext.cost_model.memory import memory, peaks
+from copus_ext.cost_model.model_spec import ATTENTION, PRESETS, ModelSpec
+from copus_ext.cost_model.peak_correction import (
     AS_PREDICTED,
-    CONTEXT_BYTES,
     PeakCorrection,
     fit_probability,
-    memory,
-    peaks,
+    most_bytes,
 )
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.rows import Rows, concatenate
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.cost_model.step import StepTime, step_time
@@ -47,9 +47,13 @@ _OWN = (
     *("group", "cluster", "model", *_SIZES, "etp", "cp_comm_type", "recompute"),
     "sequence_parallel",
     *("scatter_gather", "use_distributed_optimizer", "overlap"),
-    *("step_s", "out_of_memory", "peak_bytes", "local"),
+    *("step_s", "out_of_memory", "peak_bytes", "known", "local", "attention"),
     *_LINKS,
 )
+_SHORT = ("local", "attention")
+"""Columns that stand for fields of `ModelSpec`."""
+_NO_COLUMNS = ("name", "implementation_given")
+_SAYS_IMPLEMENTATION = ("implementation", "local", "norm", "logits_sharded", "logits_bytes")
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
@@ -71,29 +75,39 @@ class MeasuredRun:
     """Whether it ran out of memory."""
     peak_bytes: float | None
     """Memory that the GPU that needed most had in use at most; None if it was not measured."""
-    scatter_gather: bool = False
-    """As in `Rows`."""
+    scatter_gather: bool | None = None
+    """As in `Rows`; None: by the model's implementation."""
+    known: bool = False
+    """Whether its outcome may correct the others in any case."""
+
+
+class LayersDoNotDivide(SpecError):
+    """A run with uneven stages, which is not priced."""
 
 
 def columns() -> tuple[str, ...]:
     """All columns that a table may have."""
-    return (*_OWN, *(f.name for f in fields(ModelSpec) if f.name != "name"))
+    return (*_OWN, *(f.name for f in fields(ModelSpec) if f.name not in _NO_COLUMNS))
 
 
-def read_table(path: Path) -> list[MeasuredRun]:
+def read_table(path: Path, *, skipped: Callable[[str], None] = warnings.warn) -> list[MeasuredRun]:
     """Reads a CSV file with a header. `docs/planner.md` describes the columns.
+
+    Args:
+        path: of the file.
+        skipped: told in a line of every run that is left out, as its stages are uneven.
 
     Raises:
         OSError: it cannot be read.
         SpecError: an unknown column, or a value that makes no sense; line, column and fix.
     """
     try:
-        return _read(path)
+        return _read(path, skipped)
     except csv.Error as error:
         raise SpecError(f"it is no table: {error}") from error
 
 
-def _read(path: Path) -> list[MeasuredRun]:
+def _read(path: Path, skipped: Callable[[str], None]) -> list[MeasuredRun]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         table = csv.DictReader(file)
         unknown = sorted(set(table.fieldnames or ()) - {*columns()})
@@ -103,6 +117,8 @@ def _read(path: Path) -> list[MeasuredRun]:
         for record in table:
             try:
                 found.append(_run(record, path.parent))
+            except LayersDoNotDivide as error:
+                skipped(f"line {table.line_num} is left out: {error}")
             except ValueError as error:
                 raise SpecError(f"line {table.line_num}: {error}") from error
     if not found:
@@ -134,10 +150,10 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
     if step_s is not None and not 0 < step_s < math.inf:
         raise SpecError(f"step_s {step_s} must be positive")
     model = _model(
-        tuple(sorted((n, v) for n, v in given.items() if n not in _OWN or n in ("model", "local")))
+        tuple(sorted((n, v) for n, v in given.items() if n not in _OWN or n in ("model", *_SHORT)))
     )
     if model.num_layers % (pp * size["vpp"]):
-        raise SpecError(f"{model.num_layers} layers are no multiple of pp x vpp")
+        raise LayersDoNotDivide(f"{model.num_layers} layers are no multiple of pp x vpp")
     etp = _whole("etp", given["etp"]) if "etp" in given else None
     layout = Layout(tp=tp, cp=cp, pp=pp, vpp=size["vpp"], ep=size["ep"], etp=etp, dp=dp)
     sizes = model.expert_sizes(is_gloo=cluster.is_gloo, use_tp_pp_dp_mapping=False)
@@ -155,7 +171,7 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
     ):
         raise SpecError(problems[0])
     return MeasuredRun(
-        group=given.get("group", f"{model.name} on {given['cluster']}, batch {given[_SIZES[-1]]}"),
+        group=given.get("group", _usual_group(model, given, links)),
         model=model,
         cluster=cluster,
         configuration=Configuration(
@@ -172,8 +188,18 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
         step_s=step_s,
         out_of_memory=_flag("out_of_memory", given, False),
         peak_bytes=_peak(given["peak_bytes"]) if "peak_bytes" in given else None,
-        scatter_gather=_flag("scatter_gather", given, False),
+        scatter_gather=_flag("scatter_gather", given, False) if "scatter_gather" in given else None,
+        known=_flag("known", given, False),
     )
+
+
+def _usual_group(
+    model: ModelSpec, given: dict[str, str], links: tuple[tuple[str, str], ...]
+) -> str:
+    """Runs of one model and batch on one machine are compared."""
+    where = given["cluster"] + "".join(f" {name}={value}" for name, value in links)
+    shape = f"{model.name} {model.num_layers} x {model.hidden_size}, {model.seq_length} tokens"
+    return f"{shape}, on {where}, batch {given['global_batch_size']}"
 
 
 def _form(text: str | None, model: ModelSpec, cluster: ClusterSpec) -> str:
@@ -228,12 +254,19 @@ def _model(given: tuple[tuple[str, str], ...]) -> ModelSpec:
             raise SpecError("local is implementation now; drop one of the two columns")
         values["implementation"] = "local" if _flag("local", values, False) else "te"
         del values["local"]
+    if (kind := values.pop("attention", None)) is not None:
+        if kind not in ATTENTION:
+            raise SpecError(f"attention {kind!r} is none of {', '.join(ATTENTION)}")
+        if both := sorted({*ATTENTION[kind]} & {*values}):
+            raise SpecError(f"attention and {both[0]} say the same; drop one of the two columns")
     kinds = {f.name: str(f.type) for f in fields(ModelSpec)}
     for field, text in values.items():
         if kinds[field].startswith("int"):
             values[field] = _whole(field, text) if text != "0" else 0
-        elif kinds[field] == "bool":
+        elif kinds[field].startswith("bool"):
             values[field] = _flag(field, {field: text}, False)
+    values |= ATTENTION.get(kind or "", {})
+    values["implementation_given"] = bool({*_SAYS_IMPLEMENTATION} & {name for name, _ in given})
     if name is None or name not in PRESETS:
         return ModelSpec.from_json({**({"name": name} if name else {}), **values})
     return dataclasses.replace(PRESETS[name], **values)
@@ -251,8 +284,12 @@ class Predictions:
     """[n] whether it would be a candidate."""
     fit_probability: Any
     """[n] that it fits."""
+    peak_bytes: Any
+    """[n] of the GPU that needs most."""
+    peak_relative_sd: Any
+    """[n] relative uncertainty of those."""
     known: Any
-    """[n] whether its measured time was used."""
+    """[n] whether its outcome was used."""
 
 
 def predict(
@@ -262,51 +299,81 @@ def predict(
 
     Args:
         runs: of a table.
-        num_known: timed runs of each group whose times correct the others.
+        num_known: timed runs of each group whose outcomes correct the others, besides those that
+            the table itself calls known.
         constants: of the cost model; None takes those that go with each cluster.
     """
-    times = StepTime.unknown(len(runs))
+    times, kinds = StepTime.unknown(len(runs)), _kinds(runs)
     for at in _alike(runs).values():
         c = constants or runs[at[0]].cluster.load_constants()
         times.put(at, step_time(_rows([runs[i] for i in at]), c))
-    step_s, known, sd = times.step_s.copy(), np.zeros(len(runs), dtype=bool), np.empty(len(runs))
+    step_s, sd = times.step_s.copy(), np.empty(len(runs))
+    known = np.array([run.known for run in runs])
     for at in groups(runs).values():
         steps = steps_of(points_of([runs[i].configuration for i in at]), times.take(at))
+        # Equal layouts of unlike kernels are no equal configurations.
+        steps = dataclasses.replace(steps, keys=np.column_stack([steps.keys, kinds[at]]))
         timed = [j for j, i in enumerate(at) if runs[i].step_s is not None]
-        chosen = [timed[j] for j in most_telling(steps.take(timed), num_known)]
+        chosen, others = ([j for j in timed if runs[at[j]].known is way] for way in (True, False))
+        told = most_telling(steps.take(others), num_known, known=steps.take(chosen))
+        chosen += [others[j] for j in told]
         some = [at[j] for j in chosen]
         known[some] = True
         ratios = np.log([float(runs[i].step_s or 1.0) for i in some] / step_s[some])
         found = correct(steps, steps.take(chosen), ratios)
         step_s[at] *= found.factor
         sd[at] = found.relative_sd
-    fits, likely = _memory(runs, known)
-    return Predictions(
-        step_s=step_s, relative_sd=sd, fits=fits, fit_probability=likely, known=known
+    return Predictions(step_s=step_s, relative_sd=sd, known=known, **_memory(runs, known))
+
+
+def _kinds(runs: Sequence[MeasuredRun]) -> Any:
+    """[n, 2] numbers of the model, its kernels included, on its machine, and of how messages are
+    sent."""
+    number = np.empty(len(runs), dtype=np.int64)
+    for i, at in enumerate(_alike(runs).values()):
+        number[at] = i
+    return np.stack([number, [bool(run.scatter_gather) for run in runs]], axis=1)
+
+
+def _peak_correction(runs: Sequence[MeasuredRun]) -> PeakCorrection:
+    """What known runs of one model and cluster say of the memory: measured peaks, and that a run
+    had enough or lacked some."""
+    if not runs:
+        return AS_PREDICTED
+    size = runs[0].cluster.gpu.memory_bytes
+    return PeakCorrection.of(
+        memory(_rows(runs)),
+        [math.nan if run.peak_bytes is None else run.peak_bytes for run in runs],
+        at_most=[math.inf if run.out_of_memory else size for run in runs],
+        at_least=[size if run.out_of_memory else 0.0 for run in runs],
     )
 
 
-def _memory(runs: Sequence[MeasuredRun], known: Any) -> tuple[Any, Any]:
-    """[n] whether each run would be a candidate, and the probability that it fits. Measured peaks
-    of the runs that are known correct the others of their model and cluster."""
-    fits, likely = np.zeros(len(runs), dtype=bool), np.empty(len(runs))
+def _memory(runs: Sequence[MeasuredRun], known: Any) -> dict[str, Any]:
+    """Fields of `Predictions` on memory. Runs that are known correct the others of their model and
+    cluster, and nothing is asked of them: who ran, fits."""
+    num = len(runs)
+    fits, likely, needs, sds = np.zeros(num, dtype=bool), *(np.empty(num) for _ in range(3))
     for at in _alike(runs).values():
-        seen = [runs[i] for i in at if known[i] and runs[i].peak_bytes is not None]
-        correction = AS_PREDICTED
-        if seen:
-            measured = [run.peak_bytes for run in seen]
-            correction = PeakCorrection.of(memory(_rows(seen)), measured)
+        correction = _peak_correction([runs[i] for i in at if known[i]])
         limit = runs[at[0]].cluster.gpu.memory_bytes * (1 - MEMORY_MARGIN)
         rows = _rows([runs[i] for i in at])
-        peak, doubt = peaks(rows, context_bytes=CONTEXT_BYTES, correction=correction)
+        peak, doubt = peaks(rows, correction=correction)
+        needs[at], sds[at] = peak, doubt
         # A candidate has room for experts of uneven load.
         most, sd = peak, doubt
         if rows.experts is not None:
             uneven = rows.unevenly_loaded()
-            most, sd = peaks(uneven, context_bytes=CONTEXT_BYTES, correction=correction)
-        fits[at] = most * np.exp(Z_SURE * sd) <= limit
+            most, sd = peaks(uneven, correction=correction)
+        fits[at] = most_bytes(most, sd, Z_SURE) <= limit
         likely[at] = fit_probability(peak, limit, doubt)
-    return fits, likely
+    ran = np.array([not run.out_of_memory for run in runs])
+    return {
+        "fits": np.where(known, ran, fits),
+        "fit_probability": np.where(known, ran.astype(float), likely),
+        "peak_bytes": needs,
+        "peak_relative_sd": sds,
+    }
 
 
 def rows_of(runs: Sequence[MeasuredRun]) -> Rows:
@@ -319,16 +386,17 @@ def rows_of(runs: Sequence[MeasuredRun]) -> Rows:
 def _rows(runs: Sequence[MeasuredRun]) -> Rows:
     """Runs of one model and cluster as the cost model sees them."""
     rows = to_rows(runs[0].model, runs[0].cluster, points_of([run.configuration for run in runs]))
-    parallel = np.array([run.configuration.sequence_parallel for run in runs])
-    scatter = np.array([run.scatter_gather for run in runs])
-    return rows.change(sequence_parallel=parallel, scatter_gather=scatter).full()
+    usual = bool(rows.scatter_gather)
+    scatter = [usual if run.scatter_gather is None else run.scatter_gather for run in runs]
+    return rows.change(scatter_gather=np.array(scatter)).full()
 
 
 def _alike(runs: Sequence[MeasuredRun]) -> dict[Any, list[int]]:
     """Indices of the runs by model and cluster."""
     found: dict[Any, list[int]] = {}
     for i, run in enumerate(runs):
-        found.setdefault((run.model, str(run.cluster.to_json())), []).append(i)
+        key = run.model, run.model.implementation_given, str(run.cluster.to_json())
+        found.setdefault(key, []).append(i)
     return found
 
 
@@ -343,17 +411,18 @@ def groups(runs: Sequence[MeasuredRun]) -> dict[str, list[int]]:
 def judge(runs: Sequence[MeasuredRun], found: Predictions) -> dict[str, Any]:
     """How well the predictions agree with the table: of every group, and in all.
 
-    Runs whose times were used count only for the choice of the best one.
+    Runs whose outcomes were used count only for the choice of the best one.
     """
     by_group = {name: _judge_group(runs, found, at) for name, at in groups(runs).items()}
     asked = [i for i, run in enumerate(runs) if run.step_s is not None and not found.known[i]]
-    ran = np.array([run.step_s is not None for run in runs])
-    failed = np.array([run.out_of_memory for run in runs])
+    ran = np.array([run.step_s is not None for run in runs]) & ~found.known
+    failed = np.array([run.out_of_memory for run in runs]) & ~found.known
     in_all: dict[str, Any] = {"runs": len(runs), "groups": len(by_group)}
     if asked:
         logs = np.log([float(runs[i].step_s or 1.0) for i in asked] / found.step_s[asked])
         in_all |= _errors(logs)
         in_all["within_one_sd"] = float(np.mean(np.abs(logs) <= found.relative_sd[asked]))
+    in_all |= _peak_errors(runs, found)
     for name, reduce in (("mean", np.mean), ("worst", np.min)):
         values = [g["kendall_tau"] for g in by_group.values() if g["kendall_tau"] is not None]
         in_all[f"{name}_kendall_tau"] = float(reduce(values)) if values else None
@@ -367,6 +436,18 @@ def judge(runs: Sequence[MeasuredRun], found: Predictions) -> dict[str, Any]:
     sure = failed & (found.fit_probability >= 0.99)
     in_all["failed_but_sure_to_fit"] = float(np.mean(sure[failed])) if failed.any() else None
     return {"in_all": in_all, "groups": by_group}
+
+
+def _peak_errors(runs: Sequence[MeasuredRun], found: Predictions) -> dict[str, float]:
+    """Errors of predicted peaks; empty where none was measured."""
+    at = [i for i, x in enumerate(runs) if x.peak_bytes is not None and not found.known[i]]
+    if not at:
+        return {}
+    logs = np.log([float(runs[i].peak_bytes or 1.0) for i in at] / found.peak_bytes[at])
+    named = {f"peak_{name}": value for name, value in _errors(logs).items()}
+    return named | {
+        "peak_within_one_sd": float(np.mean(np.abs(logs) <= found.peak_relative_sd[at]))
+    }
 
 
 def _judge_group(

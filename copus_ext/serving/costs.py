@@ -17,7 +17,7 @@ from copus_ext.cost_model.cluster_spec import GPUS, ClusterSpec, NodeSpec, of_gp
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.kernels import gemm_s, moved_s
 from copus_ext.cost_model.layer_time import attention_s
-from copus_ext.cost_model.memory import CONTEXT_BYTES, FRAGMENTATION
+from copus_ext.cost_model.memory import FRAGMENTATION
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.rows import RECOMPUTE_NONE, Rows
 from copus_ext.serving.problem import Objective, Phase, ServingProblem
@@ -30,7 +30,7 @@ _KERNEL_S = 5e-6
 """Least time of a kernel that a captured graph starts on a GPU."""
 _TILE_ROWS = 16
 """Rows that a matrix product computes at least."""
-_CPU_CONTEXT_BYTES = 3e8
+_CPU_CONTEXT_BYTES, _CONTEXT_BYTES = 3e8, 1.2e9
 _PAIR = 2.0
 """Bytes of a number of 16 bits."""
 
@@ -147,7 +147,7 @@ class ServingCosts:
 
     def capacity_bytes(self, prefill: int, decode: int) -> Any:
         """[devices] bytes for layers, embedding and head."""
-        context = _CPU_CONTEXT_BYTES if self.cluster.is_gloo else CONTEXT_BYTES
+        context = _CPU_CONTEXT_BYTES if self.cluster.is_gloo else _CONTEXT_BYTES
         taken = context + self.workspace_bytes(prefill, decode)
         free = [(1 - self.memory_margin) * d.spec.gpu.memory_bytes - taken for d in self.devices]
         return np.maximum(free, 0.0)

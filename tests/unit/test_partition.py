@@ -307,7 +307,6 @@ def test_an_even_cut_needs_what_measured_peaks_say(
         cluster,
         c,
         limit_bytes=planner.safe_bytes(c),
-        context_bytes=planner.context_bytes,
         correction=planner.peaks,
     )
     even = price_partition(problem, [model.num_layers // problem.num_chunks] * problem.num_chunks)

@@ -93,7 +93,7 @@ def write_uneven(folder: Path) -> Path:
         (f"explain recompute=block:32 {EIGHT}", 2, "use 1 to 31"),
         (f"explain pp=2,recompute=block:\u00b2 {EIGHT}", 2, "recompute is one of"),
         (f"explain recompute=some {EIGHT}", 2, "recompute is one of"),
-        (f"explain tp=2,sp=0 {EIGHT}", 2, "sp goes with tp"),
+        (f"explain tp=1,sp=1 {EIGHT}", 2, "goes with tp above 1"),
         (f"explain dp=4 {EIGHT}", 2, "is not 8 GPUs"),
         (f"explain tp2.pp1.dp2 {EIGHT}", 2, "is not 8 GPUs"),
         (f"explain vpp=2 {EIGHT}", 2, "needs a pipeline"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def test_its_own_predictions_are_right(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["out_of_memory_recall"] is None
     assert validate_planner.main([str(path)]) == 0
     out = capsys.readouterr().out
-    assert "llama-2-7b on a100-80g:16, batch 64" in out and "unknown" in out
+    assert "llama-2-7b 32 x 4096, 2048 tokens, on a100-80g:16, batch 64" in out and "unknown" in out
 
 
 def test_known_times_take_a_common_error_off(
@@ -174,7 +175,10 @@ def test_the_columns_change_what_is_predicted(tmp_path: Path) -> None:
         ({"cluster": "abacus:8"}, "unknown kind"),
         ({"micro_batch_size": "5"}, "global_batch_size is no multiple"),
         ({"hidden_size": "0"}, "hidden_size 0"),
-        ({"pp": "4", "vpp": "3"}, "no multiple of pp x vpp"),
+        ({"attention": "fast"}, "attention 'fast' is none of flash, unfused, torch"),
+        ({"attention": "flash", "fused_attention": "1"}, "attention and fused_attention say"),
+        ({"norm": "none"}, "norm 'none' is none of fused, torch"),
+        ({"softmax_in_fp32": "1"}, "softmax_in_fp32 is of attention that is not fused"),
         ({"model": "nobody"}, "line 2: model: "),
         ({"kv_lora_rank": "64"}, "--multi-latent-attention"),
         ({"ep": "2"}, "has sizes of experts and the model has none"),
@@ -209,3 +213,103 @@ def test_kendall_tau_is_that_of_scipy() -> None:
     want: Any = kendalltau(a, b)
     assert kendall_tau(a, b) == pytest.approx(float(want[0]))
     assert kendall_tau(np.ones(3), np.ones(3)) is None
+
+
+def test_models_and_links_that_differ_are_not_compared(tmp_path: Path) -> None:
+    row = {**BASE, "tp": 2, "micro_batch_size": 1, "step_s": 1.0}
+    others = [{"num_layers": 16}, {"seq_length": 4096}, {"nic_bytes_per_s": "25GB/s"}]
+    others += [{"hidden_size": 2048, "num_attention_heads": 16}]
+    rows = [row, {**row, "tp": 4, "attention": "unfused"}, *({**row, **other} for other in others)]
+    runs = read_table(write(tmp_path / "runs.csv", rows))
+    names = [run.group for run in runs]
+    assert names[0] == names[1], "kernels of one model are compared"
+    assert len({*names}) == 1 + len(others)
+
+
+def test_a_run_of_uneven_stages_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uneven = {**BASE, "tp": 1, "pp": 16, "num_layers": 60, "micro_batch_size": 1, "step_s": 1.0}
+    path = write(tmp_path / "runs.csv", [*rows_of(), uneven])
+    assert validate_planner.main([str(path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and "line 8 is left out: 60 layers are no multiple of pp" in err
+    found = json.loads(out)["in_all"]
+    assert found["left_out"] == 1 and found["runs"] == len(LAYOUTS)
+    with pytest.warns(UserWarning, match="line 8 is left out"):
+        assert len(read_table(path)) == len(LAYOUTS)
+
+
+def test_kernels_are_told_apart_by_a_correction(tmp_path: Path) -> None:
+    """A slow run says more of its own configuration than of others in the same layout."""
+    one = {**BASE, "tp": 4, "pp": 1, "micro_batch_size": 1, "recompute": "full", "group": "all"}
+    changes = [{"known": 1, "step_s": 90.0}, {}, {"attention": "torch"}, {"norm": "torch"}]
+    changes += [{"sequence_parallel": 0}, {"scatter_gather": 1}, {"logits_sharded": 0}]
+    runs = read_table(write(tmp_path / "runs.csv", [{**one, **change} for change in changes]))
+    plain = predict([dataclasses.replace(run, known=False) for run in runs])
+    found = predict(runs)
+    gain = found.step_s / plain.step_s
+    assert found.known.tolist() == [True] + [False] * (len(changes) - 1)
+    assert gain[1] == pytest.approx(gain[0])
+    assert (found.relative_sd[2:] > found.relative_sd[1] + 0.01).all()
+
+
+def _layouts_of_13b(**changes: Any) -> list[dict[str, Any]]:
+    base = {**BASE, "model": "llama-13b", "tp": 2, "pp": 2, "recompute": "none", **changes}
+    return [{**base, "micro_batch_size": micro} for micro in (1, 2, 4)]
+
+
+def test_who_ran_is_not_refused_and_says_so_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The largest is thought to need more than there is, and ran."""
+    rows = [{**row, "step_s": 9.0} for row in _layouts_of_13b(seq_length=4096)]
+    plain = predict(read_table(write(tmp_path / "runs.csv", rows)))
+    known = [*rows[:2], {**rows[2], "known": 1}]
+    path = write(tmp_path / "known.csv", known)
+    found = predict(read_table(path))
+    assert plain.fits.tolist() == [True, True, False]
+    assert found.fits.tolist() == [True, True, True] and found.fit_probability[2] == 1.0
+    assert (found.peak_bytes < plain.peak_bytes).all()
+    assert judged(capsys, path)["in_all"]["false_alarms"] == 0.0
+
+
+def test_who_failed_says_so_of_others(tmp_path: Path) -> None:
+    small = {"cluster": "a100-40g:16", "tp": 4, "seq_length": 4096}
+    rows = [{**row, "out_of_memory": 1} for row in _layouts_of_13b(**small)]
+    plain = predict(read_table(write(tmp_path / "runs.csv", rows)))
+    known = [{**rows[0], "known": 1}, *rows[1:]]
+    found = predict(read_table(write(tmp_path / "known.csv", known)))
+    assert plain.fits.tolist() == [True, True, False]
+    assert not found.fits.any() and found.fit_probability[0] == 0.0
+    assert (found.peak_bytes > plain.peak_bytes).all()
+
+
+def test_errors_of_peaks_are_told_where_some_were_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of()
+    peaks = predict(read_table(write(tmp_path / "runs.csv", rows))).peak_bytes
+    assert validate_planner.main([str(tmp_path / "runs.csv")]) == 0
+    assert "peak of memory" not in capsys.readouterr().out
+    told = [{**row, "peak_bytes": f"{1.25 * peak:.0f}"} for row, peak in zip(rows, peaks)]
+    path = write(tmp_path / "peaks.csv", told)
+    found = judged(capsys, path)["in_all"]
+    assert found["peak_mean"] == pytest.approx(0.2) and found["peak_bias"] == pytest.approx(-0.2)
+    assert validate_planner.main([str(path)]) == 0
+    assert "mean error of a peak of memory                   20.0 %" in capsys.readouterr().out
+
+
+def test_columns_of_the_implementation_change_the_memory(tmp_path: Path) -> None:
+    row = {**BASE, "tp": 2, "pp": 1, "micro_batch_size": 1, "recompute": "none", "step_s": 1.0}
+    changes = [{}, {"norm": "torch"}, {"attention": "unfused"}, {"attention": "torch"}]
+    changes += [{"logits_sharded": 0}, {"logits_bytes": 14}, {"implementation": "legacy"}]
+    changes += [{"norm": "torch", "logits_sharded": 0, "logits_bytes": 14}]
+    runs = read_table(write(tmp_path / "runs.csv", [{**row, **change} for change in changes]))
+    found = predict(runs)
+    needs = found.peak_bytes
+    assert needs[6] == needs[7], "legacy stands for these three"
+    assert len(set(needs[:7].tolist())) == 7 and (needs[1:] > needs[0]).all()
+    # Who says how layers are implemented is believed more.
+    sure = found.peak_relative_sd
+    assert sure[1] < sure[0] < sure[3]

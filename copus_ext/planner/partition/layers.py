@@ -10,15 +10,15 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.memory import AS_PREDICTED, CONTEXT_BYTES, PeakCorrection
 from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.peak_correction import AS_PREDICTED, PeakCorrection
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.problem import PartitionProblem, measured_costs
 from copus_ext.planner.partition.search import MOST_PARTITIONS, MOST_WORK, search
@@ -86,6 +86,10 @@ class LayerPartition:
             flags += ["--decoder-first-pipeline-num-layers", str(self.layers[0])]
             return [*flags, "--decoder-last-pipeline-num-layers", str(self.layers[-1])]
         return [*flags, "--pipeline-model-parallel-layout", self.layout]
+
+    def times(self, factor: float) -> LayerPartition:
+        """The same with all seconds so many times as long."""
+        return replace(self, step_s=factor * self.step_s, least_step_s=factor * self.least_step_s)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -209,7 +213,6 @@ def problem_of(
     limit_bytes: Any,
     constants: Constants | None = None,
     speed: Any = None,
-    context_bytes: float = CONTEXT_BYTES,
     correction: PeakCorrection = AS_PREDICTED,
 ) -> PartitionProblem:
     """The partitions of one configuration; its layers need not divide by its stages.
@@ -221,7 +224,6 @@ def problem_of(
         limit_bytes: [pp] or one number, bytes that a stage may use.
         constants: of the cost model; None takes those that go with the cluster.
         speed: [pp] speed of every stage's GPU; None: all 1.
-        context_bytes: of a process.
         correction: what measured peaks say of the bytes.
 
     Raises:
@@ -231,7 +233,6 @@ def problem_of(
     costs = measured_costs(
         rows,
         constants or cluster.load_constants(),
-        context_bytes=context_bytes,
         correction=correction,
     )
     return PartitionProblem.of(costs, configuration, limit_bytes=limit_bytes, speed=speed)
@@ -306,13 +307,14 @@ def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
     ]
     share = min(MOST_WORK, _ALL_WORK / max(len(pipelines), 1))
     for i, c in pipelines:
+        # Measured times say how much longer, or shorter, all of it takes.
+        factor = planner.measured_factor(c)
         problem = problem_of(
             planner.model,
             planner.cluster,
             c,
             limit_bytes=planner.safe_bytes(c),
             constants=planner.constants,
-            context_bytes=planner.context_bytes,
             correction=planner.peaks,
         )
         each = planner.model.num_layers // problem.num_chunks
@@ -325,7 +327,12 @@ def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
             better = partition if partition.step_s < even.step_s else even
             starts[partition.layers] = None
             found.append(
-                Repartition(rank=i + 1, configuration=c, even_step_s=even.step_s, partition=better)
+                Repartition(
+                    rank=i + 1,
+                    configuration=c,
+                    even_step_s=factor * even.step_s,
+                    partition=better.times(factor),
+                )
             )
     return found
 

@@ -22,7 +22,7 @@ from copus_ext.cost_model.blocks import (
     in_flight_chunks,
 )
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.memory import AS_PREDICTED, CONTEXT_BYTES, PeakCorrection
+from copus_ext.cost_model.peak_correction import AS_PREDICTED, PeakCorrection
 from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.planner.configuration import Configuration
@@ -33,7 +33,6 @@ def measured_costs(
     rows: Rows,
     c: Constants,
     *,
-    context_bytes: float = CONTEXT_BYTES,
     correction: PeakCorrection = AS_PREDICTED,
 ) -> StageCosts:
     """`costs_by_block` with the bytes that measured peaks say.
@@ -41,15 +40,14 @@ def measured_costs(
     Args:
         rows: as there.
         c: as there.
-        context_bytes: as there.
         correction: of the bytes that come and go, and of those of a process.
 
     Raises:
         ValueError: as there.
     """
-    # Without a context, the fixed bytes are those of buffers.
-    costs = costs_by_block(rows, c, context_bytes=0.0)
+    costs = costs_by_block(rows, c)
     blocks, moving = costs.blocks, correction.moving
+    resting = max(costs.resting_bytes + correction.fixed_bytes, 0.0)
     return replace(
         costs,
         blocks=replace(
@@ -57,7 +55,8 @@ def measured_costs(
             saved_bytes=moving * blocks.saved_bytes,
             working_bytes=moving * blocks.working_bytes,
         ),
-        fixed_bytes=moving * costs.fixed_bytes + max(context_bytes + correction.fixed_bytes, 0.0),
+        fixed_bytes=moving * (costs.fixed_bytes - costs.resting_bytes) + resting,
+        resting_bytes=resting,
         chunk_bytes=moving * costs.chunk_bytes,
     )
 
@@ -112,6 +111,10 @@ class PartitionProblem:
     """[pp] work per second of a stage's GPU over that of speed 1; None: all 1."""
     fixed_bytes: float = 0.0
     """Bytes of every stage, besides those of its blocks."""
+    resting_bytes: float = 0.0
+    """Of them, those that a process needs before it has any tensor."""
+    copied_bytes: float = 0.0
+    """For each parameter, when the optimizer steps and nothing is kept for the passes."""
     chunk_bytes: float = 0.0
     """Bytes kept for every chunk and micro-batch in flight, besides those of its blocks."""
     end_of_step: SecondsBehind | None = None
@@ -233,21 +236,23 @@ class PartitionProblem:
             for name, values in self.prefix.items()
         }
         peak = self.most_working[stage, start, stop].max(axis=0) + self.fixed_bytes
-        peak = peak + parts["static_bytes"].sum(axis=1)
+        static, held = parts["static_bytes"].sum(axis=1), parts["parameters"].sum(axis=1)
+        peak = peak + static
         saved = parts["saved_bytes"] + self.chunk_bytes
         for r in range(self.pp):
             counts = in_flight_chunks(self.pp, self.vpp, self.num_microbatches, r)
             peak[r] += (counts @ saved[r]).max(axis=0)
+        peak = np.maximum(peak, static + self.copied_bytes * held + self.resting_bytes)
         end = np.zeros_like(peak)
         if self.end_of_step is not None:
-            held, backward = parts["parameters"].sum(axis=1), parts["backward_s"].sum(axis=1)
+            backward = parts["backward_s"].sum(axis=1)
             end = np.broadcast_to(self.end_of_step(held, backward), peak.shape)
         return Priced(
             forward_s=parts["forward_s"],
             backward_s=parts["backward_s"],
             end_s=end,
             peak_bytes=peak,
-            parameters=parts["parameters"].sum(axis=1),
+            parameters=held,
         )
 
     def step_s(self, priced: Priced) -> Any:

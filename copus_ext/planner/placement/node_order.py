@@ -7,7 +7,7 @@ depends on the nodes, on the layout and a little on the batch; nothing here runs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -108,6 +108,11 @@ class NodeOrder:
     def name(self, node: int) -> str:
         """What a node is called."""
         return self.names[self.order.index(node)]
+
+    def times(self, factor: float) -> NodeOrder:
+        """The same with steps so many times as long; what one message takes stays."""
+        names = ("before_s", "after_s", "least_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -364,7 +369,7 @@ def network_of(cluster: ClusterSpec, c: Constants, slowness: Sequence[float] = (
         raise SpecError('the cluster has no "links"; measure them and give --cluster FILE.json')
     return Network(
         gpus_per_node=cluster.gpus_per_node,
-        inside_bytes_per_s=min(c.dp_bytes_per_s, cluster.intra_bytes_per_s),
+        inside_bytes_per_s=min(c.dp_bytes_per_s * cluster.intra_share, cluster.intra_bytes_per_s),
         nic_bytes_per_s=cluster.network_bytes_per_s(c),
         links=cluster.links.both_ways(),
         exchange_s=c.exchange_s,

@@ -127,7 +127,6 @@ class Site:
         return measured_costs(
             self.rows,
             self.constants,
-            context_bytes=self.planner.context_bytes,
             correction=self.planner.peaks,
         )
 
@@ -319,12 +318,11 @@ class Site:
         order, layers = best
         slow = self._places.slowness_of_stages(np.array([order]))[:, 0]
         partition, factor = price_partition(self.problem(order), layers), self.factor
-        seconds = {n: factor * getattr(partition, n) for n in ("step_s", "least_step_s")}
         return FittedLayout(
             configuration=self.configuration,
             order=order,
             hosts=tuple(self.network.links.hosts),
-            partition=dataclasses.replace(partition, **seconds),
+            partition=partition.times(factor),
             even=self.layers,
             given_s=factor * given_s,
             ordered_s=factor * ordered_s,
@@ -502,8 +500,7 @@ def _proposed(planner: Planner, batch: int) -> list[Site]:
     even = dataclasses.replace(
         cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=memory), nodes=()
     )
-    proposer = planner.on(even)
-    proposer.retime(_as_if_even(planner, proposer))
+    proposer = _on_even(planner, even)
     ranked = proposer.rank([batch], top=_ENOUGH)[0].ranked
     kept: dict[Any, list[Site]] = {}
     for one in ranked:
@@ -518,6 +515,21 @@ def _proposed(planner: Planner, batch: int) -> list[Site]:
                     factor = one.prediction.step_s / proposer.raw_step_s(c, PartFactors())
                 mine.append(Site(planner, c, factor))
     return list(itertools.chain.from_iterable(kept.values()))
+
+
+def order_factor(planner: Planner, configuration: Configuration) -> float:
+    """What measured times make of the predicted seconds of a configuration on links as they are."""
+    if not planner.timings:
+        return 1.0
+    even = dataclasses.replace(planner.cluster, nodes=())
+    return _on_even(planner, even).measured_factor(configuration)
+
+
+def _on_even(planner: Planner, even: ClusterSpec) -> Planner:
+    """The planner of a cluster of equal nodes, with the times that they would have."""
+    found = planner.on(even)
+    found.retime(_as_if_even(planner, found))
+    return found
 
 
 def _as_if_even(planner: Planner, even: Planner) -> list[Timing]:
