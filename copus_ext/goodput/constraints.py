@@ -9,6 +9,7 @@ from copus_ext.goodput import objectives, policies, switch_rule
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 
 WARMING_UP = "the learning rate is warming up"
+ONLY_NOISE = "the noise scale is not known: the gradient shows only noise"
 _MOST_SKIPPED = 5
 """Of 100 steps: with more of them skipped nothing changes."""
 _SETTLE_STEPS, _TRIED_STEPS = 50, 10
@@ -110,7 +111,7 @@ def is_trial(s: DecisionInputs, to: ConfigThroughput) -> bool:
     room for a hundred steps.
     """
     now = s.now
-    if s.rules.policy != "adaptive":
+    if s.rules.policy != "adaptive" or s.rules.switch_rule != "forward":
         return False
     if to.layout != now.layout or to.global_batch_size != now.global_batch_size:
         return False
@@ -159,7 +160,10 @@ def _unknown_noise_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[
     that is too small, so that it may hold growth back but asks for nothing."""
     if not s.is_noise_measured:
         steps, least = s.noise.effective_steps, s.rules.min_effective_steps
-        yield f"the noise scale is not known yet: {steps:.0f} of {least:.0f} measurements"
+        if steps >= least:
+            yield ONLY_NOISE
+        else:
+            yield f"the noise scale is not known yet: {steps:.0f} of {least:.0f} measurements"
         return
     there, here = (
         objectives.goodput(

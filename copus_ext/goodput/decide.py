@@ -127,7 +127,7 @@ def _unknown(s: DecisionInputs) -> str:
     if steps < least:
         return f"the noise scale is not known yet: {steps:.0f} of {least:.0f} measurements"
     is_known = s.critical_batch_size is not None and s.critical_batch_size > 0
-    return "" if is_known else "the noise scale is not known: the gradient shows only noise"
+    return "" if is_known else constraints.ONLY_NOISE
 
 
 def _log_throughputs(s: DecisionInputs, batch: int) -> list[float]:

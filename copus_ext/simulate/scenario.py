@@ -60,7 +60,7 @@ class Scenario:
     """Batch sizes, ascending; the learning rate was chosen for the first."""
     total_samples: int
     warmup_samples: int
-    """Samples of the warm-up of the learning rate; the controller does not decide in it."""
+    """Samples of the warm-up of the learning rate; most policies keep the batch in it."""
     targets: dict[str, float]
     """Progress at which a loss is reached, samples, by the loss."""
     trajectory: NoiseTrajectory
