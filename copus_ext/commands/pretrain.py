@@ -134,8 +134,11 @@ def _train(
         start_fields=start_fields,
     )
     code = max([relaunch.exit_code(outcome), *(c.exit_code for c in callbacks)])
-    if config.logging.profile and os.environ.get("RANK", "0") == "0":
-        leave_course(outcome, code)
+    if os.environ.get("RANK", "0") == "0":
+        if args.copus and args.copus_mode == "act":
+            tell_time_saved(outcome, code)
+        if config.logging.profile:
+            leave_course(outcome, code)
     return code
 
 
@@ -165,13 +168,34 @@ def controllers(args: argparse.Namespace) -> list[Any]:
     return found
 
 
-def leave_course(outcome: "RunOutcome", code: int) -> None:
-    """Leaves the course of a run that is done beside its traces of steps. Not of one that goes on
-    elsewhere, or was told to stop: it reads the whole record, and such a process has no time."""
+def has_time_after(outcome: "RunOutcome", code: int) -> bool:
+    """Whether the process may still read the record of its run: not if the run goes on elsewhere,
+    or was told to stop."""
     from copus_ext.reshard.relaunch import kind_of
 
     is_urgent = outcome.reason is not None and outcome.reason.is_urgent
-    if code != 0 or is_urgent or kind_of(outcome) != "done":
+    return code == 0 and not is_urgent and kind_of(outcome) == "done"
+
+
+def tell_time_saved(outcome: "RunOutcome", code: int) -> None:
+    """Prints what the changes of a run have saved, or why that is not known. An error is only a
+    warning: the run is done all the same."""
+    if not has_time_after(outcome, code):
+        return
+    try:
+        from copus_ext.monitor.time_saved import line_at_end
+
+        line = line_at_end(outcome.run_dir)
+    except Exception as error:
+        logger.warning("what the changes have saved is unknown: %r", error)
+        return
+    if line:
+        print(line, flush=True)
+
+
+def leave_course(outcome: "RunOutcome", code: int) -> None:
+    """Leaves the course of a run that is done beside its traces of steps."""
+    if not has_time_after(outcome, code):
         return
     try:
         from copus_ext.monitor import trace

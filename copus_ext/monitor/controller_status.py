@@ -11,6 +11,7 @@ from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.messages import goodput, next_choice
 from copus_ext.monitor.journal import DecisionRecord
 from copus_ext.monitor.run_files import RunHistory, RunReader
+from copus_ext.monitor.time_saved import TimeSaved, so_far
 from copus_ext.monitor.values import FOREIGN, LINE, text
 
 _CHANGES = 3
@@ -80,6 +81,10 @@ class ControllerStatus:
     """How the warm-up holds the learning rate below its schedule; empty if it does not."""
     headroom: Headroom | None = None
     """What there is to gain in the rest of the run; None if unknown."""
+    so_far: str = ""
+    """What was gained so far against staying at the start, or why that is not known."""
+    time_saved: TimeSaved | None = None
+    """The same as a number."""
     changes: tuple[ChangeStatus, ...] = ()
     """The last three, newest last."""
 
@@ -109,7 +114,10 @@ def controller_status(
     mode, policy = decisions.mode, text(decisions.flags.get("copus_policy"), LINE)
     if not mode:  # the start of the launch is not among the lines that were read
         mode, policy = (text(run.config.get(f"copus_{name}")) for name in ("mode", "policy"))
+    line, saved = so_far(run)
     return ControllerStatus(
+        so_far=line,
+        time_saved=saved,
         mode=mode or "act",
         policy=policy,
         warm_up=decisions.warm_up,

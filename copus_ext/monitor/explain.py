@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
+
 from copus_ext.goodput.decide import critical_batch_size_words
+from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.journal import (
     ABANDONED,
@@ -14,6 +17,9 @@ from copus_ext.monitor.journal import (
     SwitchRecord,
 )
 from megatron.training.common.errors import counted
+
+_SHOWN = 0.005
+"""Share of the time from which a saving is named."""
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
@@ -32,6 +38,34 @@ def seconds(value: float | None) -> str:
     if value < 5400:
         return f"{value / 60:.1f} min"
     return f"{value / 3600:.1f} h" if value < 2 * 86400 else f"{value / 86400:.1f} days"
+
+
+def date(t: float | None) -> str:
+    """A time of day, UTC; `-` if unknown."""
+    try:
+        return "-" if t is None else f"{datetime.fromtimestamp(t, timezone.utc):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):
+        return "-"
+
+
+def time_left(left_s: float, headroom: Headroom | None, *, t: float) -> str:
+    """What is expected until the end of a run.
+
+    Args:
+        left_s: seconds to its end in its present configuration.
+        headroom: what is to be gained in the rest of the run; None if unknown.
+        t: now, seconds since the epoch.
+    """
+    words = f"{seconds(left_s)} if nothing changes, until {date(t + left_s)} UTC"
+    if headroom is None:
+        return words
+    most = headroom.together.high
+    if most < _SHOWN:
+        return f"{words}; no other schedule could save {percent(_SHOWN)} of it"
+    return (
+        f"{words}; the best schedule could save at most {percent(most)} of it "
+        f"({seconds(most * left_s)})"
+    )
 
 
 def difference(before: Sizes, after: Sizes) -> str:

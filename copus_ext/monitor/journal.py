@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.messages import conditions_line, warm_up_line
+from copus_ext.monitor.forks import ForkRecord, fork_record
 from copus_ext.monitor.values import FOREIGN, number, rows, seconds_of, table, text, whole
 from megatron.training.common.errors import counted
 from megatron.training.config.layout import Layout
@@ -16,6 +17,7 @@ MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
 """How a change of layout ends: it was made; the run ended before it began; the run left to start
 again."""
 _GIVEN_UP = {"switch.cancelled": CALLED_OFF, "switch.abandoned": ABANDONED}
+_MOST_RATIO = 1 << 20
 _COUNTS, _TEXTS = ("best_batch", "num_layouts"), ("best_layout", "source")
 _NO_NOTE = (
     "switch.requested",
@@ -26,7 +28,6 @@ _NO_NOTE = (
     "switch",
     "fork.begin",
 )
-_MOST_BRANCHES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,31 @@ class Sizes:
 
     def __str__(self) -> str:
         return f"batch {self.batch} in micro-batches of {self.micro} on {self.layout}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """The time until a decision, and the configuration that the run would be in if the controller
+    had changed nothing: the first one, on the layout of the flags."""
+
+    elapsed_s: float | None
+    """Seconds of training, with pauses and fork tests."""
+    paused_s: float
+    """Of these the pauses for changes of the layout."""
+    deciding_s: float
+    """Seconds of this decision, which are not among them."""
+    length_ratio: int
+    """Samples in which the run counts that a sample of the present length is."""
+    critical_batch_size: float | None
+    """That the decision went by, samples of the present length."""
+    is_bound: bool
+    """Whether that is the bound, which needs no measurement."""
+    first: Sizes
+    """The first configuration, samples of the present length."""
+    first_samples_per_s: float | None
+    """Its throughput by what the run has timed; None where it has timed nothing that tells it."""
+    first_sd: float
+    """Relative standard deviation of that; 0 if it was timed itself."""
 
 
 @dataclass(kw_only=True)
@@ -123,6 +149,8 @@ class DecisionRecord:
     """Predicted samples/s of `to`."""
     target: float | None
     """Target batch of the policy."""
+    account: Account | None = None
+    """None where the first configuration is unknown."""
     undone: bool = False
     """Whether a restart went back to before it."""
     switch: SwitchRecord | None = None
@@ -175,6 +203,12 @@ class DecisionHistory:
     notes: list[NoteRecord] = field(default_factory=list)
     layouts: list[tuple[int, str]] = field(default_factory=list)
     """Steps done and the layout from there on."""
+    forks: list[ForkRecord] = field(default_factory=list)
+    """Fork tests that no restart has undone."""
+    begin: tuple[int | None, int | None] = (None, None)
+    """Steps and samples done when the journal begins."""
+    first: Sizes | None = None
+    """The configuration without the controller, in samples of the run; None before a decision."""
     requested: tuple[int | None, float | None] = (None, None)
     """Decision of the last requested change of layout, and its predicted seconds."""
     begun_t: float | None = None
@@ -184,6 +218,11 @@ class DecisionHistory:
     def is_empty(self) -> bool:
         """Whether there is no journal."""
         return not (self.decided or self.switches or self.outcomes or self.notes)
+
+    @property
+    def layout(self) -> str:
+        """The last layout; empty if unknown."""
+        return self.layouts[-1][1] if self.layouts else ""
 
     @property
     def standing(self) -> list[DecisionRecord]:
@@ -200,7 +239,8 @@ class DecisionHistory:
 
         Args:
             place: its offset in the file.
-            record: the line; of what the decision saw, only `situation.now` is looked at.
+            record: the line. Of what a decision saw, only the present and the first configuration
+                are kept: a long journal holds the table of all of them too often.
         """
         kind = record.get("kind")
         if not isinstance(kind, str):
@@ -208,7 +248,7 @@ class DecisionHistory:
         if kind == "start":
             self._start(record)
         elif kind == "decision":
-            self.decided.append(_decision(place, record))
+            self._add_decision(place, record)
             self.headroom = _headroom(record.get("headroom")) or self.headroom
         elif kind == "outcome":
             outcome = _outcome(record)
@@ -223,6 +263,10 @@ class DecisionHistory:
             self._add_switch(kind, record)
         elif kind == "failure":
             self.failure = text(record.get("error"))
+        elif kind == "fork":
+            self.forks.append(fork_record(record))
+        elif kind == "messages" and self.forks:
+            self.forks[-1] = replace(self.forks[-1], said=text(record.get("line")))
         if kind not in _NO_NOTE:
             note = _note(kind, record)
             self.notes.append(note)
@@ -235,14 +279,32 @@ class DecisionHistory:
         self.flags = table(record.get("flags"))
         self.peak_flops = number(record.get("peak_flops"))
         self.failure, self.warm_up, self.begun_t = "", "", None
-        self.failure, self.begun_t = "", None
         self.headroom = _headroom(record.get("headroom"))
         iteration, layout = whole(record.get("iteration")), text(record.get("layout"), 100)
-        if layout:
-            self.layouts.append((iteration or 0, layout))
+        if not (self.decided or self.layouts):
+            self.begin = iteration, whole(record.get("consumed_samples"))
         if iteration is not None:
             for decided in self.decided:
                 decided.undone |= decided.iteration is not None and decided.iteration > iteration
+            self.forks = [fork for fork in self.forks if (fork.iteration or 0) <= iteration]
+        if layout:
+            self._enter(layout)
+            self.layouts.append((iteration or 0, layout))
+
+    def _enter(self, layout: str) -> None:
+        """A launch begins on a layout. The run would be on it too without the controller, unless
+        the controller has asked for it."""
+        asked = [d.to.layout for d in self.standing[-1:] if d.applied and d.is_change]
+        if self.first is not None and layout not in (*asked, self.layout):
+            self.first = replace(self.first, layout=layout)
+
+    def _add_decision(self, place: int, record: dict[str, Any]) -> None:
+        now, ratio = _now_of(record), _length_ratio(record)
+        sizes = sizes_of(now)
+        if self.first is None and sizes.batch and sizes.micro:
+            micro = sizes.micro * ratio
+            self.first = Sizes(batch=sizes.batch * ratio, micro=micro, layout=sizes.layout)
+        self.decided.append(_decision(place, record, now, self.first))
 
     def _add_switch(self, kind: str, record: dict[str, Any]) -> None:
         """The end of a change of layout. One that was given up may be recorded without its number,
@@ -283,25 +345,30 @@ def _headroom(value: Any) -> Headroom | None:
         return None
 
 
-def slim(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without the table of configurations, which a long journal holds too often to keep.
-    `situation.now` is the current configuration instead, and `growth` the rule of that name."""
-    situation = record.get("situation")
-    if not isinstance(situation, dict):
-        return record
+def _now_of(record: dict[str, Any]) -> dict[str, Any]:
+    """The present configuration as a decision saw it; empty if unknown."""
+    situation = table(record.get("situation"))
     configurations, current = situation.get("rows"), whole(situation.get("current"))
-    now = None
-    if isinstance(configurations, list) and current is not None:
-        now = configurations[current] if 0 <= current < len(configurations) else None
-    growth = table(situation.get("rules")).get("growth")
-    return {**record, "situation": {"now": now, "growth": growth}}
+    if not isinstance(configurations, list) or current is None:
+        return {}
+    return table(configurations[current]) if 0 <= current < len(configurations) else {}
+
+
+def _length_ratio(record: dict[str, Any]) -> int:
+    """Samples in which the run counts that a sample of the present length is. The journal counts as
+    the run does, and what is inside of a decision in samples of its phase."""
+    counted, own = whole(record.get("consumed_samples")), table(record.get("situation"))
+    present = whole(own.get("consumed_samples"))
+    ratio = counted // present if counted and present and present > 0 else 1
+    return min(max(ratio, 1), _MOST_RATIO)
 
 
 def sizes_of(row: dict[str, Any]) -> Sizes:
     """The names of a configuration of the journal."""
     tp, pp, vpp, dp = (whole(row.get(size)) for size in ("tp", "pp", "vpp", "dp"))
     try:
-        more = {"layer_partition": row.get("cut"), "ep": row.get("ep", 1), "etp": row.get("etp")}
+        more = {"cp": row.get("cp", 1), "ep": row.get("ep", 1), "etp": row.get("etp")}
+        more["layer_partition"] = row.get("cut")
         layout = str(Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0, **more))
     except ValueError:
         layout = ""
@@ -309,11 +376,47 @@ def sizes_of(row: dict[str, Any]) -> Sizes:
     return Sizes(batch=batch, micro=micro, layout=layout)
 
 
-def _decision(place: int, record: dict[str, Any]) -> DecisionRecord:
+def _first_in(first: Sizes, ratio: int) -> Sizes:
+    """The first configuration in longer samples, as a trainer cuts it that keeps its tokens."""
+    try:
+        unit = Layout.from_text(first.layout).batch_unit
+    except ValueError:
+        unit = 1
+    batch, micro = first.batch or unit, first.micro or 1
+    batch = max(round(batch / ratio / unit) * unit, unit) if ratio > 1 else batch
+    return replace(first, batch=batch, micro=max(micro // ratio, 1))
+
+
+def _account(record: dict[str, Any], first: Sizes) -> Account:
+    situation, decision = table(record.get("situation")), table(record.get("decision"))
+    ratio = _length_ratio(record)
+    own = _first_in(first, ratio)
+    sizes = {"global_batch_size": own.batch, "micro_batch_size": own.micro}
+    known = (row for row in rows(situation.get("rows")) if sizes.items() <= row.items())
+    found = next((row for row in known if sizes_of(row).layout == own.layout), {})
+    source, sd = text(found.get("source"), 20), number(found.get("relative_sd")) or 0.0
+    critical = number(decision.get("critical_batch_size"))
+    is_told = source in ("measured", "profiled", "corrected")
+    return Account(
+        elapsed_s=number(situation.get("elapsed_s")),
+        paused_s=number(situation.get("paused_s")) or 0.0,
+        deciding_s=number(record.get("seconds")) or 0.0,
+        length_ratio=ratio,
+        critical_batch_size=critical if critical and critical > 0 else None,
+        is_bound=decision.get("critical_batch_size_is_bound") is True,
+        first=own,
+        first_samples_per_s=number(found.get("samples_per_s")) if is_told else None,
+        first_sd=0.0 if source == "measured" else min(max(sd, 0.0), 0.9),
+    )
+
+
+def _decision(
+    place: int, record: dict[str, Any], now: dict[str, Any], first: Sizes | None
+) -> DecisionRecord:
     decision, situation = table(record.get("decision")), table(record.get("situation"))
-    now, to = table(situation.get("now")), table(decision.get("to"))
-    kind = text(decision.get("kind"), 20)
-    candidates, growth = rows(decision.get("candidates")), number(situation.get("growth"))
+    to, kind = table(decision.get("to")), text(decision.get("kind"), 20)
+    growth = number(table(situation.get("rules")).get("growth"))
+    candidates = rows(decision.get("candidates"))
     candidate = _candidate(candidates, now=now, to=to, kind=kind, growth=growth)
     gain = number(decision.get("gain"))
     return DecisionRecord(
@@ -331,6 +434,7 @@ def _decision(place: int, record: dict[str, Any]) -> DecisionRecord:
         to=sizes_of(to),
         predicted=number(to.get("samples_per_s")),
         target=number(decision.get("target_batch")),
+        account=None if first is None else _account(record, first),
     )
 
 
@@ -429,32 +533,10 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
     if kind == "messages":
         line = text(record.get("line"))
     if kind == "fork":
-        line = _fork_line(table(record.get("outcome")))
+        line = str(fork_record(record))
     if kind.startswith("switch.") and (reason := text(record.get("reason"))):
         line = f"{line}: {reason}"
     if kind == "start" and (remark := text(record.get("note"))):
         line = f"{line}; {remark}"
     t = seconds_of(record.get("time"))
     return NoteRecord(kind=kind, t=t, iteration=whole(record.get("iteration")), line=line)
-
-
-def _fork_line(outcome: dict[str, Any]) -> str:
-    """A fork test in words: its branches with their losses, or why it was not made."""
-    said = text(outcome.get("reason"))
-    if outcome.get("kind") != "done":
-        return f"fork test {text(outcome.get('kind'), 20)}" + (f": {said}" if said else "")
-    found = outcome.get("branches")
-    told, branches = [], found if isinstance(found, list) else []
-    is_of_messages = any(
-        table(table(b).get("branch")).get("pipeline_message_bits") for b in branches
-    )
-    for result in branches[:_MOST_BRANCHES]:
-        batch = whole(table(table(result).get("branch")).get("global_batch_size"))
-        # A trial of messages is judged by the last weights.
-        loss = number(table(result).get("loss_last" if is_of_messages else "loss_averaged"))
-        bits = whole(table(table(result).get("branch")).get("pipeline_message_bits"))
-        batch = f"{batch} with messages of {bits} bits" if bits else batch
-        told.append(f"batch {batch} loss {'unknown' if loss is None else f'{loss:.4f}'}")
-    kept = whole(outcome.get("kept"))
-    end = "discarded" if kept is None else f"branch {kept} kept"
-    return f"fork test over {whole(outcome.get('samples'))} samples: {', '.join(told)}; {end}"

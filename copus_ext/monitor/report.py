@@ -16,6 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from copus_ext.monitor import figures, summary
+from copus_ext.monitor.explain import date
 from copus_ext.monitor.landscape import chosen_decisions, landscape
 from copus_ext.monitor.liveness import liveness
 from copus_ext.monitor.run_files import RunHistory, RunReader
@@ -75,10 +76,11 @@ class ReportData:
             figures.experts_figure(runs),
             figures.pauses_figure(runs),
             figures.prediction_figure(runs),
+            figures.forks_figure(runs),
         ]
         return {
             "version": VERSION,
-            "made": summary.date(t),
+            "made": date(t),
             "made_t": t,
             "reload_s": None if is_over else reload_s,
             "runs": [_about(run) for run in runs],

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from copus_ext.controller.decision_log import NAME as JOURNAL
 from copus_ext.controller.decision_log import upgraded
-from copus_ext.monitor.journal import DecisionHistory, slim
+from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.monitor.values import measured, number, table, text, whole, written
 from copus_ext.reshard.checked import read_value
 from megatron.training.common.control import PAUSE_FILE, STOP_FILE
@@ -146,6 +146,8 @@ class RunHistory:
     name: str
     is_whole: bool = True
     """Whether the record was read from its beginning."""
+    has_whole_journal: bool = True
+    """Whether the journal was read from its beginning."""
     config: dict[str, Any] = field(default_factory=dict)
     """Resolved flags of the last launch."""
     decisions: DecisionHistory = field(default_factory=DecisionHistory)
@@ -264,7 +266,7 @@ class RunReader:
                 self._take(record)
         for place, line in self._journal.lines():
             if (record := _record_of(line)) is not None:
-                self._decisions.add(place, slim(record))
+                self._decisions.add(place, record)
 
     def decision_at(self, place: int) -> dict[str, Any]:
         """The journal's whole record at an offset; empty if it is no longer there."""
@@ -276,6 +278,7 @@ class RunReader:
         found = RunHistory(path=self.run, name=self.name, config=config)
         found.decisions, found.last = self._decisions, self._last
         found.is_whole = self._metrics.is_whole
+        found.has_whole_journal = self._journal.is_whole
         committed = committed_history(self._records)
         for record in committed:
             _add(found, record["value"])

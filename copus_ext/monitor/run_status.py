@@ -150,8 +150,7 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
     t = time.time() if t is None else t
     reader.refresh()
     run = reader.history()
-    of_launch = [step for step in run.steps[-_STEPS:] if step.launch == run.launch]
-    steps = of_launch or run.steps[-_STEPS:]  # a new launch shows the last steps of the one before
+    steps = _last_steps(run)
     last = steps[-1] if steps else None
     signs = liveness(run, t=t)
     entered_t, layout = _layout(run)
@@ -193,6 +192,27 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         **_position(run, last, signs.is_alive, wall_samples_per_s),
         **pace,
     )
+
+
+def seconds_left(run: RunHistory, *, t: float) -> float | None:
+    """Seconds to the end of a run at the pace of its last steps; None if unknown, or if it is over.
+
+    Args:
+        run: what was read.
+        t: now, seconds since the epoch.
+    """
+    steps = _last_steps(run)
+    if not steps:
+        return None
+    entered_t, layout = _layout(run)
+    pace = _pace(run, steps, entered_t=entered_t, layout=layout).get("wall_samples_per_s")
+    return _position(run, steps[-1], liveness(run, t=t).is_alive, pace)["left_s"]
+
+
+def _last_steps(run: RunHistory) -> list[Step]:
+    """The last steps of the last launch; of the one before until it has one."""
+    steps = run.steps[-_STEPS:]
+    return [step for step in steps if step.launch == run.launch] or steps
 
 
 def _noise(step: Step) -> Noise:

@@ -5,27 +5,29 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
 
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor.downsample import running_mean
-from copus_ext.monitor.explain import difference, headline, percent, result, seconds, switch_result
+from copus_ext.monitor.explain import (
+    date,
+    difference,
+    headline,
+    percent,
+    result,
+    seconds,
+    switch_result,
+    time_left,
+)
 from copus_ext.monitor.journal import ABANDONED, CALLED_OFF, DecisionRecord, OutcomeRecord
 from copus_ext.monitor.liveness import liveness
 from copus_ext.monitor.run_files import QUIET_EVENTS, Launch, RunHistory
+from copus_ext.monitor.run_status import seconds_left
+from copus_ext.monitor.time_saved import so_far
 from copus_ext.monitor.values import number, text
 from megatron.training.common.errors import counted
-
-
-def date(t: float | None) -> str:
-    """A time of day, UTC; `-` if unknown."""
-    try:
-        return "-" if t is None else f"{datetime.fromtimestamp(t, timezone.utc):%Y-%m-%d %H:%M:%S}"
-    except (OverflowError, ValueError, OSError):
-        return "-"
 
 
 def amount(value: float | None) -> str:
@@ -62,7 +64,9 @@ def facts(run: RunHistory) -> list[list[str]]:
         ["Layout", " then ".join(_short([x.layout for x in run.layouts])) or "-"],
         ["Batch", " then ".join(_short(_batches(run))) or "-"],
         ["Controller", _controller(run)],
+        ["So far", so_far(run)[0]],
         ["To gain", str(run.decisions.headroom or "")],
+        ["Time left", _left(run)],
         ["Began", f"{date(run.begin)} UTC" if run.begin is not None else ""],
         ["Took", seconds(_between(run.begin, run.last))],
         ["Of this", "; ".join(time_spent(run))],
@@ -76,6 +80,12 @@ def facts(run: RunHistory) -> list[list[str]]:
     if skipped:
         lines.insert(5, ["Skipped steps", f"{skipped:,}"])
     return [[label, value] for label, value in lines if value not in ("", "-")]
+
+
+def _left(run: RunHistory) -> str:
+    t = time.time()
+    left_s = seconds_left(run, t=t)
+    return "" if left_s is None else time_left(left_s, run.decisions.headroom, t=t)
 
 
 def model(config: dict[str, Any]) -> str:

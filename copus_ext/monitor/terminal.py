@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from copus_ext.monitor.controller_status import ChangeStatus, ControllerStatus
-from copus_ext.monitor.explain import percent, seconds
+from copus_ext.monitor.explain import percent, seconds, time_left
 from copus_ext.monitor.liveness import State
 from copus_ext.monitor.run_status import RunStatus
 from megatron.training.common.errors import counted
@@ -61,7 +61,8 @@ def _rows(status: RunStatus) -> Iterator[tuple[str, RenderableType]]:
     if status.share_done is not None:
         yield "", ProgressBar(total=1.0, completed=min(status.share_done, 1.0), width=40)
     if status.left_s is not None:
-        yield "time left", seconds(status.left_s)
+        headroom = None if status.controller is None else status.controller.headroom
+        yield "time left", time_left(status.left_s, headroom, t=status.t)
     if status.loss is not None or status.valid_loss is not None:
         yield "loss", _loss(status)
     if status.step_s is not None:
@@ -137,6 +138,8 @@ def _decisions(
 ) -> Iterator[tuple[str, RenderableType]]:
     mode = "observes only, " if controller.mode == "observe" else ""
     where = "" if controller.iteration is None else f"at step {controller.iteration:,}: "
+    if controller.so_far:
+        yield "so far", controller.so_far
     if controller.headroom is not None:
         yield "to gain", str(controller.headroom)
     held = "paused by control/pause; " if paused else ""

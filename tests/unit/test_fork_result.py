@@ -10,7 +10,7 @@ import pytest
 
 from copus_ext.controller import fork_test
 from copus_ext.goodput.fork_result import Branch, BranchResult, ForkPlan, ForkResult
-from copus_ext.monitor.journal import _fork_line
+from copus_ext.monitor.forks import fork_record
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.config.layout import Layout
 from megatron.training.train.job import RunServices
@@ -74,16 +74,19 @@ def test_a_result_comes_back_from_json() -> None:
     assert ForkResult.from_json(json.loads(text)) == result()
 
 
+TOLD = "fork test over 48 samples: batch 8 at 2 times the rate loss 2.2500"
+
+
 @pytest.mark.parametrize(
     ("found", "line"),
     [
-        (result(), "fork test over 48 samples: batch 8 loss 2.2500; branch 0 kept"),
-        (result(kept=None), "fork test over 48 samples: batch 8 loss 2.2500; discarded"),
+        (result(), f"{TOLD}; branch 0 kept"),
+        (result(kept=None), f"{TOLD}; discarded"),
         (result(kind="refused", reason="no memory"), "fork test refused: no memory"),
     ],
 )
 def test_the_report_says_what_came_of_it(found: ForkResult, line: str) -> None:
-    assert _fork_line(found.to_json()) == line
+    assert str(fork_record({"outcome": found.to_json()})) == line
 
 
 @pytest.mark.parametrize(

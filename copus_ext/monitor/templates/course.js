@@ -68,5 +68,7 @@ function drawFigure(figure) {
     layout.xaxis = { ...layout.xaxis, title: { text: titles[chosen.axis] },
       uirevision: chosen.axis };
   }
+  layout.annotations = (layout.annotations || []).map(
+    (note) => ({ ...note, text: plain(note.text) }));
   Plotly.react(place, figure.data.map((trace) => dressed(trace, unit)), layout, config());
 }

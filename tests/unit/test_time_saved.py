@@ -1,0 +1,456 @@
+"""What a run has gained so far against staying in its first configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from copus_ext.controller.decision_log import DecisionLog
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
+from copus_ext.monitor.run_files import RunHistory, RunReader
+from copus_ext.monitor.time_saved import Stretch, so_far, stretches_of, time_saved
+from megatron.training.logging.log_line import StepReport
+from megatron.training.logging.tracker import Tracker
+from tests.helpers.recorded import noise, row, situation
+
+LAYOUT = "tp1.pp1.dp2"
+FIRST = f"batch 4 in micro-batches of 2 on {LAYOUT}"
+AWAY = Stretch(
+    samples=320.0,
+    seconds=32.0,
+    own_s=2.0,
+    batch=16,
+    first_batch=4,
+    is_first=False,
+    critical_batch_size=8.0,
+    first_samples_per_s=4.0,
+)
+AT_FIRST = dataclasses.replace(
+    AWAY, samples=40.0, seconds=11.0, own_s=1.0, batch=4, is_first=True, critical_batch_size=None
+)
+
+
+def brute_force(
+    steps: list[tuple[int, float]], *, first: int, speed: float, phi: float
+) -> tuple[float, float]:
+    """Seconds that steps took, and those of the first batch to the same progress, in tiny steps.
+
+    Args:
+        steps: batch and seconds of each.
+        first: batch of the first configuration.
+        speed: samples per second of it.
+        phi: critical batch size.
+    """
+    progress = sum(batch / (1.0 + batch / phi) for batch, _ in steps)
+    done = staying_s = 0.0
+    while done < progress:
+        done += 0.001 / (1.0 + first / phi)
+        staying_s += 0.001 / speed
+    return sum(seconds for _, seconds in steps), staying_s
+
+
+def test_the_estimate_is_that_of_a_spelled_out_race() -> None:
+    found = time_saved([AWAY])
+    # 320 samples in batches of 16 are 320 / (1 + 16/8) = 106.7 units of progress. Batch 4 needs
+    # 106.7 (1 + 4/8) = 160 samples for them, at 4 samples/s 40 s.
+    assert found is not None
+    assert (found.taken_s, found.staying_s) == (32.0, pytest.approx(40.0))
+    assert found.share == pytest.approx(0.2)
+    taken_s, staying_s = brute_force([(16, 1.6)] * 20, first=4, speed=4.0, phi=8.0)
+    assert taken_s == pytest.approx(found.taken_s)
+    assert staying_s == pytest.approx(found.staying_s, rel=1e-4)
+
+
+@pytest.mark.parametrize("phi", [1.0, 5.0, 40.0, 1000.0])
+@pytest.mark.parametrize("batch", [2, 4, 64])
+def test_any_stretch_is_that_of_a_race(phi: float, batch: int) -> None:
+    steps = [(batch, 0.25 + 0.01 * batch)] * 12
+    taken_s, staying_s = brute_force(steps, first=8, speed=16.0, phi=phi)
+    stretch = dataclasses.replace(
+        AWAY,
+        samples=12.0 * batch,
+        seconds=taken_s,
+        batch=batch,
+        first_batch=8,
+        critical_batch_size=phi,
+        first_samples_per_s=16.0,
+    )
+    found = time_saved([stretch])
+    assert found is not None and found.staying_s == pytest.approx(staying_s, rel=1e-3)
+
+
+def test_the_range_is_that_of_half_and_twice_the_critical_batch_size() -> None:
+    found = time_saved([AT_FIRST, AWAY])
+    assert found is not None
+
+    def share(phi: float) -> float:
+        staying_s = 10.0 + 320.0 * (1.0 + 4.0 / phi) / (1.0 + 16.0 / phi) / 4.0
+        return 1.0 - 43.0 / staying_s
+
+    assert found.share == pytest.approx(share(8.0))
+    assert (found.low, found.high) == (pytest.approx(share(4.0)), pytest.approx(share(16.0)))
+
+
+def test_a_speed_that_was_not_measured_widens_the_range() -> None:
+    sure = time_saved([AWAY])
+    unsure = time_saved([dataclasses.replace(AWAY, first_sd=0.1)])
+    assert sure is not None and unsure is not None
+    assert unsure.share == sure.share and unsure.low < sure.low < sure.high < unsure.high
+
+
+def test_in_the_first_configuration_only_pauses_and_decisions_are_lost() -> None:
+    found = time_saved([AT_FIRST])
+    assert found is not None and (found.taken_s, found.staying_s) == (11.0, 10.0)
+    assert found.low == found.high == found.share == pytest.approx(-0.1)
+
+
+def test_only_another_batch_needs_a_critical_batch_size() -> None:
+    same = dataclasses.replace(AWAY, batch=4, critical_batch_size=None)
+    found = time_saved([same])
+    assert found is not None and found.staying_s == pytest.approx(80.0)
+    assert found.low == found.high == found.share
+    assert time_saved([dataclasses.replace(AWAY, critical_batch_size=None)]) is None
+    assert time_saved([dataclasses.replace(AWAY, first_samples_per_s=None)]) is None
+    assert time_saved([]) is None
+
+
+def test_a_short_stretch_that_cannot_be_compared_is_left_out() -> None:
+    odd = dataclasses.replace(AWAY, seconds=3.0, first_samples_per_s=None)
+    assert time_saved([AWAY, odd]) == time_saved([AWAY])
+    assert time_saved([AWAY, dataclasses.replace(odd, seconds=4.0)]) is None
+
+
+# From the files of a run.
+
+
+class Run:
+    """Writes the steps and the decisions of a run, as the trainer and the controller do.
+
+    Args:
+        path: its directory.
+        batch: of the first step.
+        mode: of the controller.
+        ratio: samples in which the run counts that a sample of the present phase is.
+    """
+
+    def __init__(self, path: Path, *, batch: int = 4, mode: str = "act", ratio: int = 1) -> None:
+        self.path, self.mode, self.ratio = path, mode, ratio
+        self.batch, self.iteration, self.samples, self.number = batch, 0, 0, 0
+        self.elapsed_s = self.paused_s = 0.0
+        self.speeds: dict[int, tuple[float, str]] = {}
+        self.phi: float | None = 8.0
+        self.launch("job.0.0")
+
+    def launch(self, name: str, *, layout: str = LAYOUT) -> None:
+        self.tracker, self.log = Tracker(self.path, launch=name), DecisionLog(self.path)
+        self.log.count_from(ratio=self.ratio, rest=0)
+        self.layout = layout
+        self.tracker.event("run.start", self.iteration, self.samples, layout=layout)
+        at = {"iteration": self.iteration, "consumed_samples": self.samples // self.ratio}
+        self.log.append("start", **at, mode=self.mode, flags={}, layout=layout)
+
+    def step(self, num: int, seconds: float) -> None:
+        for _ in range(num):
+            self.iteration += 1
+            self.samples += self.batch * self.ratio
+            self.elapsed_s += seconds
+            report = StepReport(
+                iteration=self.iteration,
+                train_iterations=1000,
+                consumed_samples=self.samples,
+                elapsed_per_iteration_ms=1000.0 * seconds,
+                learning_rate=1e-3,
+                global_batch_size=self.batch,
+                losses={"lm loss": 3.0},
+            )
+            self.tracker.step(report, micro_batch_size=2 // self.ratio, updated=True)
+
+    def decide(self, to: int | None = None, *, seconds: float = 0.0) -> None:
+        """A decision, and the change to a batch if there is one."""
+        inputs = self.inputs()
+        decision = dataclasses.replace(decide(inputs), critical_batch_size=self.phi)
+        decision = dataclasses.replace(decision, kind="stay", to=inputs.now)
+        if to is not None:
+            wanted = next(r for r in inputs.rows if r.global_batch_size == to)
+            decision = dataclasses.replace(decision, kind="batch", to=wanted)
+        self.number += 1
+        self.log.record_decision(
+            inputs,
+            decision,
+            number=self.number,
+            applied=to is not None and self.mode == "act",
+            seconds=seconds,
+        )
+        if to is not None and self.mode == "act":
+            self.batch = to
+
+    def inputs(self) -> DecisionInputs:
+        sizes = sorted({2, 4, 8, 16, 32, self.batch})
+        rows = [self.row(size) for size in sizes]
+        return dataclasses.replace(
+            situation(self.iteration),
+            noise=noise(self.phi),
+            rows=tuple(rows),
+            current=sizes.index(self.batch),
+            consumed_samples=self.samples // self.ratio,
+            elapsed_s=self.elapsed_s,
+            paused_s=self.paused_s,
+        )
+
+    def row(self, size: int) -> ConfigThroughput:
+        speed, source = self.speeds.get(size, (10.0, "predicted"))
+        dp = 2 if self.layout == LAYOUT else 1
+        made = row(
+            size, speed, micro=2 // self.ratio, dp=dp, sd=0.0 if source == "measured" else 0.1
+        )
+        return dataclasses.replace(made, source=source)
+
+    @property
+    def history(self) -> RunHistory:
+        reader = RunReader(self.path)
+        reader.refresh()
+        return reader.history()
+
+    @property
+    def line(self) -> str:
+        return so_far(self.history)[0]
+
+
+def grown(path: Path, **options: Any) -> Run:
+    """40 samples in batches of 4, 1 s each, and then 320 in batches of 16, in 30 s."""
+    run = Run(path, **options)
+    run.step(10, 1.0)
+    run.speeds[4] = 4.0, "measured"
+    run.decide(16)
+    run.step(10, 1.5)
+    run.decide()
+    run.step(10, 1.5)
+    return run
+
+
+def test_a_run_that_grew_has_saved_what_the_race_says(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    first, *rest = stretches_of(run.history)
+    assert first.is_first and (first.samples, first.seconds) == (40.0, 10.0)
+    assert [(s.samples, s.seconds, s.is_first) for s in rest] == [(160.0, 15.0, False)] * 2
+    # 10 s and 40 s of staying; 10 s and 30 s were taken.
+    staying = [10.0 + 80.0 * (1 + 4 / phi) / (1 + 16 / phi) for phi in (4.0, 16.0)]
+    low, high = (100 * (1.0 - 40.0 / s) for s in staying)
+    assert run.line == (
+        f"20 % less time than staying at {FIRST} ({low:.1f} to {high:.0f} %, by the "
+        "critical batch size)"
+    )
+
+
+def test_a_loss_is_said_as_plainly(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(10, 1.0)
+    run.speeds[4] = 4.0, "measured"
+    run.decide(16)
+    run.step(20, 6.0)
+    # 10 s and 40 s of staying; 10 s and 120 s were taken.
+    assert run.line.startswith(f"160 % more time than staying at {FIRST} (")
+    assert run.line.endswith(" %, by the critical batch size)")
+    assert "less" not in run.line
+
+
+def test_gain_and_loss_are_told_apart_in_the_range(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(10, 1.0)
+    run.speeds[4] = 4.0, "measured"
+    run.decide(16)
+    run.step(20, 1.7)
+    share = {phi: 1.0 - 44.0 / (10.0 + 80.0 * (1 + 4 / phi) / (1 + 16 / phi)) for phi in (4, 16)}
+    more, less = -100 * share[4], 100 * share[16]
+    assert more > 0 and less > 0
+    assert f"({more:.1f} % more to {less:.0f} % less, by the critical batch size)" in run.line
+
+
+def test_pauses_forks_and_decisions_count(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(10, 1.0)
+    run.speeds[4] = 4.0, "measured"
+    run.decide(16, seconds=0.25)
+    run.elapsed_s, run.paused_s = run.elapsed_s + 2.0, 2.0
+    run.step(10, 1.5)
+    run.decide()
+    at = {"iteration": run.iteration, "consumed_samples": run.samples}
+    run.log.append("fork", **at, outcome={"kind": "done", "seconds": 3.0, "branches": []})
+    run.elapsed_s += 3.0
+    run.step(10, 1.5)
+    run.decide()
+    found = time_saved(stretches_of(run.history))
+    assert found is not None
+    assert found.taken_s == pytest.approx(40.0 + 0.25 + 2.0 + 3.0)
+    assert found.staying_s == pytest.approx(50.0)
+
+
+def test_a_kept_branch_of_a_fork_has_trained(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(10, 1.0)
+    run.decide()
+    branches = [{"seconds": 5.0}, {"seconds": 4.0}]
+    outcome = {"kind": "done", "seconds": 10.0, "branches": branches, "kept": 0}
+    at = {"iteration": run.iteration, "consumed_samples": run.samples}
+    run.log.append("fork", **at, outcome=outcome)
+    run.elapsed_s += 10.0
+    run.samples, run.iteration = run.samples + 20, run.iteration + 5
+    run.decide()
+    _, forked = stretches_of(run.history)
+    assert (forked.samples, forked.seconds, forked.own_s) == (20.0, 10.0, 5.0)
+
+
+def test_steps_that_a_restart_did_again_count_once(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    line = run.line
+    run.decide(32)  # undone below
+    run.step(4, 9.0)
+    run.batch, run.iteration, run.samples, run.elapsed_s = 16, 20, 200, 25.0
+    run.number = 2
+    run.launch("job.0.1")
+    run.step(10, 1.5)
+    assert run.line == line, "the restart went back to after the second decision"
+    run.decide()
+    assert run.line == line
+
+
+def test_a_run_that_goes_on_elsewhere_counts_from_its_first_decision_there(tmp_path: Path) -> None:
+    run = Run(tmp_path / "before")
+    run.step(10, 1.0)
+    run.path = tmp_path / "after"
+    run.launch("job.0.0")
+    run.speeds[4] = 4.0, "measured"
+    run.decide(16)
+    run.step(20, 1.5)
+    (only,) = stretches_of(run.history)
+    assert (only.samples, only.seconds, only.is_first) == (320.0, 30.0, False)
+
+
+def test_longer_samples_are_counted_in_their_own_length(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    run.decide()
+    run.ratio, run.batch = 2, 8
+    run.log.count_from(ratio=2, rest=0)
+    run.speeds = {2: (1.5, "corrected")}
+    run.phi = 4.0
+    run.step(10, 2.0)
+    run.decide()
+    last = stretches_of(run.history)[-1]
+    # Batch 4 is 2 samples of twice the length.
+    assert (last.samples, last.seconds, last.batch, last.first_batch) == (80.0, 20.0, 8, 2)
+    assert not last.is_first and last.first_samples_per_s == 1.5 and last.first_sd == 0.1
+    found = time_saved(stretches_of(run.history))
+    assert found is not None
+    # The batch went by a critical batch size of 8 samples of the first length when this began.
+    phi = 8.0 / 2
+    assert found.staying_s == pytest.approx(50.0 + 80.0 * (1 + 2 / phi) / (1 + 8 / phi) / 1.5)
+
+
+def test_a_layout_that_the_user_changed_is_no_gain(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    run.decide()
+    run.launch("job.0.1", layout="tp1.pp2.dp1")
+    run.speeds = {4: (3.0, "corrected")}
+    run.step(10, 2.0)
+    run.decide()
+    last = stretches_of(run.history)[-1]
+    assert last.first_samples_per_s == 3.0 and not last.is_first
+    assert "staying at batch 4 in micro-batches of 2 on tp1.pp2.dp1" in run.line
+    assert "by the critical batch size and the predicted speed" in run.line
+
+
+def unchanged(path: Path) -> Run:
+    run = Run(path)
+    run.step(10, 1.0)
+    run.decide()
+    return run
+
+
+def observed(path: Path) -> Run:
+    return grown(path, mode="observe")
+
+
+def undecided(path: Path) -> Run:
+    run = Run(path)
+    run.step(1, 1.0)
+    return run
+
+
+def without_noise(path: Path) -> Run:
+    run = Run(path)
+    run.phi, run.speeds[4] = None, (4.0, "measured")
+    run.step(10, 1.0)
+    run.decide(16)
+    run.step(10, 1.5)
+    return run
+
+
+def never_timed(path: Path) -> Run:
+    run = Run(path)
+    run.step(1, 1.0)
+    run.decide(16)
+    run.step(10, 1.5)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (
+            unchanged,
+            f"nothing yet: every step was made in the first configuration, {FIRST}",
+        ),
+        (observed, "nothing: the controller only observes"),
+        (undecided, "nothing yet: the controller has only begun"),
+        (without_noise, "not known: no decision knew a critical batch size"),
+        (never_timed, f"not known: {FIRST} was not timed"),
+    ],
+)
+def test_what_cannot_be_known_is_said_in_words(make: Any, line: str, tmp_path: Path) -> None:
+    assert make(tmp_path).line == line
+
+
+def test_a_run_without_a_controller_has_no_line(tmp_path: Path) -> None:
+    with Tracker(tmp_path, launch="a") as tracker:
+        tracker.event("run.start", 0, 0, layout=LAYOUT)
+    reader = RunReader(tmp_path)
+    reader.refresh()
+    assert so_far(reader.history()) == ("", None)
+
+
+def test_of_a_journal_whose_beginning_was_not_read_nothing_is_claimed(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    size = (tmp_path / "journal.jsonl").stat().st_size
+    reader = RunReader(run.path, most_bytes=size - 100)
+    reader.refresh()
+    line, _ = so_far(reader.history())
+    assert line == "not known: the journal is too long to read here; the report reads all of it"
+
+
+def test_steps_whose_record_is_lost_end_the_account(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [r for r in records if r.get("iteration") != 21]
+    path.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept))
+    assert sum(s.samples for s in stretches_of(run.history)) == 200.0
+    assert run.line.endswith("; until step 20")
+
+
+def test_another_micro_batch_needs_no_critical_batch_size(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(10, 1.0)
+    run.speeds[4] = 4.0, "measured"
+    run.decide(4)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for i in range(11, 21):
+            step = {"v": 1, "kind": "step", "launch": "job.0.0", "iteration": i}
+            step |= {"consumed_samples": 4 * i, "elapsed_per_iteration_ms": 500.0}
+            file.write(json.dumps(step | {"global_batch_size": 4, "micro_batch_size": 4}) + "\n")
+    # 15 s were taken, and staying takes 20 s.
+    assert run.line == f"25 % less time than staying at {FIRST}"
