@@ -24,6 +24,7 @@ from copus_ext.planner.request import (
     GPUS_PER_NODE,
     InputProblem,
     UsageProblem,
+    add_model_flags,
     batches,
     cluster_of,
     configuration_of,
@@ -128,10 +129,7 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
 
 def _add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool) -> None:
     """Flags that every command has: model, cluster, and what to search."""
-    model = p.add_argument_group("model")
-    model.add_argument("--model", help="a name such as gpt3-175b, or a Hugging Face config.json")
-    model.add_argument("--megatron-args", metavar="FLAGS", help="Megatron's flags in one text")
-    model.add_argument("--seq-length", type=int, help="tokens of a sample")
+    add_model_flags(p.add_argument_group("model"))
     where = p.add_argument_group("cluster")
     where.add_argument("--cluster", help="KIND:GPUS such as h100-80g:64, a JSON file, or here")
     where.add_argument("--nodes", type=int, help="number of nodes, with --gpu")
@@ -166,6 +164,8 @@ def _add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool) -> None:
         action="store_true",
         help="gradients and weights do not travel while passes compute",
     )
+    words = "activations are whole on every tensor parallel rank"
+    search.add_argument("--no-sequence-parallel", action="store_true", help=words)
     search.add_argument(
         "--use-tp-pp-dp-mapping",
         action="store_true",
@@ -250,6 +250,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         round_down=args.decrease_batch_size_if_needed,
         overlap=not args.no_overlap and model.clip_group_size is None,
         use_tp_pp_dp_mapping=uses_tp_pp_dp_mapping(args),
+        sequence_parallel=not args.no_sequence_parallel,
         cp_comm_types=cp_comm_types_of_flags(args),
         logits_chunks=logits_chunks_of(args, model),
         pipeline_message_bits=pipeline_message_bits_of(args),
@@ -257,6 +258,8 @@ def planner_of(args: argparse.Namespace) -> Any:
     for name, (_, command) in _FORMER.items():
         if getattr(args, name):
             model.check_dense(f"`{command}`")
+    if args.no_sequence_parallel:
+        model.check_dense("--no-sequence-parallel")
     cluster = cluster_of(args)
     if uses_tp_pp_dp_mapping(args) and (args.order or args.uneven):
         raise UsageProblem(
@@ -293,6 +296,7 @@ def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, 
             world_size=world_size,
             overlap=planner.limits.overlap,
             use_tp_pp_dp_mapping=uses_tp_pp_dp_mapping(args),
+            sequence_parallel=planner.limits.sequence_parallel,
         )
     )
     if isinstance(found, Ranked):

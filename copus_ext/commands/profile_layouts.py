@@ -45,6 +45,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     words = "exchanges of keys and values to time with cp, such as all_gather,a2a"
     p.add_argument("--cp-comm-type", metavar="TYPES", help=words)
     p.add_argument("--no-overlap", action="store_true", help="without overlap of communication")
+    words = "with whole activations on every tensor parallel rank"
+    p.add_argument("--no-sequence-parallel", action="store_true", help=words)
     words = "with the optimizer's state on every replica"
     p.add_argument("--no-distributed-optimizer", action="store_true", help=words)
     p.add_argument("--largest", default="", help="largest sizes, such as vpp=1")
@@ -74,6 +76,7 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
         narrow_experts=True,
         overlap=not args.no_overlap and model.clip_group_size is None,
         use_tp_pp_dp_mapping=args.use_tp_pp_dp_mapping,
+        sequence_parallel=not args.no_sequence_parallel,
         use_distributed_optimizer=(not args.no_distributed_optimizer,),
         cp_comm_types=cp_comm_types_of_flags(args),
         logits_chunks=(megatron_flag(args, "logits_chunks") or 1,),

@@ -176,6 +176,7 @@ def timing_line(
         fixed += f",cp={layout.cp}" if shares else ""
         more = ["--cp-comm-type", c.cp_comm_type] if c.cp_comm_type else []
         more += [] if c.overlap else ["--no-overlap"]
+        more += [] if c.sequence_parallel or layout.tp == 1 else ["--no-sequence-parallel"]
         more += [] if c.use_distributed_optimizer else ["--no-distributed-optimizer"]
         batch = ["--global-batch-size", str(c.global_batch_size)]
         flags = " ".join(["--fix", fixed, *batch, "--recompute", c.recompute, *more])

@@ -11,7 +11,7 @@ from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.cost_model.context import CP_COMM_TYPES
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.profile import read_profile
@@ -60,6 +60,8 @@ _SPELLED = {
     },
 }
 """Flags that are not spelled like their field."""
+_IMPLEMENTED = ("implementation", "attention", "gradient_bytes", "optimizer_bytes")
+"""Flags of a model that a name or a config.json does not say."""
 _MAPPING = "use_tp_pp_dp_mapping"
 _OF_MESSAGES = ("logits_chunks", "pipeline_message_bits")
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
@@ -186,8 +188,37 @@ def configuration_of(
     )
 
 
+def add_model_flags(group: Any) -> None:
+    """Flags of `model_of`."""
+    group.add_argument("--model", help="a name such as gpt3-175b, or a Hugging Face config.json")
+    group.add_argument("--megatron-args", metavar="FLAGS", help="Megatron's flags in one text")
+    group.add_argument("--seq-length", type=int, help="tokens of a sample")
+    words = "whose layers, with --model (default: te, less sure of its memory than if you say so)"
+    group.add_argument("--implementation", choices=IMPLEMENTATIONS, help=words)
+    words = "kernels of attention with --model; torch has a softmax in fp32 (default: flash)"
+    group.add_argument("--attention", choices=list(ATTENTION), help=words)
+    words = "of a gradient element as kept and reduced, with --model (default: 4)"
+    group.add_argument("--gradient-bytes", type=int, choices=(2, 4), help=words)
+    words = "optimizer state of a parameter, with --model (default: 12, and 8 in fp32)"
+    group.add_argument("--optimizer-bytes", type=int, metavar="BYTES", help=words)
+
+
 def model_of(args: argparse.Namespace) -> Any:
-    """The model asked for."""
+    """The model asked for, implemented as flags say."""
+    spec = _described_model(args)
+    given = {n: x for n in _IMPLEMENTED if (x := getattr(args, n, None)) is not None}
+    if given and args.megatron_args is not None:
+        flags = ", ".join(map(flag_of, given))
+        raise UsageProblem(f"{flags}: --megatron-args says it with Megatron's own flags; drop one")
+    fields = {name: value for name, value in given.items() if name != "attention"}
+    fields |= ATTENTION.get(given.get("attention", ""), {})
+    if "implementation" in given:
+        fields["implementation_given"] = True
+    return dataclasses.replace(spec, **fields)
+
+
+def _described_model(args: argparse.Namespace) -> Any:
+    """The model of a name, a file or Megatron's flags."""
     if (args.model is None) == (args.megatron_args is None):
         raise UsageProblem("give one of --model and --megatron-args")
     if args.megatron_args is not None:

@@ -518,11 +518,14 @@ def _proposed(planner: Planner, batch: int) -> list[Site]:
 
 
 def order_factor(planner: Planner, configuration: Configuration) -> float:
-    """What measured times make of the predicted seconds of a configuration on links as they are."""
+    """What measured times make of the predicted seconds of a configuration on links as they are and
+    equal nodes, of which an order is found."""
     if not planner.timings:
         return 1.0
     even = dataclasses.replace(planner.cluster, nodes=())
-    return _on_even(planner, even).measured_factor(configuration)
+    linked = planner.on(even)
+    linked.retime(planner.timings)
+    return _on_even(linked, even).measured_factor(configuration)
 
 
 def _on_even(planner: Planner, even: ClusterSpec) -> Planner:
