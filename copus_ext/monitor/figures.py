@@ -440,17 +440,18 @@ def forks_figure(runs: Sequence[RunHistory]) -> Figure | None:
         return None
     data: list[Figure] = []
     layout: dict[str, Any] = {"annotations": []}
-    said = []
+    said, heights = [], [60 + 38 * (1 + len(fork.branches)) for _, fork in tests]
     for i, (where, fork) in enumerate(tests):
         said.append(f"{i + 1}. {fork.samples} samples for each branch: {fork.verdict}.")
         axis = str(i + 1) if i else ""
-        top, share = 1.0 - i / len(tests), 1.0 / len(tests)
-        domain = [max(top - 0.78 * share, 0.0), top - 0.2 * share]
+        # Above each is its title, and below it are the numbers of its axis.
+        ends = sum(heights[i + 1 :]) + 30, sum(heights[i:]) - 30
+        domain = [end / sum(heights) for end in ends]
         layout[f"xaxis{axis}"] = {"anchor": f"y{axis}", "nticks": 5, "tickangle": 0}
         layout[f"yaxis{axis}"] = {"domain": domain, "type": "category", "automargin": True}
         layout[f"yaxis{axis}"] |= {"autorange": "reversed"}
         title = f"{i + 1}. {where}after step {fork.iteration}"
-        place = {"xref": "paper", "x": 0, "yref": "paper", "y": domain[1] + 0.03 * share}
+        place = {"xref": "paper", "x": 0, "yref": "paper", "y": domain[1] + 4 / sum(heights)}
         style = {"xanchor": "left", "yanchor": "bottom", "showarrow": False}
         layout["annotations"].append({"text": title, **place, **style})
         data += _fork_traces(fork, axis)
@@ -461,7 +462,7 @@ def forks_figure(runs: Sequence[RunHistory]) -> Figure | None:
         "caption": "Each branch trained the same samples from the same weights. The loss of the "
         "same held-out samples, in nats per token, judges the average of its weights and the last "
         f"ones. Bars are two standard errors of a comparison. {' '.join(said)}",
-        "height": 90 + sum(90 + 32 * len(fork.branches) for _, fork in tests),
+        "height": 90 + sum(heights),
         "axis": False,
         "data": data,
         "layout": layout,
