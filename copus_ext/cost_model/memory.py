@@ -130,8 +130,10 @@ def _local_layer_bytes(rows: Rows) -> Any:
     `tests/distributed/test_activations.py`)."""
     e, tokens, h = rows.element_bytes, rows.tokens, rows.hidden_size
     rms, rope = rows.norm_vectors == 1, rows.learned_positions == 0
-    # RMSNorm computes in fp32 and keeps its input and output so; LayerNorm keeps two statistics.
-    norm = np.where(rms, (8.0 + e) * h + 4.0, 2.0 * e * h + 8.0)
+    # RMSNorm computes in fp32 and keeps its input and output so; LayerNorm keeps two statistics, in
+    # fp32 unless on a CPU rank.
+    statistics = np.where(rows.on_cpu, 2.0 * e, 8.0)
+    norm = np.where(rms, (8.0 + e) * h + 4.0, 2.0 * e * h + statistics)
     norm = np.where(rows.has_torch_norms, norm, 2.0 * e * h)
     mask = np.where(rows.dropout, e * h, 0.0)
     streams = 2.0 * tokens * (norm + mask) / np.where(rows.sequence_parallel, rows.tp, 1)

@@ -11,6 +11,8 @@ from typing import Any
 from tests.helpers.jobs import MOE, TINY, TINY_GPT2, layout_flags, run
 
 _BASES = {"llama": TINY, "gpt2": TINY_GPT2, "moe": MOE}
+IN_TORCH = "--bf16 --attention-backend unfused --no-masked-softmax-fusion"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 CASES = [
     ("llama", 1, 1, ""),
     ("llama", 1, 2, "--bf16"),
@@ -38,6 +40,10 @@ CASES = [
     ("llama", 1, 1, "--context-parallel-size 4 --cp-comm-type a2a --micro-batch-size 2"),
     ("gpt2", 1, 1, "--context-parallel-size 2"),
     ("gpt2", 1, 1, "--context-parallel-size 2 --cp-comm-type a2a"),
+    ("llama", 2, 1, f"{IN_TORCH} --attention-softmax-in-fp32"),
+    ("llama", 2, 1, IN_TORCH),
+    ("gpt2", 1, 2, f"{IN_TORCH} --attention-softmax-in-fp32 {DROPOUT}"),
+    ("gpt2", 2, 1, f"{IN_TORCH} --attention-softmax-in-fp32 --recompute-activations"),
 ]
 
 
