@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -19,6 +20,7 @@ from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
 from copus_ext.goodput.inputs import PRESENT
 from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor import run_status
+from copus_ext.monitor.explain import time_left
 from copus_ext.monitor.report import ReportData
 from copus_ext.monitor.run_status import RunStatus, read_status
 from copus_ext.monitor.terminal import screen
@@ -254,6 +256,33 @@ def test_crashes_count_and_later_launches_win(tmp_path: Path) -> None:
     now = read_status(tmp_path)
     assert (now.iteration, now.launches, now.crashes) == (4, 3, 2)
     assert "restarts" in [a.name for a in now.alarms]
+
+
+def test_the_time_left_says_what_another_schedule_could_save(tmp_path: Path) -> None:
+    t = 1e9
+    record_run(tmp_path, ended=False)
+    lock(tmp_path)
+    plain = read_status(tmp_path)
+    assert plain.left_s is not None
+    (line,) = [line for line in shown(plain).splitlines() if line.startswith("time left")]
+    assert "if nothing changes, until 20" in line and line.rstrip().endswith(" UTC")
+    record_decisions(tmp_path)
+    now = read_status(tmp_path)
+    found = now.controller and now.controller.headroom
+    assert found
+    most = dataclasses.replace(found.together, high=0.125)
+    some = dataclasses.replace(found, together=most)
+    assert time_left(80.0, some, t=t) == (
+        "1.3 min if nothing changes, until 2001-09-09 01:48:00 UTC; the best schedule could save "
+        "at most 12.5 % of it (10 s)"
+    )
+    none = dataclasses.replace(found, together=dataclasses.replace(most, high=0.004))
+    assert time_left(80.0, none, t=t).endswith("; no other schedule could save 0.5 % of it")
+    assert f"at most {100 * found.together.high:.1f} % of it" in shown(now)
+    book = ReportData([tmp_path])
+    book.refresh()
+    told = dict(book.payload()["runs"][0]["facts"])["Time left"]
+    assert f"at most {100 * found.together.high:.1f} % of it" in told
 
 
 def pushed_back(path: Path, kind: str) -> None:

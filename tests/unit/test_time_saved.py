@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from copus_ext.commands import pretrain
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.monitor.run_files import RunHistory, RunReader
+from copus_ext.monitor.run_status import read_status
+from copus_ext.monitor.summary import facts
+from copus_ext.monitor.terminal import screen
 from copus_ext.monitor.time_saved import Stretch, so_far, stretches_of, time_saved
 from megatron.training.logging.log_line import StepReport
 from megatron.training.logging.tracker import Tracker
@@ -362,6 +369,55 @@ def test_a_layout_that_the_user_changed_is_no_gain(tmp_path: Path) -> None:
     assert last.first_samples_per_s == 3.0 and not last.is_first
     assert "staying at batch 4 in micro-batches of 2 on tp1.pp2.dp1" in run.line
     assert "by the critical batch size and the predicted speed" in run.line
+
+
+def test_what_was_timed_counts_more_than_what_was_derived_later(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    line = run.line
+    run.speeds[4] = 400.0, "corrected"
+    run.decide()
+    assert run.line == line
+    assert [s.first_samples_per_s for s in stretches_of(run.history)] == [4.0] * 3
+
+
+def test_a_bound_of_the_critical_batch_size_is_named(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    path = tmp_path / "journal.jsonl"
+    text = path.read_text()
+    assert '"critical_batch_size_is_bound": false' in text
+    path.write_text(text.replace('_is_bound": false', '_is_bound": true'))
+    assert run.line.endswith(" %, by the bound of the critical batch size)")
+
+
+def test_a_launch_ends_with_the_line_if_anything_was_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(run: Run, *, code: int = 0, reason: Any = None) -> str:
+        outcome: Any = SimpleNamespace(run_dir=run.path, reason=reason, failure=None, save=None)
+        pretrain.tell_time_saved(outcome, code)
+        return capsys.readouterr().out
+
+    run = grown(tmp_path / "grown")
+    assert told(run) == f"copus: so far: {run.line}\n"
+    assert told(run, code=85) == ""
+    assert told(run, reason=SimpleNamespace(kind="signal", is_urgent=True)) == ""
+    assert told(unchanged(tmp_path / "unchanged")) == ""
+    (run.path / "journal.jsonl").unlink()
+    (run.path / "journal.jsonl").mkdir()
+    assert told(run) == "", "the run is done all the same"
+
+
+def test_status_and_report_show_the_line(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    controller = read_status(tmp_path).controller
+    assert controller is not None and controller.so_far == run.line
+    assert controller.time_saved is not None
+    assert controller.time_saved.share == pytest.approx(0.2)
+    out = io.StringIO()
+    Console(file=out, width=200, highlight=False).print(screen(read_status(tmp_path)))
+    (line,) = [line for line in out.getvalue().splitlines() if line.startswith("so far")]
+    assert line.split(maxsplit=2)[2].rstrip() == run.line
+    assert dict(facts(run.history))["So far"] == run.line
 
 
 def unchanged(path: Path) -> Run:
