@@ -63,7 +63,7 @@ def spec_of(args: Any) -> ModelSpec:
         gradient_bytes=_gradient_bytes(args),
         clip_group_size=getattr(args, "clip_group_size", None),
         kfac_interval=args.kfac_interval if getattr(args, "kfac", False) else None,
-        **ATTENTION[_attention(args)],
+        **ATTENTION[attention_of(args)],
         implementation="local" if is_local else "te",
         implementation_given=True,
     )
@@ -77,7 +77,7 @@ def _gradient_bytes(args: Any) -> int:
     return 2 if args.fp16 and not args.accumulate_allreduce_grads_in_fp32 else 4
 
 
-def _attention(args: Any) -> str:
+def attention_of(args: Any) -> str:
     """A key of `ATTENTION`. Without a flash kernel megatron-core runs its fused softmax where that
     is on, and else torch's, in fp32 where a flag says so. (Past the lengths of the fused softmax
     the cost model takes fp32, too.)"""

@@ -11,6 +11,7 @@ from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.cost_model.context import CP_COMM_TYPES
+from copus_ext.cost_model.megatron_flags import attention_of
 from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
@@ -38,6 +39,12 @@ _UNPRICED = (
 )
 """Fields of Megatron's flags that change the time or memory of a step, and that the cost model does
 not know."""
+_OF_TORCH_SOFTMAX = (
+    "attention_softmax_in_fp32",
+    "apply_query_key_layer_scaling",
+    "masked_softmax_fusion",
+)
+"""Those of them that the cost model knows where they make a softmax in plain torch and fp32."""
 _SEARCHED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
@@ -266,7 +273,9 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
     """What of a Megatron-LM command line the answer does not depend on, a line each."""
     args = _parsed(megatron_args)
     given = args.explicit_flags
-    unpriced = [_SPELLED.get(name, flag_of(name)) for name in _UNPRICED if name in given]
+    known = _OF_TORCH_SOFTMAX if attention_of(args) == "torch" else ()
+    unpriced = [n for n in _UNPRICED if n in given and n not in known]
+    unpriced = [_SPELLED.get(name, flag_of(name)) for name in unpriced]
     if args.optimizer != "adam":
         unpriced.append(f"--optimizer {args.optimizer}")
     searched = [flag_of(name) for name in _SEARCHED if name in given]

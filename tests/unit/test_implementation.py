@@ -25,6 +25,7 @@ from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.layers import price_partition, problem_of
+from copus_ext.planner.request import notes_on
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
 
@@ -227,3 +228,28 @@ def test_the_first_llamas_have_their_known_size() -> None:
     shape = "--num-layers 4 --hidden-size 6656 --num-attention-heads 52 --seq-length 2048"
     flags = f"{shape} --max-position-embeddings 2048 --vocab-size 1000 --swiglu"
     assert ModelSpec.from_megatron_flags(flags.split()).ffn == 17728, "as the trainer makes it"
+
+
+IN_FP32 = "--attention-softmax-in-fp32"
+IN_TORCH = "--attention-backend unfused --no-masked-softmax-fusion"
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "named"),
+    [
+        ("--attention-backend unfused", "unfused", ""),
+        (f"{IN_FP32} {IN_TORCH}", "torch", ""),
+        (IN_TORCH, "unfused", "--no-masked-softmax-fusion"),
+        (IN_FP32, "flash", IN_FP32),
+    ],
+)
+def test_attention_is_read_and_what_does_not_count_is_named(
+    flags: str, kind: str, named: str
+) -> None:
+    shape = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16"
+    text = f"{shape} --max-position-embeddings 64 --vocab-size 100 {flags}"
+    spec = ModelSpec.from_megatron_flags(text.split())
+    assert {name: getattr(spec, name) for name in ATTENTION[kind]} == ATTENTION[kind]
+    assert spec.implementation_given
+    told = " ".join(notes_on(text, no_overlap=True))
+    assert named in told and ("softmax" in told) is bool(named)
