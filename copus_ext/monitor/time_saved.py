@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,11 @@ _DOUBT = (0.5, 1.0, 2.0)
 
 _LEAST_COMPARED = 0.9
 """Least share of the time that must be comparable."""
+_MOST_SCATTER = 0.3
+"""Most relative standard deviation of the speed of a configuration that was not timed itself: a
+noisy machine, or links that change, can put what others tell of it wrong by any factor."""
+_SD_OF_MEDIAN = 1.4826
+"""Standard deviation over the median deviation of a normal distribution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,16 +208,28 @@ def _filled(values: Sequence[_Value | None]) -> list[_Value | None]:
 
 
 def _speeds(accounts: Sequence[Account]) -> list[_Speed | None]:
-    """The speed of the first configuration at each decision: as it was timed itself, else as other
-    configurations tell."""
+    """The speed of the first configuration at each decision: as it was last timed itself; else the
+    middle of what other configurations tell, with its scatter, if they agree."""
     found: list[_Speed | None] = [None] * len(accounts)
     for key in {(a.first, a.length_ratio) for a in accounts}:
         is_own = [(a.first, a.length_ratio) == key for a in accounts]
         known = [_speed(a) if own else None for a, own in zip(accounts, is_own)]
         timed = [None if speed is None or speed[1] else speed for speed in known]
-        best = _filled(timed if any(timed) else known)
+        best = _filled(timed) if any(timed) else [_middle(known)] * len(known)
         found = [speed if own else old for speed, own, old in zip(best, is_own, found)]
     return found
+
+
+def _middle(speeds: Sequence[_Speed | None]) -> _Speed | None:
+    """The median of some speeds, and the larger of their own error and their scatter; None without
+    any, or if they scatter too much to claim anything."""
+    known = [speed for speed in speeds if speed is not None]
+    if not known:
+        return None
+    middle = statistics.median(speed for speed, _ in known)
+    scatter = statistics.median(abs(math.log(speed / middle)) for speed, _ in known)
+    sd = max(_SD_OF_MEDIAN * scatter, statistics.median(sd for _, sd in known))
+    return None if sd > _MOST_SCATTER else (middle, sd)
 
 
 def _speed(account: Account) -> _Speed | None:
@@ -327,8 +345,8 @@ def so_far(run: RunHistory) -> tuple[str, TimeSaved | None]:
     if found is None:
         others = [s for s in stretches if not s.is_first and s.batch != s.first_batch]
         is_known = all(s.critical_batch_size for s in others)
-        why = f"{first} was not timed" if is_known else "no decision knew a critical batch size"
-        return f"not known: {why}", None
+        why = f"{first} was not timed, and what others tell of its speed is not sure enough"
+        return f"not known: {why if is_known else 'no decision knew a critical batch size'}", None
     share = _percent(found.share)
     side = f"{share} % {'less' if found.share > 0.0 else 'more'} time than"
     side = "as much time as" if share == "0.0" else side

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -380,6 +381,26 @@ def test_what_was_timed_counts_more_than_what_was_derived_later(tmp_path: Path) 
     assert [s.first_samples_per_s for s in stretches_of(run.history)] == [4.0] * 3
 
 
+@pytest.mark.parametrize(("speeds", "known"), [((3.5, 4.0, 4.5), True), ((1.0, 4.0, 9.0), False)])
+def test_what_others_tell_of_a_speed_counts_if_they_agree(
+    speeds: tuple[float, ...], known: bool, tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    run.step(1, 1.0)
+    run.decide(16)
+    for speed in speeds:
+        run.speeds[4] = speed, "corrected"
+        run.step(10, 1.5)
+        run.decide()
+    assert ("by the critical batch size and the predicted speed" in run.line) == known
+    assert ("is not sure enough" in run.line) != known
+    if known:
+        _, *others = stretches_of(run.history)
+        scatter = 1.4826 * abs(math.log(4.5 / 4.0))
+        told = [(s.first_samples_per_s, pytest.approx(s.first_sd)) for s in others]
+        assert told == [(4.0, scatter)] * 3
+
+
 def test_a_bound_of_the_critical_batch_size_is_named(tmp_path: Path) -> None:
     run = grown(tmp_path)
     path = tmp_path / "journal.jsonl"
@@ -464,7 +485,11 @@ def never_timed(path: Path) -> Run:
         (observed, "nothing: the controller only observes"),
         (undecided, "nothing yet: the controller has only begun"),
         (without_noise, "not known: no decision knew a critical batch size"),
-        (never_timed, f"not known: {FIRST} was not timed"),
+        (
+            never_timed,
+            f"not known: {FIRST} was not timed, and what others tell of its speed is not sure "
+            "enough",
+        ),
     ],
 )
 def test_what_cannot_be_known_is_said_in_words(make: Any, line: str, tmp_path: Path) -> None:
