@@ -18,7 +18,7 @@ micro-batch is tried, or was."""
 _LEAST_LEFT_STEPS = 100
 """Steps that a run must have left for a micro-batch to be tried."""
 MOST_TRIED = 2
-"""Times that a micro-batch may be smaller or larger to be tried."""
+"""Times that a micro-batch or a batch may be smaller or larger to be tried."""
 _SWING, _SWING_SDS = (1.5, 4.0), 5.5
 """The batch turns round once a measured critical batch size has changed by a factor: so many
 standard deviations of its logarithm, within a least and a most."""
@@ -105,20 +105,23 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
 
 
 def is_trial(s: DecisionInputs, to: ConfigThroughput) -> bool:
-    """Whether a row is the present one with another micro-batch, near enough, that was not timed.
+    """Whether a row is the present one with another batch or micro-batch, near enough, that was not
+    timed.
 
-    Nothing stops for it, and some steps tell its speed. So it needs no certainty, if the run has
-    room for a hundred steps.
+    Nothing stops for it, and some steps tell its speed. So its speed needs no certainty, if the run
+    has room for a hundred steps.
     """
     now = s.now
     if s.rules.policy != "adaptive" or s.rules.switch_rule != "forward":
         return False
-    if to.layout != now.layout or to.global_batch_size != now.global_batch_size:
+    if to.layout != now.layout or to.source == "measured":
         return False
-    sizes = to.micro_batch_size, now.micro_batch_size
-    is_near = max(sizes) <= MOST_TRIED * min(sizes)
-    has_room = s.samples_left >= _LEAST_LEFT_STEPS * now.global_batch_size
-    return is_near and has_room and to.source != "measured"
+    batches = to.global_batch_size, now.global_batch_size
+    micros = to.micro_batch_size, now.micro_batch_size
+    # A smaller batch may have no larger micro-batches.
+    least = min(micros) if batches[0] == batches[1] else now.micro_batch_size
+    is_near = max(batches) <= MOST_TRIED * min(batches) and max(micros) <= MOST_TRIED * least
+    return is_near and s.samples_left >= _LEAST_LEFT_STEPS * max(batches)
 
 
 def _same_batch_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:

@@ -219,7 +219,8 @@ def _considered(s: DecisionInputs, goal: _Goal) -> list[int]:
             best[row.layout, row.global_batch_size] = i
         if row.layout == s.now.layout and row.micro_batch_size == s.now.micro_batch_size:
             alike.add(i)
-        if constraints.is_trial(s, row):
+        is_same = row.global_batch_size == s.now.global_batch_size
+        if is_same and constraints.is_trial(s, row):
             tried.append(i)
     trial = [max(tried, key=lambda i: goal.log_goodput[i])] if tried else []
     return sorted({*best.values(), *alike, *trial, s.current})
@@ -244,10 +245,8 @@ def _candidate(s: DecisionInputs, i: int, goal: _Goal, above_optimal: bool) -> C
 
 
 def _needed_gain(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float) -> float:
-    """The gain that the switch rule asks for."""
+    """The gain that the switch rule asks for. What is tried needs no certainty of its speed."""
     cost_s = _cost_s(s, row)
-    if constraints.is_trial(s, row):
-        return math.expm1(switch_rule.BATCH_MARGIN)
     if s.rules.switch_rule == "paper":
         return switch_rule.paper_needed(cost_s=cost_s, elapsed_s=s.elapsed_s, paused_s=s.paused_s)
     is_same = row.layout == s.now.layout
@@ -272,6 +271,8 @@ def _log_sd(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float
         for r in (row, s.now)
     ]
     variance = (slopes[0] - slopes[1]) ** 2 * s.log_noise_variance
+    if constraints.is_trial(s, row):
+        return math.sqrt(variance)
     return math.sqrt(variance + row.relative_sd**2 + s.now.relative_sd**2)
 
 

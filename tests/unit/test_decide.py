@@ -291,6 +291,29 @@ def test_a_batch_that_grew_shrinks_only_on_better_evidence() -> None:
             assert decide(s).kind == kind, (known, share)
 
 
+def test_a_batch_that_nobody_timed_is_tried() -> None:
+    """Its speed needs no certainty, its critical batch size does; once it was timed, both do."""
+    now = row(16, 10.0, sd=0.01)
+    untimed = dataclasses.replace(row(32, 12.0, sd=0.2), source="predicted")
+    s = situation(16, rows=[now, untimed])
+    assert decide(s).to == untimed
+    unsure = dataclasses.replace(s, noise=noise(64.0, sd=2.0))
+    timed = dataclasses.replace(untimed, source="measured")
+    further = dataclasses.replace(untimed, configuration=row(64).configuration)
+    wider = dataclasses.replace(untimed, configuration=row(32, micro=16).configuration)
+    other = dataclasses.replace(untimed, configuration=row(32, dp=1).configuration)
+    paper = dataclasses.replace(s.rules, switch_rule="paper")
+    for stays in (
+        unsure,
+        *(dataclasses.replace(s, rows=(now, x)) for x in (timed, further, wider, other)),
+        dataclasses.replace(s, consumed_samples=s.total_samples - 99 * 32),
+        dataclasses.replace(
+            s, rules=paper, rows=(now, dataclasses.replace(untimed, samples_per_s=11.0))
+        ),
+    ):
+        assert decide(stays).kind == "stay", stays.rows[1]
+
+
 def test_no_batch_shrinks_on_a_lower_bound_or_after_a_spike() -> None:
     bound = situation(256, measured=noise(8.0, status="lower_bound_only"))
     assert decide(bound).kind == "stay" and "no upper bound" in decide(bound).reason
