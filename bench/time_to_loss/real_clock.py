@@ -331,10 +331,10 @@ class Runner:
     def __init__(self, work: Path) -> None:
         self._work = work
         work.mkdir(parents=True, exist_ok=True)
-        self._data = str(work / "stdlib_text_document")
-        if not Path(f"{self._data}.idx").exists():
+        self.data_path = str(work / "stdlib_text_document")
+        if not Path(f"{self.data_path}.idx").exists():
             make_dataset(work / "stdlib")
-        self.data_bytes = Path(f"{self._data}.bin").stat().st_size
+        self.data_bytes = Path(f"{self.data_path}.bin").stat().st_size
         self._indexed: set[tuple[str, int]] = set()
 
     def train(self, s: Scenario, specs: Sequence[Spec]) -> list[dict[str, Any]]:
@@ -383,7 +383,7 @@ class Runner:
         """Trains on nodes; returns the seconds that it took."""
         at = self._directory(spec)
         shutil.rmtree(at, ignore_errors=True)
-        command = [TRAINER, *flags_of(s, spec), "--data-path", self._data]
+        command = [TRAINER, *flags_of(s, spec), "--data-path", self.data_path]
         command += ["--data-cache-path", str(self._work / "cache"), "--run-dir", str(at)]
         if only_index:
             command += ["--exit-interval", "1"]
