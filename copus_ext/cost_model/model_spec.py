@@ -24,7 +24,7 @@ IMPLEMENTATIONS = ("te", "local", "legacy")
 """Values of `ModelSpec.implementation`; `Rows` has their indices."""
 NORMS = ("fused", "torch")
 """Values of `ModelSpec.norm`; `Rows` has their indices and one more, 0 without a value."""
-ATTENTION = {
+ATTENTION: dict[str, dict[str, Any]] = {
     "flash": {"fused_attention": True, "softmax_in_fp32": False},
     "unfused": {"fused_attention": False, "softmax_in_fp32": False},
     "torch": {"fused_attention": False, "softmax_in_fp32": True},

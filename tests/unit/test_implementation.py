@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_scores_keep_what_their_softmax_does(dropout: bool, half: int, in_fp32: 
     assert unfused - (flash - heads) == pytest.approx(half * SCORES)
     assert torch - (flash - heads) == pytest.approx(in_fp32 * SCORES)
     # Nothing is copied that is fp32 anyway.
-    wide = {"precision": "fp32", "dropout": dropout}
+    wide: Any = {"precision": "fp32", "dropout": dropout}
     assert kept(**wide, **ATTENTION["torch"]) == kept(**wide, **ATTENTION["unfused"])
 
 
@@ -225,9 +226,9 @@ def test_the_first_llamas_have_their_known_size() -> None:
         num_layers=4, hidden_size=6656, num_attention_heads=52, seq_length=2048, gated=True
     )
     assert gated.ffn == llama_ffn(6656) == 17920
-    shape = "--num-layers 4 --hidden-size 6656 --num-attention-heads 52 --seq-length 2048"
-    flags = f"{shape} --max-position-embeddings 2048 --vocab-size 1000 --swiglu"
-    assert ModelSpec.from_megatron_flags(flags.split()).ffn == 17728, "as the trainer makes it"
+    text = """--num-layers 4 --hidden-size 6656 --num-attention-heads 52 --seq-length 2048
+    --max-position-embeddings 2048 --vocab-size 1000 --swiglu"""
+    assert ModelSpec.from_megatron_flags(shlex.split(text)).ffn == 17728, "as the trainer makes it"
 
 
 IN_FP32 = "--attention-softmax-in-fp32"
