@@ -501,9 +501,10 @@ NVLink has 400 GB/s both ways together on A800 and H800, 600 on A100 and 900 on 
 _FITTED_ON = {
     constants: intra
     for kind, (_, _, intra, _, constants) in _KINDS.items()
-    if constants == kind and constants != "cpu"
+    if constants == kind and kind.startswith(("a100", "h100", "h200"))
 }
-"""Links within a node of the machines whose constants these are. CPU ranks have no data sheet."""
+"""Links within a node of the machines whose constants these are. CPU ranks have no data sheet, and
+what an MI210 reaches is assumed."""
 _CALLED = re.compile(
     r"(?:nvidia |amd instinct )?([a-z]+\d+[a-z]?)(?:-sxm\d?)?(?:[ -](\d+) ?gi?b?)?(?: hbm\d\w?)?"
 )
