@@ -33,10 +33,12 @@ SINGLE_WEIGHT = 0.15
 """Of a row of one node in a fit for many."""
 SEEDS = 20
 SHIPPED = ROOT / "copus_ext" / "cost_model" / "data"
-USUAL_LINKS = {"nic_efficiency": 0.5, "tp_bytes_per_s": 216e9}
+USUAL_LINKS = {"nic_efficiency": 0.5, "tp_bytes_per_s": 216e9, "launch_s": 20e-6}
 """What belongs to a cluster and not to its GPUs, as it ships: the middle of several clusters, and
-not vTrain's (.87 of its network, 225 GB/s). Public all-reduces reach .2 to .95 of their network
-(NCCL issues 495 and 1411, nccl-tests issues 152 and 290), large jobs a quarter in one case."""
+not vTrain's (.87 of its network, 225 GB/s, 34 us to start a kernel). Public all-reduces reach .2 to
+.95 of their network (NCCL issues 495 and 1411, nccl-tests issues 152 and 290), large jobs a quarter
+in one case. Kernels start in 12 us where Python is fast and in 34 on vTrain's hosts; 20 is the
+geometric mean."""
 
 
 def errors(predicted: Any, measured: Any) -> dict[str, float]:
@@ -105,9 +107,8 @@ def random_fifths(table: Table, others: list[tuple[Table, float]]) -> dict[str, 
 def corrected_by_kin(table: Table, keys: Any, times: StepTime, test: Any) -> Any:
     """Predictions of the rows `test`, corrected by the other rows of the same model."""
     predicted, better = times.step_s, times.step_s.copy()
-    steps = Steps.of(
-        keys, table.rows.num_microbatches, times.parts, times.reduction, times.launch_s
-    )
+    counts, reduction = table.rows.num_microbatches, times.reduction
+    steps = Steps.of(keys, counts, times.parts, reduction, times.launch_s, times.across)
     for model in np.unique(table.models):
         mine = table.models == model
         ask, known = np.flatnonzero(mine & test), np.flatnonzero(mine & ~test)

@@ -5,14 +5,17 @@
 The public tables of bench/data come from three clusters. Each in turn is left out: the constants
 are fitted on the other one with such GPUs (H100: on vTrain's, with what newer software is expected
 to change), and links are the usual ones (`bench.planner_accuracy.USUAL_LINKS`). Then all its runs
-are predicted: without any measured time, and, where a group is of one model, with two of each
-group, which the planner has proposed. The worst group is told, too, and how often a prediction is
-within its stated doubt. Writes docs/results/planner_clusters.json and .svg in a minute.
+are predicted: without any measured time, and, where groups have more than two runs, with two of
+each group, which the planner has proposed. A group is of one model on one number of GPUs, with one
+batch: runs of other models have an order that says nothing of layouts. The worst group is told,
+too, and how often a prediction is within its stated doubt. Writes
+docs/results/planner_clusters.json and .svg in a minute.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -37,12 +40,8 @@ CLUSTERS = {
     "Megatron-LM's, H100": ("h100_weak_scaling",),
 }
 """Tables of each."""
-_GROUP = {
-    "korthikanti": "arXiv 2205.05198, 4 models",
-    "narayanan": "arXiv 2104.04473, 10 models",
-    "h100_weak_scaling": "Megatron-LM's table, 9 models",
-}
-"""Tables of few rows, each of another model, are one group."""
+_FEW = ("korthikanti", "narayanan", "h100_weak_scaling")
+"""Tables whose groups have one or two runs."""
 _LEVELS = np.linspace(0.02, 0.98, 49)
 
 
@@ -59,14 +58,6 @@ def constants_without() -> dict[str, Constants]:
     return dict(zip(CLUSTERS, (usual_selene, usual_vtrain, h100)))
 
 
-def read(name: str) -> list[validation.MeasuredRun]:
-    """A table, its runs in groups that may be compared."""
-    runs = planner_tables.read(name)
-    if name in _GROUP:
-        return [dataclasses.replace(run, group=_GROUP[name]) for run in runs]
-    return runs
-
-
 def scores(runs: list[Any], found: validation.Predictions) -> Any:
     """[n] errors over their stated doubt, of runs whose times were not used."""
     at = [i for i, run in enumerate(runs) if run.step_s is not None and not found.known[i]]
@@ -81,17 +72,34 @@ def normal_share(scores_: Any, level: float) -> float:
     return float(np.mean(np.abs(scores_) <= NormalDist().inv_cdf(0.5 + level / 2)))
 
 
+def pairs_in_order(runs: list[Any], found: validation.Predictions) -> tuple[int, int]:
+    """Pairs of runs of a group, whose times were not used, in the measured order; and all pairs."""
+    right = total = 0
+    for at in validation.groups(runs).values():
+        for i, j in itertools.combinations([i for i in at if not found.known[i]], 2):
+            measured = float(runs[i].step_s or 0.0) - float(runs[j].step_s or 0.0)
+            total += measured != 0
+            right += measured * (found.step_s[i] - found.step_s[j]) > 0
+    return int(right), total
+
+
 def judged(name: str, constants: Constants, known: int) -> tuple[dict[str, Any], Any]:
     """Figures of a table, and its scores."""
-    runs = read(name)
+    runs = planner_tables.read(name)
     found = validation.predict(runs, num_known=known, constants=constants)
     result = validation.judge(runs, found)
     worst = max(
         (g["mean"], group) for group, g in result["groups"].items() if g["mean"] is not None
     )
-    return {**result["in_all"], "worst_group": worst[1], "worst_mean": worst[0]}, scores(
-        runs, found
-    )
+    z, pairs = scores(runs, found), pairs_in_order(runs, found)
+    return {
+        **result["in_all"],
+        "worst_group": worst[1],
+        "worst_mean": worst[0],
+        "within_99_percent": normal_share(z, 0.99),
+        "pairs": pairs[1],
+        "pairs_in_order": pairs[0],
+    }, z
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -115,7 +123,7 @@ def main() -> None:
             here = [
                 (name, *judged(name, constants, known))
                 for name in CLUSTERS[cluster]
-                if not (known and name in _GROUP)
+                if not (known and name in _FEW)
             ]
             if not here:
                 continue

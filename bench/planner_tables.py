@@ -154,6 +154,7 @@ def tables() -> dict[str, list[Row]]:
             **GPT,
             **SELENE,
             **_megatron(r, "a100-80g", "iter_s_derived_from_unverified"),
+            "tp_overlap": 0,
             "learned_positions": r["seq_len"],
             "recompute": r["recompute"],
             "sequence_parallel": 0,

@@ -4,9 +4,9 @@ A step is a sum of parts (`copus_ext.cost_model.step.PARTS`), and ln(measured / 
 
 - what independent factors of the parts make of it: computation, bubble, tensor-parallel
   collectives with what goes to experts and between ranks that share samples, pipeline messages,
-  gradients, optimizer; and a
-  constant time of every step;
-- a factor that all configurations share, one for the tensor size and one for the pipeline size;
+  gradients, messages between nodes of both kinds, optimizer; and a constant time of every step;
+- a factor that all configurations share, one for the tensor size, one for the pipeline size and one
+  for all pipelines;
 - one for the pair of the two, which changes slowly with the micro-batch;
 - one for each configuration, and one for how it grows with its micro-batches;
 - noise, and for measurements of an earlier time a factor for what has changed since.
@@ -35,19 +35,21 @@ class PartSpread:
 
     compute: float = 0.08
     """Of all computation, the bubble among it."""
-    launch: float = 1.0
-    """Of starting kernels, which small models wait for, in place of `compute`: 5 us with captured
-    or fused kernels, 35 from eager Python."""
+    launch: float = 0.6
+    """Of starting kernels, which small models wait for, in place of `compute`: 11 to 36 us around
+    20."""
     bubble: float = 0.15
     """Of the bubble besides."""
     tp: float = 0.25
     """Of tensor-parallel collectives."""
-    pp: float = 0.5
-    """Of pipeline messages."""
-    dp: float = 0.5
-    """Of what goes among the replicas."""
+    pp: float = 0.4
+    """Of pipeline messages, besides `across` where they go between nodes."""
+    dp: float = 0.4
+    """Of what goes among the replicas, besides `across`."""
     optimizer: float = 0.4
     """Of the optimizer."""
+    across: float = 0.3
+    """Of pipeline messages and of what goes among the replicas, where they go between nodes."""
 
 
 _NAMES = tuple(f.name for f in fields(PartSpread))
@@ -59,14 +61,14 @@ _FACTORS_OF = {
     **{name: (name,) for name in ("tp", "pp", "dp", "optimizer")},
 }
 """Which factors multiply the seconds of a part of a step. That of launches enters `_WORK`."""
-_DP = list(_FACTORS_OF).index("dp")
+_PP, _DP = (list(_FACTORS_OF).index(name) for name in ("pp", "dp"))
 _WORK = [list(_FACTORS_OF).index(name) for name in ("compute", "recompute", "bubble")]
-_COMPUTE, _LAUNCH = (_NAMES.index(name) for name in ("compute", "launch"))
+_COMPUTE, _LAUNCH, _ACROSS = (_NAMES.index(name) for name in ("compute", "launch", "across"))
 _SHARPNESS = 3.2
 """Exponent with which launches and work join, as `Constants.launch_sharpness` where it was fitted:
 what waits for launches only now and then waits for all of them once they take thrice as long."""
 _MIXING = np.array([[f in names for f in _NAMES] for names in _FACTORS_OF.values()], dtype=float)
-_CONSTANT = 0.02
+_CONSTANT = 0.04
 """Standard deviation of the constant time that every step may have besides, over the median
 predicted step of those measured."""
 _NEWTON_STEPS = 30
@@ -83,6 +85,8 @@ class Spread:
     """Of that of a tensor size."""
     pipeline: float = 0.04
     """Of that of a pipeline size."""
+    piped: float = 0.05
+    """Of that of all pipelines of more than one stage."""
     pair: float = 0.05
     """Of that of a (tensor, pipeline) pair, which changes slowly with the micro-batch."""
     octaves: float = 3.0
@@ -96,12 +100,12 @@ class Spread:
     noise: float = 0.01
     """Of a measurement, at least."""
 
-    @property
-    def variance(self) -> float:
-        """Of the logarithm of a factor before anything was measured, at `USUAL_COUNT`, besides what
-        the parts make of it."""
+    def variance(self, steps: Steps) -> Any:
+        """[n] of the logarithm of a factor before anything was measured, besides what the parts
+        make of it."""
         parts = (self.common, self.tensor, self.pipeline, self.pair, self.own)
-        return sum(part**2 for part in parts)
+        piped = self.piped**2 * (steps.keys[:, 1] > 1)
+        return sum(part**2 for part in parts) + piped + np.square(steps.over) * self.growth**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +142,8 @@ class Steps:
     """[n, 3] as `StepTime.reduction`."""
     launch: Any
     """[n] share of the computation that would go if kernels started at once, by its slope."""
+    across: Any
+    """[n, 2] as `StepTime.across`."""
 
     @classmethod
     def of(
@@ -147,6 +153,7 @@ class Steps:
         parts: Mapping[str, Any] | None = None,
         reduction: Any = 0.0,
         launch_s: Any = 0.0,
+        across: Any = 0.0,
     ) -> Steps:
         """Steps of some configurations.
 
@@ -156,6 +163,7 @@ class Steps:
             parts: [n] predicted seconds of each of `PARTS`; None: all is computation.
             reduction: [3, n] as `StepTime.reduction`; 0: nothing hides.
             launch_s: [n] as `StepTime.launch_s`.
+            across: [2, n] as `StepTime.across`; 0: all is within nodes.
         """
         whole = np.asarray(keys, dtype=np.int64)
         whole = np.atleast_2d(whole) if whole.size else whole.reshape(0, 3)
@@ -178,6 +186,7 @@ class Steps:
             seconds=np.stack(columns, axis=1),
             reduction=reduction.T,
             launch=np.broadcast_to(share, len(whole)),
+            across=np.broadcast_to(np.asarray(across, dtype=float), (2, len(whole))).T,
         )
 
     def __len__(self) -> int:
@@ -308,6 +317,7 @@ class _Parts:
         """[n, parts + 1] seconds of every part, and the constant time."""
         seconds = steps.seconds * np.exp(_MIXING @ theta[:-1])
         seconds[:, _WORK] *= self._waiting(steps, theta)[0][:, None]
+        seconds[:, [_PP, _DP]] *= np.exp(theta[_ACROSS] * steps.across)
         seconds[:, _DP] += self._uncovered(steps, theta)[0]
         constant = np.full((len(steps), 1), theta[-1] * self.constant_s)
         # No step takes less than a tenth of what its parts do.
@@ -324,6 +334,7 @@ class _Parts:
         slopes = now[:, :-1] @ _MIXING
         slopes[:, _LAUNCH] += waited
         slopes[:, _COMPUTE] -= waited
+        slopes[:, _ACROSS] += (now[:, [_PP, _DP]] * steps.across).sum(axis=1)
         return np.concatenate([slopes / total, self.constant_s / total], axis=1)
 
     def spread(self, steps: Steps, theta: Any) -> Any:
@@ -351,7 +362,7 @@ class _Parts:
     def _uncovered(self, steps: Steps, theta: Any) -> tuple[Any, Any]:
         """[n] seconds of the reduction that come out of hiding, or go into it, as the replicas take
         longer or shorter than predicted; and what their slope is above that."""
-        factor = math.exp(theta[_NAMES.index("dp")])
+        factor = np.exp(theta[_NAMES.index("dp")] + theta[_ACROSS] * steps.across[:, 1])
         whole, exposed, behind = steps.reduction.T
         hidden = whole - exposed
         # With computation to spare some of it hides nothing: what shows is the last bucket.
@@ -421,7 +432,7 @@ def _answer(
         against: see `correct`.
     """
     slopes = parts.spread(ask, theta)
-    prior = np.square(ask.over) * s.growth**2 + s.variance + np.square(slopes).sum(axis=1)
+    prior = s.variance(ask) + np.square(slopes).sum(axis=1)
     variance = np.maximum(prior - np.einsum("ij,ij->i", weights, cross), 0.0)
     found = Correction(
         factor=np.exp(mean) if len(mean) else np.ones(len(ask)),
@@ -461,6 +472,7 @@ def _kernel(one: Steps, other: Steps, s: Spread) -> Any:
         s.common**2
         + s.tensor**2 * tensor
         + s.pipeline**2 * pipeline
+        + s.piped**2 * np.outer(a[:, 1] > 1, b[:, 1] > 1)
         + s.pair**2 * pair
         + own * (s.own**2 + s.growth**2 * np.outer(one.over, other.over))
     )

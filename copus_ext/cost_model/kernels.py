@@ -10,6 +10,13 @@ from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.rows import Rows
 
 _TILE_ROWS, _TILE_COLUMNS = 256, 128
+_HOP_S = 3.4e-6
+"""Of a step of a ring over NVLink in the protocol of long messages (NCCL, src/graph/tuning.cc,
+hwLat). A short message is slow because of these: with 8 ranks they take as long as 10 MB."""
+_SLOWED = 0.25
+"""Of a collective that hides, what the product behind which it hides takes longer: NCCL's kernels
+hold 16 to 24 of 108 multiprocessors, and memory bandwidth. Between .1 and .4 public tables hardly
+differ."""
 _BEHIND = 1e-2
 """In roots of a second: the median round of `bench/collective_waits.py` on two cores."""
 
@@ -54,14 +61,29 @@ def tp_bytes_per_s(rows: Rows, c: Constants) -> Any:
 
 def collective_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any) -> Any:
     """Seconds to reduce-scatter or to all-gather a message over so many ranks with numbers in a row
-    (half an all-reduce)."""
+    (half an all-reduce): one step of the ring less than ranks."""
     bandwidth = np.where(
         ranks > rows.gpus_per_node,
         np.minimum(c.tp_cross_bytes_per_s / c.factors.across, network_bytes_per_s(rows, c)),
         tp_bytes_per_s(rows, c),
     )
     ring = (ranks - 1) / ranks * num_bytes / bandwidth
+    ring = ring + np.where(rows.on_cpu, 0.0, _HOP_S) * (ranks - 1)
     return np.where(ranks > 1, ring + c.tp_latency_s / 2, 0.0)
+
+
+def hidden_s(rows: Rows, seconds: Any, behind: Any) -> Any:
+    """What a collective adds to a step that starts together with a matrix product: what is left of
+    it when the product ends, and what it takes from the product while both run.
+
+    Args:
+        rows: configurations. Without `tp_overlap` nothing hides, nor on CPU ranks, which compute
+            and send on the same core.
+        seconds: [n] of the collective by itself.
+        behind: [n] of the product by itself.
+    """
+    left = np.maximum(seconds - behind, 0.0) + _SLOWED * np.minimum(seconds, behind)
+    return np.where(rows.tp_overlap & np.logical_not(rows.on_cpu), left, seconds)
 
 
 def meeting_s(rows: Rows, work: Any) -> Any:

@@ -12,6 +12,7 @@ from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.kernels import (
     collective_s,
     gemm_s,
+    hidden_s,
     meeting_s,
     moved_s,
     network_bytes_per_s,
@@ -24,11 +25,21 @@ FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 28, 40
 _FUSED_ATTENTION_SAVES = 6
 _MLP_LAUNCHES = 6
 """Of them, those of an MLP in one direction."""
+_SCORE_BYTES, _SCORE_DROPOUT_BYTES = 8.0, 5.0
+"""Of a score of unfused attention in half precision, forward: written, read and written by the
+fused softmax, read; and what dropout moves more, its mask among it."""
+_CPU_SCORE_BYTES = 14.0
+"""The same on CPU ranks, whose constants go with it."""
 _FP32_SOFTMAX_BYTES = 32.0
 """Of a score in plain torch, forward: written, cast to fp32, masked, softmax, cast back, read."""
 _TORCH_NORMS_BYTES = 64.0
 """Of an element of the residual stream, forward, what two RMSNorms in plain torch move more than
 fused ones: 36 bytes each (to fp32, square, mean, scale, back, times the weight) in place of 4."""
+_ROTATED_BYTES, _ROTATED_TORCH_BYTES = 4.0, 16.0
+"""Of an element of queries and keys that are rotated, forward: in one kernel, and in plain torch
+(a rotated copy, two products, their sum)."""
+_LEGACY_GATE_BYTES = 4.0
+"""Of an element of a gated MLP, forward, what two kernels move more than one."""
 _ROW_BYTES = 4
 """Of the scale of a row of a short message."""
 _ROUNDING_BYTES, _ROUNDING_LAUNCHES = 60.0, 12
@@ -47,6 +58,9 @@ class Pass:
     """What is computed again in the backward pass."""
     launch: Any = 0.0
     """Of all three together, what starting kernels takes."""
+    behind: tuple[tuple[Any, Any], ...] = ()
+    """Of the backward pass, the gradients of the inputs and of the weights of each wide product,
+    behind which collectives can hide."""
 
     def times(self, factor: float) -> Pass:
         """The same, so much slower."""
@@ -64,11 +78,17 @@ def attention_s(rows: Rows, c: Constants) -> Any:
     keys = context.keys_of_a_token(rows)
     flops = 4.0 * rows.tokens * keys * width
     scores = rows.tokens * rows.num_attention_heads / rows.tp * keys
-    unfused = np.where(rows.softmax_in_fp32, _FP32_SOFTMAX_BYTES, 14.0) * scores
-    num_bytes = np.where(rows.fused_attention, 8.0 * rows.tokens * width, unfused)
+    num_bytes = np.where(rows.fused_attention, 8.0 * rows.tokens * width, _unfused(rows) * scores)
     if context.is_shared(rows):
         num_bytes = num_bytes + context.joined_bytes(rows)
     return flops / (rows.peak_flops * c.attention_efficiency) + moved_s(rows, c, num_bytes)
+
+
+def _unfused(rows: Rows) -> Any:
+    """Bytes moved for a score, forward, where attention is not one kernel."""
+    each = np.where(rows.softmax_in_fp32, _FP32_SOFTMAX_BYTES, _SCORE_BYTES)
+    each = each + np.where(rows.dropout, _SCORE_DROPOUT_BYTES, 0.0)
+    return np.where(rows.on_cpu, _CPU_SCORE_BYTES, each)
 
 
 def core_backward(rows: Rows, core: Any) -> Any:
@@ -111,6 +131,10 @@ def layer(rows: Rows, c: Constants, waits: tuple[Any, Any] = (0.0, 0.0)) -> Pass
         backward=share * other.backward + (1 - share) * dense.backward,
         recompute=share * other.recompute + (1 - share) * dense.recompute,
         launch=share * other.launch + (1 - share) * dense.launch,
+        behind=tuple(
+            tuple(share * a + (1 - share) * b for a, b in zip(*pair))
+            for pair in zip(other.behind, dense.behind)
+        ),
     )
 
 
@@ -126,7 +150,8 @@ def _layer(
     """A layer with an MLP of some width, and with routed experts besides."""
     tokens = rows.tokens
     forward_s = [gemm_s(rows, c, tokens, n, k) for k, n in shapes]
-    backward_s = [gemm_s(rows, c, tokens, k, n) + gemm_s(rows, c, k, n, tokens) for k, n in shapes]
+    wide = [(gemm_s(rows, c, tokens, k, n), gemm_s(rows, c, k, n, tokens)) for k, n in shapes]
+    backward_s = [inputs + weights for inputs, weights in wide]
     first_launches, second_launches = FORWARD_LAUNCHES, BACKWARD_LAUNCHES
     if is_moe:
         shared = np.asarray(width) > 0
@@ -139,14 +164,7 @@ def _layer(
         first_launches = FORWARD_LAUNCHES - np.where(shared, 0, _MLP_LAUNCHES) + starts
         second_launches = BACKWARD_LAUNCHES - np.where(shared, 0, _MLP_LAUNCHES) + 2 * starts
     products, gradients = sum(forward_s), sum(backward_s)
-    shared = np.where(rows.sequence_parallel, rows.tp, 1)
-    of_stream = 28.0 + np.where(np.equal(rows.norm, 2), _TORCH_NORMS_BYTES, 0.0)
-    elementwise = moved_s(
-        rows,
-        c,
-        of_stream * tokens * rows.hidden_size / shared
-        + 2.0 * tokens * width * rows.mlp_matrices / rows.tp,
-    )
+    elementwise = moved_s(rows, c, tokens * _elementwise_bytes(rows, width))
     core = attention_s(rows, c)
     if context.is_shared(rows):
         more = context.launches(rows)
@@ -155,15 +173,35 @@ def _layer(
     forward, first = _with_launches(
         products + core + elementwise + waits[0], first_launches - saved, c
     )
-    backward, second = _with_launches(
-        gradients + core_backward(rows, core) + 1.5 * elementwise + waits[1],
-        second_launches - 2 * saved,
-        c,
-    )
+    work = gradients + core_backward(rows, core) + 1.5 * elementwise + waits[1]
+    backward, second = _with_launches(work, second_launches - 2 * saved, c)
     selective = np.where(rows.recompute == RECOMPUTE_SELECTIVE, core, 0.0)
     again = rows.recomputed_share * forward + selective
     launch = (1.0 + rows.recomputed_share) * first + second
-    return Pass(forward=forward, backward=backward, recompute=again, launch=launch)
+    # Products that wait for their kernels hide as much more.
+    behind = tuple((a * backward / work, b * backward / work) for a, b in wide[::2])
+    return Pass(forward=forward, backward=backward, recompute=again, launch=launch, behind=behind)
+
+
+def _elementwise_bytes(rows: Rows, width: Any) -> Any:
+    """Bytes that a layer moves for a token outside products and attention, forward.
+
+    Norms, dropout and residuals are whole on every rank without sequence parallelism; what is
+    wider than that is cut over the ranks. The constants of CPU ranks go without what plain torch
+    moves more.
+    """
+    on_gpu = np.logical_not(rows.on_cpu)
+    shared = np.where(rows.sequence_parallel, rows.tp, 1)
+    # torch.nn.LayerNorm is one kernel.
+    unfused = rows.has_torch_norms & (np.equal(rows.norm_vectors, 1) | np.equal(rows.norm, 2))
+    stream = 28.0 + np.where(on_gpu & unfused, _TORCH_NORMS_BYTES, 0.0)
+    is_te = np.equal(rows.implementation, 0)
+    rotated = np.where(is_te, _ROTATED_BYTES, _ROTATED_TORCH_BYTES)
+    rotated = np.where(on_gpu & np.equal(rows.learned_positions, 0), rotated, 0.0)
+    heads = (rows.num_attention_heads + rows.num_query_groups) * rows.kv_channels
+    two_kernels = np.equal(rows.implementation, 2) & np.equal(rows.mlp_matrices, 3)
+    gate = 2.0 * rows.mlp_matrices + np.where(two_kernels, _LEGACY_GATE_BYTES, 0.0)
+    return stream * rows.hidden_size / shared + (rotated * heads + gate * width) / rows.tp
 
 
 def _with_launches(work: Any, launches: Any, c: Constants) -> tuple[Any, Any]:
@@ -183,7 +221,9 @@ def head(rows: Rows, c: Constants) -> Pass:
     """Final norm, output layer and loss; computed again if they are in chunks of tokens."""
     chunks, columns = rows.logits_chunks, rows.padded_vocab_size / rows.tp
     tokens = rows.tokens / chunks
-    loss = moved_s(rows, c, 14.0 * tokens * columns)
+    # Legacy code gathers the logits, and every rank computes the whole loss.
+    seen = np.where(rows.logits_sharded, columns, rows.padded_vocab_size)
+    loss = moved_s(rows, c, 14.0 * tokens * seen)
     forward = gemm_s(rows, c, tokens, columns, rows.hidden_size) + loss
     backward = gemm_s(rows, c, tokens, rows.hidden_size, columns)
     backward = backward + gemm_s(rows, c, rows.hidden_size, columns, tokens) + loss
@@ -210,7 +250,10 @@ def tp_layer(rows: Rows, c: Constants, plain: Pass) -> Pass:
 
     Without sequence parallelism two all-reduces forward and two backward; with it the same volume
     as reduce-scatters and all-gathers, and two more gathers backward for the inputs that were kept
-    in parts. Ranks meet twice a pass, behind attention and behind the MLP.
+    in parts. Backward, what belongs to the inputs of a layer's two wide products travels while
+    those compute: reductions behind the gradient of weights, gathers behind that of inputs
+    (megatron-core, `LinearWithGradAccumulationAndAsyncCommunication`). Ranks meet twice a pass,
+    behind attention and behind the MLP.
 
     Args:
         rows: configurations.
@@ -221,7 +264,11 @@ def tp_layer(rows: Rows, c: Constants, plain: Pass) -> Pass:
     # gloo reduces everything and keeps a part: each of the two reduce-scatters counts twice.
     more = np.where(np.logical_and(rows.sequence_parallel, rows.on_cpu), 2.0, 0.0)
     forward = (4.0 + more) * half
-    backward = (np.where(rows.sequence_parallel, 6.0, 4.0) + more) * half
+    backward = (np.where(rows.sequence_parallel, 2.0, 0.0) + more) * half
+    for inputs, weights in plain.behind:
+        apart = hidden_s(rows, half, inputs) + hidden_s(rows, half, weights)
+        whole = hidden_s(rows, 2.0 * half, weights)
+        backward = backward + np.where(rows.sequence_parallel, apart, whole)
     meets = np.greater(rows.tp, 1)
     forward = forward + np.where(meets, 2.0 * meeting_s(rows, plain.forward / 2.0), 0.0)
     backward = backward + np.where(meets, 2.0 * meeting_s(rows, plain.backward / 2.0), 0.0)
@@ -277,6 +324,8 @@ def tp_ends_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
     message = rows.element_bytes * rows.tokens * rows.hidden_size
     first = 2.0 * tp_collective_s(rows, c, message)
     losses = 6.0 * tp_collective_s(rows, c, 4.0 * rows.tokens)
+    logits = tp_collective_s(rows, c, rows.element_bytes * rows.tokens * rows.padded_vocab_size)
+    losses = np.where(rows.logits_sharded, losses, logits)
     gather = np.where(rows.sequence_parallel, 3.0, 2.0) * tp_collective_s(rows, c, message)
     return first, losses + gather
 
@@ -363,15 +412,9 @@ def _rounding_s(rows: Rows, c: Constants) -> Any:
     return np.where(np.greater(rows.message_bits, 0), c.factors.compute * seconds, 0.0)
 
 
-def hop_s(rows: Rows, c: Constants) -> Any:
-    """Seconds of one pipeline message over every boundary.
-
-    Every tensor-parallel rank sends its own copy, or its part under sequence parallelism and where
-    messages are scattered; all GPUs of a node send at once.
-
-    Returns:
-        [max pp, n]: from stage r to r + 1; the last row from the last stage to the first.
-    """
+def boundaries_between_nodes(rows: Rows) -> Any:
+    """Whether the messages over a boundary go between nodes: [max pp, n], in the order of
+    `hop_s`."""
     stage = np.arange(int(np.max(rows.pp)))[:, None]
     own = rows.tp * rows.cp
     stride = np.where(rows.use_tp_pp_dp_mapping, own, own * rows.dp)
@@ -381,11 +424,38 @@ def hop_s(rows: Rows, c: Constants) -> Any:
     # Pipelines that do not fill nodes evenly begin somewhere in a node: some replica crosses.
     whole = np.where(rows.use_tp_pp_dp_mapping, own * rows.pp, rows.gpus_per_node)
     uneven = (whole % rows.gpus_per_node != 0) & (rows.gpus_per_node % whole != 0)
-    crosses |= uneven & (rows.dp > 1)
-    num_bytes = hop_bytes(rows)
+    return crosses | (uneven & (rows.dp > 1))
+
+
+def _boundary_bytes_per_s(rows: Rows, c: Constants, crosses: Any) -> Any:
+    """Of a rank over boundaries between stages, of which some are between nodes."""
     network = network_bytes_per_s(rows, c) / rows.gpus_per_node
-    inside = node_bytes_per_s(rows, c)
-    sent = c.factors.pp * (c.exchange_s + num_bytes / np.where(crosses, network, inside))
+    return np.where(crosses, network, node_bytes_per_s(rows, c))
+
+
+def tied_s(rows: Rows, c: Constants) -> Any:
+    """Seconds in which the first and the last stage add up the gradients of an embedding that both
+    hold: [n]. megatron-core does it once a step, after all other reductions
+    (`_allreduce_word_embedding_grads`)."""
+    crosses = np.take_along_axis(
+        boundaries_between_nodes(rows), np.asarray(rows.pp, dtype=int)[None] - 1, axis=0
+    )[0]
+    num_bytes = rows.gradient_bytes * rows.padded_vocab_size / rows.tp * rows.hidden_size
+    sent = num_bytes / _boundary_bytes_per_s(rows, c, crosses) + c.tp_latency_s
+    return np.where(np.logical_and(rows.tied, rows.pp > 1), c.factors.dp * sent, 0.0)
+
+
+def hop_s(rows: Rows, c: Constants) -> Any:
+    """Seconds of one pipeline message over every boundary.
+
+    Every tensor-parallel rank sends its own copy, or its part under sequence parallelism and where
+    messages are scattered; all GPUs of a node send at once.
+
+    Returns:
+        [max pp, n]: from stage r to r + 1; the last row from the last stage to the first.
+    """
+    bandwidth = _boundary_bytes_per_s(rows, c, boundaries_between_nodes(rows))
+    sent = c.factors.pp * (c.exchange_s + hop_bytes(rows) / bandwidth)
     # With sequence parallelism the receivers go on with their parts.
     gathers = np.logical_and(rows.scatters_messages, np.logical_not(rows.sequence_parallel))
     whole = rows.element_bytes * rows.tokens * rows.hidden_size
@@ -393,17 +463,21 @@ def hop_s(rows: Rows, c: Constants) -> Any:
     return sent + _rounding_s(rows, c) if np.any(rows.message_bits) else sent
 
 
-def ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
-    """Seconds to reduce-scatter or all-gather a buffer over the copies of the weights (half an
-    all-reduce)."""
+def copies_in_node(rows: Rows) -> Any:
+    """Copies of a weight that are on the same node: [n]."""
     node = rows.gpus_per_node
     # Ranks that share samples follow each other; so do replicas, unless pipelines come before.
     near = np.minimum(rows.cp, np.maximum(node // rows.tp, 1))
     whole = np.maximum(node // (rows.tp * rows.cp * rows.pp), 1)
     mapped = near * np.minimum(rows.dp, whole)
     inside = np.minimum(rows.copies, np.maximum(node // rows.tp, 1))
-    inside = np.where(rows.use_tp_pp_dp_mapping, mapped, inside)
-    return _ring_s(rows, c, num_bytes, rows.copies, inside)
+    return np.where(rows.use_tp_pp_dp_mapping, mapped, inside)
+
+
+def ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
+    """Seconds to reduce-scatter or all-gather a buffer over the copies of the weights (half an
+    all-reduce)."""
+    return _ring_s(rows, c, num_bytes, rows.copies, copies_in_node(rows))
 
 
 def expert_ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:

@@ -160,6 +160,9 @@ class Rows:
     """Whether tensor-parallel ranks each send a part of a pipeline message without sequence
     parallelism, too. Megatron-LM did before megatron-core (arXiv 2104.04473, section 4.1), and
     DeepSpeed's pipeline does."""
+    tp_overlap: Any = True
+    """Whether tensor-parallel collectives of the backward pass travel while matrix products
+    compute, as in megatron-core."""
     recompute_num_layers: Any = 0
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
     cp: Any = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,8 @@ class StepTime:
     computation behind which it can hide."""
     launch_s: Any
     """[n] seconds of `compute` and `recompute` that starting kernels takes."""
+    across: Any
+    """[2, n] shares of `pp` and of `dp` that go between nodes."""
 
     @classmethod
     def unknown(cls, num: int) -> StepTime:
@@ -53,6 +55,7 @@ class StepTime:
             parts=parts,
             reduction=np.full((3, num), np.nan),
             launch_s=np.full(num, np.nan),
+            across=np.full((2, num), np.nan),
         )
 
     def put(self, at: Any, found: StepTime) -> None:
@@ -60,6 +63,7 @@ class StepTime:
         self.step_s[at] = found.step_s
         self.reduction[:, at] = found.reduction
         self.launch_s[at] = found.launch_s
+        self.across[:, at] = found.across
         for name in PARTS:
             self.parts[name][at] = found.parts[name]
 
@@ -71,6 +75,7 @@ class StepTime:
             parts=parts,
             reduction=self.reduction[:, at],
             launch_s=self.launch_s[at],
+            across=self.across[:, at],
         )
 
 
@@ -107,6 +112,8 @@ class EndOfStep:
     """Weights gathered again before anything else, and what K-FAC sends; 0 without."""
     optimizer_s: Any
     """Seconds of the optimizer."""
+    tied_s: Any = 0.0
+    """Seconds to add up gradients of an embedding that two stages hold."""
     routed: EndOfStep | None = None
     """The same of routed experts, whose bytes go round their own copies and are not among those
     above; None for a dense model."""
@@ -122,7 +129,8 @@ class EndOfStep:
     def seconds(
         self, ring: Callable[[Any], Any], routed_ring: Callable[[Any], Any] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Seconds of the exposed reduction, of gathering, and of the optimizer.
+        """Seconds of the exposed reduction; of gathering, with those of a tied embedding; and of
+        the optimizer.
 
         Args:
             ring: seconds to reduce-scatter or all-gather so many bytes over the replicas.
@@ -136,7 +144,7 @@ class EndOfStep:
             last = np.where(r.least_bytes > 0, self.passes * routed_ring(r.least_bytes), 0.0)
             least = least + last
             gather = gather + np.where(r.gather_bytes > 0, routed_ring(r.gather_bytes), 0.0)
-        return np.maximum(least, full - self.hidden_s), gather, self.optimizer_s
+        return np.maximum(least, full - self.hidden_s), gather + self.tied_s, self.optimizer_s
 
 
 def step_time(rows: Rows, c: Constants) -> StepTime:
@@ -230,7 +238,17 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
         parts=parts,
         reduction=reduction,
         launch_s=of(count * stages.launch),
+        across=_across(rows, hop, pp),
     )
+
+
+def _across(rows: Rows, hop: Any, pp: int) -> Any:
+    """[2, n] shares of pipeline messages, and of what the replicas send, between nodes."""
+    crosses = layer_time.boundaries_between_nodes(rows)
+    between = pp if np.any(rows.vpp > 1) else pp - 1
+    seconds = np.stack([hop, np.where(crosses, hop, 0.0)])[:, :between].sum(axis=1)
+    messages = seconds[1] / seconds[0] if between else np.zeros(len(rows))
+    return np.stack([messages, layer_time.copies_in_node(rows) < rows.copies])
 
 
 def _micro_batch(rows: Rows, c: Constants, pp: int) -> MicroBatch:
@@ -347,6 +365,8 @@ def end_of_step(
     seconds = c.factors.compute * c.optimizer_factor * moved / rows.hbm_bytes_per_s
     if has_kfac := np.any(rows.kfac_interval):
         seconds = seconds + c.factors.compute * kfac.compute_s(rows, c)
+    at_end = first | (np.arange(len(held))[:, None] == len(held) - 1)
+    tied = np.where(at_end, layer_time.tied_s(rows, c), 0.0) if np.any(rows.tied) else 0.0
 
     def of(own: Any, copies: Any, more: EndOfStep | None = None) -> EndOfStep:
         again = kfac.sent_bytes(rows, own) if has_kfac else 0.0
@@ -363,5 +383,7 @@ def end_of_step(
         )
 
     if routed is None:
-        return of(held, rows.copies)
-    return of(held - routed, rows.copies, of(routed, rows.expert_copies))
+        found = of(held, rows.copies)
+    else:
+        found = of(held - routed, rows.copies, of(routed, rows.expert_copies))
+    return replace(found, tied_s=tied)

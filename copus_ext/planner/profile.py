@@ -326,6 +326,7 @@ class Measured:
             {name: np.append(times.parts[name], alone.parts[name]) for name in PARTS},
             np.concatenate([times.reduction, alone.reduction], axis=1),
             np.append(times.launch_s, alone.launch_s),
+            np.concatenate([times.across, alone.across], axis=1),
         )
         sd = self._correction(steps, against=len(points)).against_sd[:-1]
         keys = keys_of(both)
@@ -369,7 +370,7 @@ class Measured:
 def steps_of(points: Points, times: StepTime) -> Steps:
     """Configurations with their raw predictions, as a correction sees them."""
     keys, counts = keys_of(points), points.num_microbatches
-    return Steps.of(keys, counts, times.parts, times.reduction, times.launch_s)
+    return Steps.of(keys, counts, times.parts, times.reduction, times.launch_s, times.across)
 
 
 def keys_of(points: Points) -> Any:

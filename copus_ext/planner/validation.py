@@ -46,7 +46,7 @@ _LINKS = ("nic_bytes_per_s", "intra_bytes_per_s", "gpus_per_node", "nic_is_measu
 _OWN = (
     *("group", "cluster", "model", *_SIZES, "etp", "cp_comm_type", "recompute"),
     "sequence_parallel",
-    *("scatter_gather", "use_distributed_optimizer", "overlap"),
+    *("scatter_gather", "tp_overlap", "use_distributed_optimizer", "overlap"),
     *("step_s", "out_of_memory", "peak_bytes", "known", "local", "attention"),
     *_LINKS,
 )
@@ -77,6 +77,8 @@ class MeasuredRun:
     """Memory that the GPU that needed most had in use at most; None if it was not measured."""
     scatter_gather: bool | None = None
     """As in `Rows`; None: by the model's implementation."""
+    tp_overlap: bool = True
+    """As in `Rows`."""
     known: bool = False
     """Whether its outcome may correct the others in any case."""
 
@@ -189,6 +191,7 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
         out_of_memory=_flag("out_of_memory", given, False),
         peak_bytes=_peak(given["peak_bytes"]) if "peak_bytes" in given else None,
         scatter_gather=_flag("scatter_gather", given, False) if "scatter_gather" in given else None,
+        tp_overlap=_flag("tp_overlap", given, True),
         known=_flag("known", given, False),
     )
 
@@ -327,12 +330,13 @@ def predict(
 
 
 def _kinds(runs: Sequence[MeasuredRun]) -> Any:
-    """[n, 2] numbers of the model, its kernels included, on its machine, and of how messages are
+    """[n, 3] numbers of the model, its kernels included, on its machine, and of how messages are
     sent."""
     number = np.empty(len(runs), dtype=np.int64)
     for i, at in enumerate(_alike(runs).values()):
         number[at] = i
-    return np.stack([number, [bool(run.scatter_gather) for run in runs]], axis=1)
+    sent = [[bool(run.scatter_gather), run.tp_overlap] for run in runs]
+    return np.column_stack([number, sent])
 
 
 def _peak_correction(runs: Sequence[MeasuredRun]) -> PeakCorrection:
@@ -388,7 +392,8 @@ def _rows(runs: Sequence[MeasuredRun]) -> Rows:
     rows = to_rows(runs[0].model, runs[0].cluster, points_of([run.configuration for run in runs]))
     usual = bool(rows.scatter_gather)
     scatter = [usual if run.scatter_gather is None else run.scatter_gather for run in runs]
-    return rows.change(scatter_gather=np.array(scatter)).full()
+    overlap = np.array([run.tp_overlap for run in runs])
+    return rows.change(scatter_gather=np.array(scatter), tp_overlap=overlap).full()
 
 
 def _alike(runs: Sequence[MeasuredRun]) -> dict[Any, list[int]]:
