@@ -37,8 +37,8 @@ USUAL_LINKS = {"nic_efficiency": 0.5, "tp_bytes_per_s": 216e9, "launch_s": 20e-6
 """What belongs to a cluster and not to its GPUs, as it ships: the middle of several clusters, and
 not vTrain's (.87 of its network, 225 GB/s, 34 us to start a kernel). Public all-reduces reach .2 to
 .95 of their network (NCCL issues 495 and 1411, nccl-tests issues 152 and 290), large jobs a quarter
-in one case. Kernels start in 12 us where Python is fast and in 34 on vTrain's hosts; 20 is the
-geometric mean."""
+in one case. 20 us to start a kernel lie between vTrain's and the 12 that are assumed of faster
+hosts."""
 
 
 def errors(predicted: Any, measured: Any) -> dict[str, float]:

@@ -58,8 +58,8 @@ class Constants:
     launch_sharpness: float = 4.0
     """Exponent with which launch time and work of a layer join; large: the greater of the two."""
     launch_s: float = 20e-6
-    """Time to start one kernel from Python, autograd and Megatron's own code among it: between 12
-    us on fast hosts and vTrain's 34."""
+    """Time to start one kernel from Python, autograd and Megatron's own code among it: between
+    vTrain's 34 us and the 12 that are assumed of faster hosts."""
     exchange_s: float = 30e-6
     """Fixed time of a pipeline message."""
     step_s: float = 10e-3
