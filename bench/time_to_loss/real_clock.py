@@ -348,9 +348,13 @@ class Runner:
                     self._indexed.add((s.name, spec.seed))
             link = pair.measure_link(1.0) if specs[0].kind == "copus" else {}
             cpu_s, busy_s = _cpu_s()
-            with ThreadPoolExecutor(len(specs)) as pool:
-                orders = [[0], [1]] if len(specs) > 1 else [list(range(specs[0].ranks))]
+            orders = [[0], [1]] if len(specs) > 1 else [list(range(specs[0].ranks))]
+            pool = ThreadPoolExecutor(len(specs))
+            try:
                 walls_s = list(pool.map(functools.partial(self._start, pair, s), specs, orders))
+            finally:
+                # After a signal the nodes go away, and the runs on them with it.
+                pool.shutdown(wait=False, cancel_futures=True)
             own_s = _cpu_s()[0] - cpu_s
             others_s = _cpu_s()[1] - busy_s - own_s
         shared = {
