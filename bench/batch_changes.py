@@ -1,10 +1,12 @@
-"""Does the loss rise where the batch doubles, and do ramp and beta2 rule help?
+"""Does the loss rise where the batch changes, and do ramp and beta2 rule help?
 
     python -m bench.batch_changes --data-path runs/quickstart/data/stdlib_text_document
 
 Doubles the batch of a small model at fixed samples (8 to 16 to 32 to 64), with the learning rate
 following at once or over a ramp, and with beta2 constant or per token; several seeds; and without
-any change. Writes docs/results/batch_changes.json.
+any change. Others shrink it to a quarter twice, from 128. `--only WORDS` runs the variants that
+have these words in their names, and keeps the others of the file. Writes
+docs/results/batch_changes.json.
 """
 
 from __future__ import annotations
@@ -32,18 +34,34 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "jump, beta2 per token": {"lr_ramp_steps": 0, "beta2_rule": "tokens"},
     "ramp, beta2 per token": {"beta2_rule": "tokens"},
     "learning rate constant": {"lr_rule": "none"},
+    "shrink, beta2 constant": {},
+    "shrink, beta2 per token": {"beta2_rule": "tokens"},
+    "shrink, learning rate constant": {"lr_rule": "none"},
 }
 """What each adds to the settings of the controller."""
+
+
+SHRINKS = ((0.0, 128), (0.5, 32), (0.75, 8))
+"""Parts of the samples, and the batch from there on."""
+
+
+def changes_of(variant: str, samples: int) -> tuple[dict[str, Any], list[str]]:
+    """Settings of the controller and flags that say when the batch changes."""
+    if not variant.startswith("shrink"):
+        # The first doubling comes after a quarter of the samples.
+        return {**SETTINGS, "doubling_first_tokens": 128 * samples // 4}, []
+    schedule = " ".join(f"{int(part * samples) * 128}:{batch}" for part, batch in SHRINKS)
+    settings = {"policy": "step_schedule", "max_micro_batch_size": 8, "reference_batch_size": 8}
+    return settings, ["--step-batch-size-schedule", schedule]
 
 
 def run(data: str, variant: str, seed: int, samples: int) -> dict[str, Any]:
     """One training: the rise of the loss at each change, and the losses on held-out text."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, settings = Path(temporary) / "run", Path(temporary) / "copus.yaml"
-        # The first doubling comes after a quarter of the samples.
-        first = {"doubling_first_tokens": 128 * samples // 4}
-        settings.write_text(json.dumps({**SETTINGS, **first, **VARIANTS[variant]}))
-        flags = [*FLAGS.split(), "--copus-config", settings, "--seed", str(seed)]
+        values, more = changes_of(variant, samples)
+        settings.write_text(json.dumps({**values, **VARIANTS[variant]}))
+        flags = [*FLAGS.split(), *more, "--copus-config", settings, "--seed", str(seed)]
         flags += ["--train-samples", str(samples), "--data-path", data, "--run-dir", folder]
         launch(1, TRAINER, *flags)
         record = read_run(folder)
@@ -72,10 +90,16 @@ def main() -> None:
     parser = arguments(__doc__, "batch_changes.json", data=True)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--samples", type=int, default=4800, help="of a run")
+    parser.add_argument("--only", default="", help="words in the names of the variants to run")
     args = parser.parse_args()
+    variants = [name for name in VARIANTS if args.only in name]
     runs = []
+    if args.only:
+        runs = [
+            r for r in json.loads(args.output.read_text())["runs"] if args.only not in r["variant"]
+        ]
     for seed in range(1, args.seeds + 1):
-        for variant in VARIANTS:
+        for variant in variants:
             runs.append(run(args.data_path, variant, seed, args.samples))
             print(f"seed {seed}, {variant}: {runs[-1]['validation'][-1][1]:.4f}", flush=True)
     table = {}
