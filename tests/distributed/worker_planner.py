@@ -26,6 +26,7 @@ def tiny_spec() -> Any:
         num_attention_heads=4,
         seq_length=32,
         vocab_size=128,
+        ffn_hidden_size=64,
         gated=True,
         bias=False,
         normalization="RMSNorm",
