@@ -254,6 +254,12 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 def test_decisions_of_a_simulation_replay(tmp_path: Path) -> None:
     scenario = small()
+    # A pipeline is the fastest for small batches, replicas for large ones.
+    pipeline = zip(scenario.batches, (55.0, 60.0, 62.0, 63.0))
+    replicas = zip(scenario.batches, (40.0, 68.0, 84.0, 94.0))
+    known = [row((1, 4, 1, 2), batch, speed) for batch, speed in pipeline]
+    known += [row((1, 1, 1, 8), batch, speed) for batch, speed in replicas]
+    scenario._speeds[0] = Speeds(known)
     who = contenders(scenario.batches)["adaptive_goodput_forward"]
     run = simulate(scenario, who, seed=0, journal=DecisionLog(tmp_path))
     assert run.resizes and run.relayouts
