@@ -30,6 +30,7 @@ from copus_ext.planner.request import (
     configuration_of,
     cp_comm_types_of_flags,
     logits_chunks_of,
+    megatron_flag,
     model_of,
     notes_on,
     pipeline_message_bits_of,
@@ -260,6 +261,8 @@ def planner_of(args: argparse.Namespace) -> Any:
             model.check_dense(f"`{command}`")
     if args.no_sequence_parallel:
         model.check_dense("--no-sequence-parallel")
+        if megatron_flag(args, "sequence_parallel"):
+            raise UsageProblem("--megatron-args has --sequence-parallel; drop it or the --no- flag")
     cluster = cluster_of(args)
     if uses_tp_pp_dp_mapping(args) and (args.order or args.uneven):
         raise UsageProblem(

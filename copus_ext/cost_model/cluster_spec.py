@@ -506,7 +506,7 @@ _FITTED_ON = {
 """Links within a node of the machines whose constants these are. CPU ranks have no data sheet, and
 what an MI210 reaches is assumed."""
 _CALLED = re.compile(
-    r"(?:nvidia |amd instinct )?([a-z]+\d+[a-z]?)(?:-sxm\d?)?(?:[ -](\d+) ?gi?b?)?(?: hbm\d\w?)?"
+    r"(?:nvidia[ -]|amd instinct )?([a-z]+\d+[a-z]?)(?:-sxm\d?)?(?:[ -](\d+) ?gi?b?)?(?: hbm\d\w?)?"
 )
 
 

@@ -184,6 +184,7 @@ def test_a_process_has_buffers_for_each_kind_of_group() -> None:
         ("A100:8", "A100-80GB", 8),
         ("a100:16", "A100-80GB", 16),
         ("A100-SXM4-40GB:16", "A100-40GB", 16),
+        ("NVIDIA-A800:8", "A800-80GB", 8),
         ("H800:8", "H800-80GB", 8),
         ("H100 80GB HBM3:8", "H100-80GB", 8),
         ("CPU-rank:2", "CPU-rank", 2),

@@ -184,6 +184,11 @@ def test_plans_without_sequence_parallelism(capsys: pytest.CaptureFixture[str]) 
     moe = "--model mixtral-8x7b --cluster a100:8 --global-batch-size 8 --no-sequence-parallel"
     code, _, err = run(capsys, moe)
     assert code == 2 and "--no-sequence-parallel" in err
+    shape = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+    megatron = f"--megatron-args '{shape} --max-position-embeddings 64 --sequence-parallel'"
+    both = f"{megatron} --cluster cpu:2 --global-batch-size 8 --no-sequence-parallel"
+    code, _, err = run(capsys, both)
+    assert code == 2 and "has --sequence-parallel; drop it" in err
 
 
 def test_a_time_without_sequence_parallelism_is_of_its_own(tmp_path: Path) -> None:
