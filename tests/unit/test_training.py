@@ -16,10 +16,10 @@ pytestmark = pytest.mark.unit
 
 PRESET = preset("32xmi210-7b")
 _ONE = """
-doubling_small 0.0 534.135879 1223.665878 1922.382953 2941.92751 3132
-cbs_small 0.0 534.135879 1221.074634 1923.209933 2954.460277 3057
-doubling_small 0.5 601.823792 1303.47362 2039.338556 3237.233462 3784
-cbs_small 0.5 601.823792 1296.96177 2032.387808 3230.963463 3565
+doubling_small 0.0 503.550256 1153.868096 1813.303611 2775.752559 3132
+cbs_small 0.0 503.550256 1151.153609 1813.657575 2787.439823 3057
+doubling_small 0.5 567.362232 1229.189082 1923.684022 3054.653371 3784
+cbs_small 0.5 567.362232 1222.695305 1916.611353 3048.422318 3565
 """
 """Policy, power of the rate that a sample is worth, seconds to four losses, steps: of a runner that
 knew one truth only; with cbs_small of today's, which measures less often, and with a backward pass
