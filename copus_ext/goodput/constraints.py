@@ -90,7 +90,8 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
     if s.in_ramp:
         yield "the learning rate is in a ramp"
     since_steps = since_s = None
-    if s.last_relayout_iteration is not None:
+    # Where both were timed, the outcome of the last change is known.
+    if s.last_relayout_iteration is not None and not _are_timed(s, to):
         since_steps = s.iteration - s.last_relayout_iteration
         since_s = since_steps * s.now.global_batch_size / s.now.samples_per_s
     if reason := switch_rule.relayout_blocked_reason(
@@ -105,28 +106,37 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
 
 
 def is_trial(s: DecisionInputs, to: ConfigThroughput) -> bool:
-    """Whether a row is the present one with another batch or micro-batch, near enough, that was not
-    timed.
+    """Whether a row was not timed, and is near enough to the present one to be tried: another batch
+    or micro-batch of about its size, or another layout once this one was timed.
 
-    Nothing stops for it, and some steps tell its speed. So its speed needs no certainty, if the run
-    has room for a hundred steps.
+    Some steps tell its speed. So its speed needs no certainty, if the run has room for a hundred
+    steps. For another batch or micro-batch nothing stops; another layout has to be worth the pause
+    of going there and back.
     """
     now = s.now
     if s.rules.policy != "adaptive" or s.rules.switch_rule != "forward":
         return False
-    if to.layout != now.layout or to.source == "measured":
+    if to.source == "measured":
         return False
     batches = to.global_batch_size, now.global_batch_size
     micros = to.micro_batch_size, now.micro_batch_size
+    if to.layout != now.layout:
+        is_near = now.source == "measured" and max(batches) <= MOST_TRIED * min(batches)
+        return is_near and s.samples_left >= _LEAST_LEFT_STEPS * max(batches)
     # A smaller batch may have no larger micro-batches.
     least = min(micros) if batches[0] == batches[1] else now.micro_batch_size
     is_near = max(batches) <= MOST_TRIED * min(batches) and max(micros) <= MOST_TRIED * least
     return is_near and s.samples_left >= _LEAST_LEFT_STEPS * max(batches)
 
 
+def _are_timed(s: DecisionInputs, to: ConfigThroughput) -> bool:
+    """Whether this run has timed a row and the present one, and its policy goes by that."""
+    is_ours = s.rules.policy == "adaptive" and s.rules.switch_rule == "forward"
+    return is_ours and to.source == s.now.source == "measured"
+
+
 def _same_batch_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
-    is_timed = to.layout == s.now.layout and to.source == s.now.source == "measured"
-    is_quick = (is_timed and s.rules.policy == "adaptive") or is_trial(s, to)
+    is_quick = _are_timed(s, to) or is_trial(s, to)
     settle = _TRIED_STEPS if is_quick else _SETTLE_STEPS
     if s.steps_since_change is not None and s.steps_since_change < settle:
         yield f"{s.steps_since_change} of {settle} steps since the last change"

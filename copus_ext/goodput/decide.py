@@ -245,8 +245,9 @@ def _candidate(s: DecisionInputs, i: int, goal: _Goal, above_optimal: bool) -> C
 
 
 def _needed_gain(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float) -> float:
-    """The gain that the switch rule asks for. What is tried needs no certainty of its speed."""
-    cost_s = _cost_s(s, row)
+    """The gain that the switch rule asks for. What is tried needs no certainty of its speed, but
+    has to be worth the way back."""
+    cost_s = _cost_s(s, row) * (2 if constraints.is_trial(s, row) else 1)
     if s.rules.switch_rule == "paper":
         return switch_rule.paper_needed(cost_s=cost_s, elapsed_s=s.elapsed_s, paused_s=s.paused_s)
     is_same = row.layout == s.now.layout

@@ -314,6 +314,32 @@ def test_a_batch_that_nobody_timed_is_tried() -> None:
         assert decide(stays).kind == "stay", stays.rows[1]
 
 
+def test_a_layout_that_nobody_timed_is_tried_and_left_as_soon_as_it_is_known() -> None:
+    now = row(16, 10.0, sd=0.01)
+    untimed = dataclasses.replace(row(16, 10.3, dp=1, micro=8, sd=0.2), source="predicted")
+    s = situation(16, rows=[now, untimed], flags={"copus_layouts": "all"})
+    assert decide(s).to == untimed and "needs 1.2 %" in decide(s).reason, "there and back"
+    timed = dataclasses.replace(untimed, source="measured")
+    further = dataclasses.replace(untimed, configuration=row(64, dp=1, micro=8).configuration)
+    guess = dataclasses.replace(now, source="predicted")
+    for stays in (
+        *(dataclasses.replace(s, rows=rows) for rows in ((now, timed), (guess, untimed))),
+        dataclasses.replace(s, rows=(now, further)),
+        dataclasses.replace(s, consumed_samples=s.total_samples - 99 * 16),
+        dataclasses.replace(s, consumed_samples=980_000),
+        dataclasses.replace(s, rules=dataclasses.replace(s.rules, policy="static")),
+    ):
+        assert decide(stays).kind == "stay", stays.rows
+    # It was slower than it seemed: back at once, but on to a third one only when it has cooled.
+    slower = dataclasses.replace(timed, samples_per_s=9.5, relative_sd=0.01)
+    soon = {"last_relayout_iteration": s.iteration - 8, "steps_since_change": 10}
+    tried = dataclasses.replace(s, rows=(now, slower), current=1, **soon)
+    assert decide(tried).to == now
+    third = dataclasses.replace(row(16, 11.0, dp=1, pp=1, tp=2, sd=0.2), source="predicted")
+    hot = dataclasses.replace(tried, rows=(third, slower))
+    assert decide(hot).kind == "stay" and "cooling down" in decide(hot).reason
+
+
 def test_no_batch_shrinks_on_a_lower_bound_or_after_a_spike() -> None:
     bound = situation(256, measured=noise(8.0, status="lower_bound_only"))
     assert decide(bound).kind == "stay" and "no upper bound" in decide(bound).reason
