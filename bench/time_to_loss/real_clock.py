@@ -59,6 +59,7 @@ from bench.time_to_loss import real_clock_figures as figures
 from bench.time_to_loss.atlas import best_trial, read
 from bench.time_to_loss.real_clock_scenarios import NO_LIMIT, QUICK, S3, S4, S4K, Scenario
 from bench.time_to_loss.scenarios import FILE as SCENARIOS
+from bench.time_to_loss.scenarios import save
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 
@@ -472,14 +473,15 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
         command = "sudo python -m bench.time_to_loss.real_clock; ... --summary"
         commits = sorted({row["commit"] for row in [*own.rows, *statics.rows]})
         about = figures.result(name, seeds, comparisons)
-        found[name] = {**about, "command": command, "commits": commits}
+        made = {"command": command, "commits": commits, "date": origin()["date"]}
+        found[name] = {**about, **made}
         for one in comparisons:
             print(
                 f"{name} link {one.link} seed {one.seed} from {one.first_batch}: "
                 f"{one.seconds:.1f} s to {one.loss:.3f}, static {one.best_batch} {one.best_s:.1f} s"
             )
         print("\n".join(figures.verdicts(name, about)))
-    figures.keep(output, found)
+    save(output, found)
     clocked_rows = [row for row in rows if Spec(**row["spec"]).counts_by_clock]
     busy = [r["key"] for r in clocked_rows if r["others_cpu_s"] > _BUSY * r["wall_s"]]
     if busy:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -316,12 +315,6 @@ def verdicts(name: str, about: dict[str, Any]) -> list[str]:
         met = value >= goal if name == "S4" else value <= goal
         lines.append(f"{name} {key}: {value:.3f}, goal {goal}: {'met' if met else 'NOT MET'}")
     return lines
-
-
-def keep(path: Path, found: dict[str, dict[str, Any]]) -> None:
-    """Puts the results of scenarios into a file, and leaves the others in it as they are."""
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**known, **found}, indent=1) + "\n")
 
 
 def draw(path: Path, statics: dict[int, Curve], ours: dict[int, Curve], loss: float) -> None:

@@ -18,6 +18,7 @@ from bench.time_to_loss import kfac_trainer, real_clock, real_clock_figures
 from bench.time_to_loss.real_clock import Spec, flags_of, tuned, wanted
 from bench.time_to_loss.real_clock_figures import Curve, Runs, compare
 from bench.time_to_loss.real_clock_scenarios import QUICK, S3, S4, S4K, Scenario
+from bench.time_to_loss.scenarios import save
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import rate_rules_of
 
@@ -327,9 +328,9 @@ def test_own_clocks_need_no_usual_time() -> None:
 
 def test_other_scenarios_stay_in_the_summary(tmp_path: Path) -> None:
     path = tmp_path / "scenarios.json"
-    real_clock_figures.keep(path, {"S3": {"mean": 1.0}})
+    save(path, {"S3": {"mean": 1.0}})
     path.write_text(json.dumps({"S1": {"mean": 0.9}, **json.loads(path.read_text())}))
-    real_clock_figures.keep(path, {"S3": {"mean": 0.0}})
+    save(path, {"S3": {"mean": 0.0}})
     assert json.loads(path.read_text()) == {"S1": {"mean": 0.9}, "S3": {"mean": 0.0}}
 
 
