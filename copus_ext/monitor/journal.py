@@ -508,9 +508,16 @@ def _conditions(record: dict[str, Any]) -> str:
     return conditions_line(before_s=before_s, after_s=after_s, factors=factors)
 
 
+def _spike(record: dict[str, Any]) -> str:
+    after, what = "grew", "growth"
+    if record.get("hold_shrinking_until_samples") is not None:
+        after, what = "shrank", "shrinking"
+    until = whole(record.get(f"hold_{what}_until_samples"))
+    return f"the loss spiked after the batch {after}; no {what} until sample {until}"
+
+
 def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
     kind = text(kind, 60)
-    hold = whole(record.get("hold_growth_until_samples"))
     made = counted(whole(record.get("changes")) or 0, "change")
     warm_up = warm_up_line(
         number(record.get("factor")),
@@ -525,7 +532,7 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
         "failure": f"the controller is disabled: {text(record.get('error'))}",
         "warmup": warm_up,
         "conditions": _conditions(record),
-        "spike": f"the loss spiked after the batch grew; no growth until sample {hold}",
+        "spike": _spike(record),
         "switch.cancelled": f"change to {text(record.get('to'), 100)} cancelled",
         "switch.abandoned": "change of layout abandoned; the run left to start again",
     }

@@ -25,6 +25,7 @@ from copus_ext.goodput.loss_watch import SPIKE_SD
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import summary
 from copus_ext.goodput.state import TIMED_STEPS, WINDOW_STEPS, ControllerState, config_key
+from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.planner.configuration import Configuration
 from megatron.training.common.train_state import TrainState
 from megatron.training.config.layout import Layout
@@ -151,6 +152,19 @@ def test_a_spike_after_a_shrink_holds_shrinking_and_small_batches_scatter_more()
     assert held(filled(1, state=state, loss=ordinary)) is None
     assert held(filled(1, state=state, loss=spike)) == 2600
     assert state.hold_growth_until_samples == 0 and state.consecutive_spikes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("growth", "the loss spiked after the batch grew; no growth until sample 600"),
+        ("shrinking", "the loss spiked after the batch shrank; no shrinking until sample 600"),
+    ],
+)
+def test_the_report_says_what_a_spike_holds_back(name: str, line: str) -> None:
+    history = DecisionHistory()
+    history.add(0, {"kind": "spike", "iteration": 7, f"hold_{name}_until_samples": 600})
+    assert [note.line for note in history.notes] == [line]
 
 
 def test_times_of_a_slow_launch_do_not_count_in_the_next() -> None:
