@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from copus_ext.goodput import objectives, policies, switch_rule
+from copus_ext.goodput import objectives, policies, switch_rule, trial
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 
 WARMING_UP = "the learning rate is warming up"
 ONLY_NOISE = "the noise scale is not known: the gradient shows only noise"
 _MOST_SKIPPED = 5
 """Of 100 steps: with more of them skipped nothing changes."""
-_SETTLE_STEPS, _TRIED_STEPS = 50, 10
-"""Steps between a change and one of the layout or of an untimed micro-batch alone; and where the
-micro-batch is tried, or was."""
-_LEAST_LEFT_STEPS = 100
-"""Steps that a run must have left for a micro-batch to be tried."""
-MOST_TRIED = 2
-"""Times that a micro-batch or a batch may be smaller or larger to be tried."""
+_SETTLE_STEPS = 50
+"""Steps between a change and one of the layout or the micro-batch alone, unless that is tried, or
+both were timed."""
 _SWING, _SWING_SDS = (1.5, 4.0), 5.5
 """The batch turns round once a measured critical batch size has changed by a factor: so many
 standard deviations of its logarithm, within a least and a most."""
@@ -90,13 +86,18 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
     if s.in_ramp:
         yield "the learning rate is in a ramp"
     since_steps = since_s = None
-    # Where both were timed, the outcome of the last change is known.
-    if s.last_relayout_iteration is not None and not _are_timed(s, to):
+    time_s = s.elapsed_s
+    is_tried = trial.are_timed(s, to) or trial.is_trial(s, to)
+    if is_tried:
+        # What is tried, or left again, weighs its pauses itself. So they may come early in the run.
+        time_s += s.samples_left / s.now.samples_per_s
+    # Where both were timed, the outcome of the last change is known; a trial waits for no more.
+    if s.last_relayout_iteration is not None and not is_tried:
         since_steps = s.iteration - s.last_relayout_iteration
         since_s = since_steps * s.now.global_batch_size / s.now.samples_per_s
     if reason := switch_rule.relayout_blocked_reason(
         cost_s=s.cost_s(to.layout),
-        elapsed_s=s.elapsed_s,
+        elapsed_s=time_s,
         paused_s=s.paused_s,
         steps_since=since_steps,
         seconds_since=since_s,
@@ -105,39 +106,9 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         yield reason
 
 
-def is_trial(s: DecisionInputs, to: ConfigThroughput) -> bool:
-    """Whether a row was not timed, and is near enough to the present one to be tried: another batch
-    or micro-batch of about its size, or another layout once this one was timed.
-
-    Some steps tell its speed. So its speed needs no certainty, if the run has room for a hundred
-    steps. For another batch or micro-batch nothing stops; another layout has to be worth the pause
-    of going there and back.
-    """
-    now = s.now
-    if s.rules.policy != "adaptive" or s.rules.switch_rule != "forward":
-        return False
-    if to.source == "measured":
-        return False
-    batches = to.global_batch_size, now.global_batch_size
-    micros = to.micro_batch_size, now.micro_batch_size
-    if to.layout != now.layout:
-        is_near = now.source == "measured" and max(batches) <= MOST_TRIED * min(batches)
-        return is_near and s.samples_left >= _LEAST_LEFT_STEPS * max(batches)
-    # A smaller batch may have no larger micro-batches.
-    least = min(micros) if batches[0] == batches[1] else now.micro_batch_size
-    is_near = max(batches) <= MOST_TRIED * min(batches) and max(micros) <= MOST_TRIED * least
-    return is_near and s.samples_left >= _LEAST_LEFT_STEPS * max(batches)
-
-
-def _are_timed(s: DecisionInputs, to: ConfigThroughput) -> bool:
-    """Whether this run has timed a row and the present one, and its policy goes by that."""
-    is_ours = s.rules.policy == "adaptive" and s.rules.switch_rule == "forward"
-    return is_ours and to.source == s.now.source == "measured"
-
-
 def _same_batch_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
-    is_quick = _are_timed(s, to) or is_trial(s, to)
-    settle = _TRIED_STEPS if is_quick else _SETTLE_STEPS
+    is_quick = trial.are_timed(s, to) or trial.is_trial(s, to)
+    settle = trial.TRIED_STEPS if is_quick else _SETTLE_STEPS
     if s.steps_since_change is not None and s.steps_since_change < settle:
         yield f"{s.steps_since_change} of {settle} steps since the last change"
     if s.in_ramp and not is_quick:

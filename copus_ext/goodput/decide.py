@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from copus_ext.goodput import constraints, objectives, policies, switch_rule
+from copus_ext.goodput import constraints, objectives, policies, switch_rule, trial
 from copus_ext.goodput.inputs import PRESENT, Candidate, ConfigThroughput, Decision, DecisionInputs
 
 _KEPT = 12
@@ -195,19 +195,23 @@ def _is_above_optimal(s: DecisionInputs) -> bool:
 
 def _candidates(s: DecisionInputs, goal: _Goal, above_optimal: bool) -> list[Candidate]:
     """The candidates, the one of most net gain first."""
-    found = [_candidate(s, i, goal, above_optimal) for i in _considered(s, goal)]
-    return sorted(found, key=lambda c: (-_net(s, c), _tie_break(s, c.row)))
+    found = []
+    for i in _considered(s, goal):
+        tried = trial.judge(s, i, goal.log_goodput)
+        c = _candidate(s, i, goal, above_optimal, tried)
+        found.append((_net(s, c) if tried is None else tried.net, c))
+    found.sort(key=lambda pair: (-pair[0], _tie_break(s, pair[1].row)))
+    return [c for _, c in found]
 
 
 def _considered(s: DecisionInputs, goal: _Goal) -> list[int]:
     """Rows that become candidates: the best micro-batch of every layout and batch; those with the
-    present micro-batch, whose speed is more certain; the best that can be tried; and the present
-    one."""
+    present micro-batch, whose speed is more certain; what can be tried; and the present one."""
     allowed = {*constraints.grid(s)}
     # From a batch without goodput any smaller one is a way back.
     is_lost = s.rules.policy in policies.WEIGHING and goal.log_goodput[s.current] == -math.inf
     best: dict[tuple, int] = {}
-    alike, tried = set(), list[int]()
+    alike, tried = set(), set()
     for i, row in enumerate(s.rows):
         is_way_back = is_lost and row.global_batch_size < s.now.global_batch_size
         if row.global_batch_size not in allowed:
@@ -220,13 +224,14 @@ def _considered(s: DecisionInputs, goal: _Goal) -> list[int]:
         if row.layout == s.now.layout and row.micro_batch_size == s.now.micro_batch_size:
             alike.add(i)
         is_same = row.global_batch_size == s.now.global_batch_size
-        if is_same and constraints.is_trial(s, row):
-            tried.append(i)
-    trial = [max(tried, key=lambda i: goal.log_goodput[i])] if tried else []
-    return sorted({*best.values(), *alike, *trial, s.current})
+        if is_same and trial.is_trial(s, row):
+            tried.add(i)
+    return sorted({*best.values(), *alike, *tried, s.current})
 
 
-def _candidate(s: DecisionInputs, i: int, goal: _Goal, above_optimal: bool) -> Candidate:
+def _candidate(
+    s: DecisionInputs, i: int, goal: _Goal, above_optimal: bool, tried: trial.Trial | None
+) -> Candidate:
     """One row: its gain over the present one, the gain that it needs, and what blocks it."""
     row = s.rows[i]
     if i == s.current:
@@ -235,19 +240,19 @@ def _candidate(s: DecisionInputs, i: int, goal: _Goal, above_optimal: bool) -> C
     is_target = s.rules.policy in policies.TARGETS
     if base > -math.inf and not (is_target and row.global_batch_size != s.now.global_batch_size):
         gain = math.expm1(goal.log_goodput[i] - base)
-        needed = _needed_gain(s, row, goal.critical_batch_size)
+        needed = _needed_gain(s, row, goal.critical_batch_size) if tried is None else tried.needed
     blocked = constraints.blocked_reason(s, row, above_optimal=above_optimal)
     if needed is not None and math.isinf(needed):
         blocked, needed = blocked or "the pause would not pay off in the rest of the run", None
     elif not blocked and gain is not None and needed is not None and gain <= needed:
-        blocked = f"gains {100 * gain:.1f} %, needs {100 * needed:.1f} %"
+        blocked = _gain_words(gain, needed, is_tried=tried is not None)
     return Candidate(row=row, gain=gain, needed=needed, blocked_reason=blocked)
 
 
 def _needed_gain(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float) -> float:
     """The gain that the switch rule asks for. What is tried needs no certainty of its speed, but
     has to be worth the way back."""
-    cost_s = _cost_s(s, row) * (2 if constraints.is_trial(s, row) else 1)
+    cost_s = _cost_s(s, row) * (2 if trial.is_trial(s, row) else 1)
     if s.rules.switch_rule == "paper":
         return switch_rule.paper_needed(cost_s=cost_s, elapsed_s=s.elapsed_s, paused_s=s.paused_s)
     is_same = row.layout == s.now.layout
@@ -272,7 +277,7 @@ def _log_sd(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float
         for r in (row, s.now)
     ]
     variance = (slopes[0] - slopes[1]) ** 2 * s.log_noise_variance
-    if constraints.is_trial(s, row):
+    if trial.is_trial(s, row):
         return math.sqrt(variance)
     return math.sqrt(variance + row.relative_sd**2 + s.now.relative_sd**2)
 
@@ -321,6 +326,12 @@ def best_alternative(s: DecisionInputs, candidates: Sequence[Candidate]) -> Cand
     return next(iter(within or others), None)
 
 
+def _gain_words(gain: float, needed: float, *, is_tried: bool) -> str:
+    """What a change is predicted to gain, and what it needs."""
+    words = f"gains {100 * gain:.1f} %, needs {100 * needed:.1f} %"
+    return f"{words} to be tried" if is_tried else words
+
+
 def _reason_to_stay(s: DecisionInputs, goal: _Goal, candidates: Sequence[Candidate]) -> str:
     """Why the policy has no goal, or what blocks the best alternative."""
     best = best_alternative(s, candidates)
@@ -338,7 +349,8 @@ def _reason_to_change(s: DecisionInputs, goal: _Goal, chosen: Candidate) -> str:
     }
     parts = [", ".join(f"{name} {a} -> {b}" for name, (a, b) in sizes.items() if a != b)]
     if chosen.gain is not None and chosen.needed is not None:
-        parts.append(f"gains {100 * chosen.gain:.1f} %, needs {100 * chosen.needed:.1f} %")
+        is_tried = trial.judge(s, s.rows.index(to), goal.log_goodput) is not None
+        parts.append(_gain_words(chosen.gain, chosen.needed, is_tried=is_tried))
     if policies.needs_noise(s.rules.policy) and goal.batch is not None:
         parts.append(critical_batch_size_words(s))
     if goal.batch is not None:

@@ -27,7 +27,7 @@ from copus_ext.controller.rules import (
 from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.cost_model.cluster_spec import GPUS, preset
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.goodput import constraints, costs, lr_scaling, switch_rule
+from copus_ext.goodput import costs, lr_scaling, switch_rule, trial
 from copus_ext.goodput.costs import FIXED_S, RELAUNCH_S
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.headroom import Headroom
@@ -174,7 +174,8 @@ CONSTANTS = [
     (costs.RELAUNCH_S, 60.0, "copus_ext/controller/flags.py"),
     (switch_rule.Z, 1.28, CONTROLLER),
     (EARLY_SHARE, 0.03, BOTH_WAYS),
-    (constraints.MOST_TRIED, 2, CONTROLLER),
+    (trial.MOST_TRIED, 2, CONTROLLER),
+    (trial.LEAST_WON, 0.002, "docs/decisions/051-a-trial-is-worth-what-it-may-win.md"),
     (switch_rule.BATCH_MARGIN, 0.005, CONTROLLER),
     (switch_rule.RELAYOUT_MARGIN, 0.01, CONTROLLER),
     (switch_rule.PAPER_MARGIN, 0.10, CONTROLLER),
