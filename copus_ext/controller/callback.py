@@ -362,7 +362,7 @@ class Controller(Callback):
             self.flags,
             context.config,
             step.global_batch_size,
-            last_decision_samples=self.state.last_decision_samples,
+            self.state,
         )
         return self.state.is_due(
             consumed_samples=step.consumed_samples,

@@ -18,7 +18,12 @@ from copus_ext.cost_model.model_spec import divisors
 from copus_ext.goodput import policies
 from copus_ext.goodput.inputs import Rules
 from copus_ext.goodput.lr_scaling import RateRules, WarmUp, ramp_steps
-from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
+from copus_ext.goodput.state import (
+    MIN_TIMED_STEPS,
+    TRIED_STEPS,
+    WARM_UP_STEPS,
+    ControllerState,
+)
 from megatron.training.common.errors import UsageError
 from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.config.draft import flag_of
@@ -371,7 +376,7 @@ def warm_up_of(flags: CopusConfig, config: Config) -> WarmUp | None:
 
 
 def samples_to_decision(
-    flags: CopusConfig, config: Config, batch: int, *, last_decision_samples: int
+    flags: CopusConfig, config: Config, batch: int, state: ControllerState
 ) -> float:
     """Samples between two decisions, or before the first of a run.
 
@@ -379,20 +384,22 @@ def samples_to_decision(
         flags: of the controller.
         config: of the run.
         batch: samples of a step.
-        last_decision_samples: samples trained at the last decision, 0 before the first.
+        state: of the controller.
     """
     samples: float = DECISION_STEPS * batch
-    total = config.batch.train_samples
-    left = total - last_decision_samples
+    total, last = config.batch.train_samples, state.last_decision_samples
+    left = total - last
     if left <= flags.copus_anneal_by_batch * total:
         # The batch that annealing asks for doubles while less than a third of the rest is trained.
         return max(min(samples, left / _ANNEALING_DECISIONS), batch)
     if flags.copus_interval is not None:
         samples = flags.copus_interval / config.batch.seq_length
+    if flags.copus_policy == "adaptive" and state.is_tried:
+        return min(samples, TRIED_STEPS * batch)
     if flags.copus_policy == "adaptive" and flags.copus_early_steps:
         # At first the bound of the critical batch size grows fast.
-        return min(samples, max(last_decision_samples, batch))
-    is_early = not last_decision_samples and flags.copus_layouts == "all"
+        return min(samples, max(last, batch))
+    is_early = not last and flags.copus_layouts == "all"
     return min(samples, _FIRST_STEPS * batch) if is_early else samples
 
 

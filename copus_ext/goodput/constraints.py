@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from copus_ext.goodput import objectives, policies, switch_rule, trial
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
+from copus_ext.goodput.state import TRIED_STEPS
 
 WARMING_UP = "the learning rate is warming up"
 ONLY_NOISE = "the noise scale is not known: the gradient shows only noise"
@@ -108,7 +109,7 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
 
 def _same_batch_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
     is_quick = trial.are_timed(s, to) or trial.is_trial(s, to)
-    settle = trial.TRIED_STEPS if is_quick else _SETTLE_STEPS
+    settle = TRIED_STEPS if is_quick else _SETTLE_STEPS
     if s.steps_since_change is not None and s.steps_since_change < settle:
         yield f"{s.steps_since_change} of {settle} steps since the last change"
     if s.in_ramp and not is_quick:

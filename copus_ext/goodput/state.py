@@ -29,6 +29,8 @@ TIMED_STEPS = 20
 """Newest step times that are kept of a configuration."""
 MIN_TIMED_STEPS = 5
 """Step times from which a configuration counts as measured."""
+TRIED_STEPS = 10
+"""Steps after a change of the layout or the micro-batch alone that tell its speed."""
 WINDOW_STEPS = 50
 """Steps before and after a change over which its outcome is measured."""
 _CHANGES_KEPT = 100
@@ -378,6 +380,14 @@ class ControllerState:
     def is_in_ramp(self, iteration: int) -> bool:
         """Whether the learning rate still follows the last change of the batch."""
         return self.ramp is not None and not self.ramp.is_over(iteration)
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether the last decision changed the layout or the micro-batch alone."""
+        change = self.open_change
+        if change is None or change.from_batch != change.to_batch:
+            return False
+        return change.consumed_samples >= self.last_decision_samples
 
     def is_due(
         self, *, consumed_samples: int, batch: int, scheduled: int | None, every_samples: float

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
+from copus_ext.goodput.state import TRIED_STEPS
 
-TRIED_STEPS = 10
-"""Steps after which the speed of what is tried is known."""
 _LEAST_LEFT_STEPS = 100
 """Steps that a run must have left for a trial."""
 LEAST_WON = 0.002

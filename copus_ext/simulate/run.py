@@ -288,7 +288,7 @@ class Runner:
             self.flags,
             self.config,
             batch,
-            last_decision_samples=self.state.last_decision_samples,
+            self.state,
         )
         return self.state.is_due(
             consumed_samples=self.consumed,

@@ -75,7 +75,9 @@ def test_decisions_keep_up_with_the_end() -> None:
     flags = CopusConfig(copus=True, copus_anneal_by_batch=SHARE)
     config: Any = SimpleNamespace(batch=SimpleNamespace(train_samples=TOTAL, seq_length=32))
     for last, samples in ((100_000, 20 * 64), (996_000, 500), (999_900, 64)):
-        found = rules.samples_to_decision(flags, config, 64, last_decision_samples=last)
+        found = rules.samples_to_decision(
+            flags, config, 64, ControllerState(last_decision_samples=last)
+        )
         assert found == samples
 
 

@@ -28,6 +28,7 @@ from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.cost_model.cluster_spec import GPUS, preset
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput import costs, lr_scaling, switch_rule, trial
+from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.costs import FIXED_S, RELAUNCH_S
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.headroom import Headroom
@@ -202,10 +203,26 @@ def test_what_ships_is_what_is_written_down() -> None:
         assert value == want, f"{name} is {value}, and {page} justifies {want}: change both"
     assert flags().copus_mode == "act", "docs/decisions/012-copus-acts-by-default.md justifies act"
     every = [
-        samples_to_decision(flags(), config(), 8, last_decision_samples=samples)
+        samples_to_decision(flags(), config(), 8, ControllerState(last_decision_samples=samples))
         for samples in (0, 8, 16, 80, 800)
     ]
     assert every == [8, 8, 16, 80, 160], "docs/controller.md says 20 steps between decisions"
+
+
+def test_what_is_tried_is_decided_on_after_ten_steps() -> None:
+    state = ControllerState(last_decision_samples=800)
+    sizes = {"from_micro_batch": 1, "to_micro_batch": 2, "from_batch": 8}
+
+    def samples(change: ConfigChange, **own: Any) -> float:
+        state.open_change = change
+        return samples_to_decision(flags(**own), config(), 8, state)
+
+    tried = ConfigChange(decision=1, consumed_samples=800, to_batch=8, **sizes)
+    grown = ConfigChange(decision=1, consumed_samples=800, to_batch=16, **sizes)
+    assert samples(tried) == 10 * 8 and samples(grown) == 20 * 8
+    assert samples(tried, copus_policy="copus") == 20 * 8
+    state.last_decision_samples = 880
+    assert samples(tried) == 20 * 8, "it was decided on"
 
 
 def test_rules_have_no_defaults_of_their_own() -> None:
