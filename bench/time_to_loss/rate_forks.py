@@ -6,9 +6,10 @@
 Runs of `small_gpt`, 32,768 samples, cosine, with a quarter, half, once and twice the best learning
 rate of their batch. At two places each forks: for a twentieth of the run three branches train on
 the same samples with half, once and twice the rate. They are judged as the trainer judges branches,
-by the held-out loss of the weights averaged over their second half, and by the last weights. The
-truth is what the same change of the rate does to the rest of the run: all branches go on to the
-end. Every line of the results file is one fork; the summary is beside it.
+by the held-out loss of the weights averaged over their second half, and by the last weights; and
+likewise after a quarter and a half of that way. The truth is what the same change of the rate does
+to the rest of the run: all branches go on to the end. Every line of the results file is one fork;
+the summary is beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 
 from bench.support import arguments, origin, write
 from bench.time_to_loss.atlas import BASE_RATE, SHORT, read
-from bench.time_to_loss.small_gpt import Recipe, SmallRun
+from bench.time_to_loss.small_gpt import REFERENCE_BATCH, Recipe, SmallRun
 
 FILE = "rate_forks.jsonl"
 BEST = {32: (2, 0.3), 128: (2, 0.5)}
@@ -37,8 +38,9 @@ BRANCHES = (0.5, 1.0, 2.0)
 """Of branches, over that of their run."""
 PLACES = {32: (0.15, 0.35), 128: (0.25, 0.55)}
 """Parts of the run after which it forks: within the warm-up, and right after it."""
-LENGTH = 0.05
-"""Of a branch, as a part of the run."""
+LENGTHS = (0.0125, 0.025, 0.05)
+"""After which a branch is judged, as parts of the run. Each is twice the one before, so that the
+second half of it begins where that one ends."""
 SURE = 2.0
 """Standard errors from which a test says something."""
 
@@ -65,22 +67,15 @@ def wanted() -> Iterator[Fork]:
                 yield Fork(batch=batch, rate=rate, seed=seed)
 
 
-def _train(run: SmallRun, batch: int, multiple: float, until: int) -> list[torch.Tensor] | None:
-    """Trains at a multiple of the recipe's rate; returns the weights averaged over the second half
-    of the way, None if there is no step."""
-    run.lr_multiple = multiple * math.sqrt(batch / 32)
-    half, number = (run.samples + until) // 2, 0
-    mean: list[torch.Tensor] | None = None
+def _train(run: SmallRun, batch: int, multiple: float, until: int) -> list[torch.Tensor]:
+    """Trains at a multiple of the recipe's rate; returns the weights averaged over all steps."""
+    run.lr_multiple = multiple * math.sqrt(batch / REFERENCE_BATCH)
+    mean, number = [p.detach().clone() for p in run.model.parameters()], 0
     while run.samples + batch <= until:
         run.step(batch)
-        if run.samples > half:
-            number += 1
-            own = [p.detach() for p in run.model.parameters()]
-            if mean is None:
-                mean = [p.clone() for p in own]
-            else:
-                for m, p in zip(mean, own):
-                    m += (p - m) / number
+        number += 1
+        for m, p in zip(mean, run.model.parameters()):
+            m += (p.detach() - m) / number
     return mean
 
 
@@ -100,6 +95,11 @@ def _loss_of(run: SmallRun, weights: list[torch.Tensor]) -> list[float]:
     return found
 
 
+def _judge(length: float) -> str:
+    """Name of the averaged weights of a length."""
+    return f"averaged over {length:.2%}"
+
+
 def forks_of(fork: Fork) -> list[dict[str, Any]]:
     """Trains a run and its branches."""
     k, warmup = BEST[fork.batch]
@@ -115,15 +115,16 @@ def forks_of(fork: Fork) -> list[dict[str, Any]]:
         at, branches = run.snapshot(), []
         for factor in BRANCHES:
             run.restore(at)
-            averaged = _train(run, batch, factor, int((place + LENGTH) * SHORT))
-            assert averaged is not None
-            last = [p.detach().clone() for p in run.model.parameters()]
-            losses = _loss_of(run, averaged), _loss_of(run, last)
+            _train(run, batch, factor, int((place + LENGTHS[0] / 2) * SHORT))
+            averaged = [
+                _loss_of(run, _train(run, batch, factor, int((place + length) * SHORT)))
+                for length in LENGTHS
+            ]
+            last = _loss_of(run, [p.detach().clone() for p in run.model.parameters()])
             _train(run, batch, factor, SHORT)
-            end = run.evaluate()
-            branches.append(
-                {"factor": factor, "averaged": losses[0], "last": losses[1], "end": round(end, 5)}
-            )
+            end = round(run.evaluate(), 5)
+            judges = dict(zip(map(_judge, LENGTHS), averaged))
+            branches.append({"factor": factor, **judges, "last": last, "end": end})
         run.restore(at)
         about = {"batch": batch, "rate": fork.rate, "seed": fork.seed}
         rows.append({"key": fork.key, **about, "place": place, "branches": branches})
@@ -159,7 +160,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[Any, ...], list[tuple[float, float, float]]] = {}
     for row in rows:
         for factor in (0.5, 2.0):
-            for judge in ("averaged", "last"):
+            for judge in (*map(_judge, LENGTHS), "last"):
                 at = row["batch"], row["place"], row["rate"], factor, judge
                 found.setdefault(at, []).append(compared(row, factor, judge))
     names = ("batch", "place", "rate", "factor", "judge")

@@ -32,6 +32,7 @@ from copus_ext.controller.present_samples import (
     ratio_of,
 )
 from copus_ext.controller.rank_requests import RankRequests
+from copus_ext.controller.rate_test import LearningRateTest
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.controller.warm_up import WarmUpGuard
 from copus_ext.goodput import policies
@@ -80,6 +81,7 @@ class Controller(Callback):
         self.log = DecisionLog(None)
         self.headroom_notice = HeadroomNotice()
         self.message_trials = MessageTrials(flags, self.log)
+        self.lr_test = LearningRateTest(flags, self.log)
         self.rank_requests = RankRequests(flags, self.log)
         self.table: ThroughputTable | None = None
         self.layout_changes: LayoutChangeManager | None = None
@@ -398,7 +400,7 @@ class Controller(Callback):
             state.postpone(**position)
             return None
         decision = Decision.from_json(answer["decision"])
-        self.message_trials.pending = answer["trial"]
+        self.message_trials.pending, self.lr_test.pending = answer["trial"], answer["lr_test"]
         if answer["ranks"] is not None:
             state.rank_change = RankChange(**answer["ranks"])
         state.record_decision(**position)
@@ -408,8 +410,7 @@ class Controller(Callback):
         return decision
 
     def _decide_on_rank_0(self, context: CallbackContext) -> dict[str, Any]:
-        """Builds the inputs, decides and records; the decision, and the trial of messages and the
-        ranks asked for after it, as plain JSON types."""
+        """Decides and records; the decision and what is asked for after it, as plain JSON types."""
         started = time.perf_counter()
         inputs = self._inputs(context)
         decision = decide(inputs)
@@ -424,8 +425,9 @@ class Controller(Callback):
         run = self.table, self.state, context, self.gns.observer
         trial = self.message_trials.due(inputs, decision, *run)
         ranks = self.rank_requests.due(inputs, *run[:3], decision, moving_s=self.pauses.any_s)
-        answer = {"decision": decision.to_json(), "trial": trial, "ranks": ranks}
-        return json.loads(json.dumps(answer, allow_nan=False))
+        lr_test = None if trial else self.lr_test.due(inputs, decision, self.state, context)
+        answer = {"decision": decision.to_json(), "trial": trial, "lr_test": lr_test}
+        return json.loads(json.dumps({**answer, "ranks": ranks}, allow_nan=False))
 
     def _inputs(self, context: CallbackContext) -> DecisionInputs:
         """The inputs of a decision, on rank 0."""
@@ -475,6 +477,7 @@ class Controller(Callback):
                 self.layout_changes.prepare(decision.other_layouts, context)
         wanted = self._wanted_settings(context)
         trial = self.message_trials.request(self.state, taken=lambda: self._renew_table(context))
+        trial = trial or self.lr_test.request(self.state)
         changes = wanted != context.state.settings
         if change is not None and self.layout_changes is not None:
             return self.layout_changes.request(change, context, wanted if changes else None)

@@ -117,6 +117,10 @@ class CopusConfig:
     """Messages between stages. keep: as --pipeline-message-bits says. try: where 8 bits for a
     number are predicted to save 5 % of the time, train some steps with and without from one state,
     and go on with short ones if a lower bound of their progress per second is higher."""
+    copus_lr_test: str = _setting("off", choices=("off", "warn"))
+    """warn: in the middle of the warm-up, train some steps with half, once and twice the learning
+    rate from one state, and say whether --lr is plainly too low or too high. It costs twice a sixth
+    of the warm-up."""
     copus_max_micro_batch_size: int = _setting(64)
     """Largest micro-batch to choose."""
     copus_cluster: str | None = option(None)

@@ -18,6 +18,7 @@ from copus_ext.cost_model.model_spec import divisors
 from copus_ext.goodput import policies
 from copus_ext.goodput.inputs import Rules
 from copus_ext.goodput.lr_scaling import RateRules, WarmUp, ramp_steps
+from copus_ext.goodput.rate_rule import LEAST_WARM_UP_STEPS
 from copus_ext.goodput.state import (
     MIN_TIMED_STEPS,
     TRIED_STEPS,
@@ -86,6 +87,10 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
             f"{name_of('copus_message_bits')} try: this trainer cannot shorten messages between "
             "stages; use keep"
         )
+    if flags.copus_lr_test == "warn" and not changes_layout:
+        raise UsageError(
+            f"{name_of('copus_lr_test')} warn: this trainer makes no fork tests; use off"
+        )
     for field in _POSITIVE:
         value = getattr(flags, field)
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -150,6 +155,8 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         )
     if flags.copus_mode == "act" and flags.copus_message_bits == "try":
         _check_trials(flags, config)
+    if flags.copus_mode == "act" and flags.copus_lr_test == "warn":
+        _check_rate_test(flags, config)
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
         raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
     if moves and flags.copus_relayout == "inprocess" and config.precision.fp8 is not None:
@@ -207,6 +214,26 @@ def _check_trials(flags: CopusConfig, config: Config) -> None:
         )
     if not config.batch.eval_iters:
         raise UsageError(f"{name} compares held-out losses; give --eval-iters, or use keep")
+
+
+def _check_rate_test(flags: CopusConfig, config: Config) -> None:
+    """Refuses a test of the learning rate that the run could never make.
+
+    Raises:
+        UsageError: naming the flag and the fix.
+    """
+    name = f"{name_of('copus_lr_test')} warn"
+    for given in _LOSSY_BY_LAYOUT:
+        if config.flat().get(given):
+            raise UsageError(f"{name} cannot fork under {flag_of(given)}; drop it, or use off")
+    if not config.batch.eval_iters:
+        raise UsageError(f"{name} compares held-out losses; give --eval-iters, or use off")
+    least = LEAST_WARM_UP_STEPS * first_batch_of(flags, config)
+    if config.optim.lr_warmup_samples < least:
+        raise UsageError(
+            f"{name} needs a warm-up of {LEAST_WARM_UP_STEPS} steps; give --lr-warmup-samples "
+            f"{least}, or use off"
+        )
 
 
 def check_phases(flags: CopusConfig, config: Any) -> None:

@@ -141,6 +141,8 @@ class ControllerState:
     """Samples consumed at each such trial."""
     message_trials_not_before: int = 0
     """Samples consumed before which there is no further such trial."""
+    lr_tested_at: int | None = None
+    """Samples at which the learning rate was tested by forks; None before."""
     rank_change: RankChange | None = None
     """The last number of ranks that was asked for; whether it has come shows elsewhere."""
 
@@ -262,6 +264,7 @@ class ControllerState:
             "hold_growth_until_samples",
             "hold_shrinking_until_samples",
             "message_trials_not_before",
+            "lr_tested_at",
             "answered_batch",
         ):
             setattr(self, name, rescaled(getattr(self, name)))

@@ -1,4 +1,5 @@
-"""Messages of 8 bits between stages are tried in the running job, and taken where they pay."""
+"""Messages of 8 bits between stages are tried in the running job, and taken where they pay. The
+learning rate is tested in it, and stays."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_message_trials import LAST, SAVED
+from tests.distributed.worker_message_trials import AFTER, LAST, SAVED, TESTED, WARM_UP
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(320)
@@ -80,3 +81,30 @@ def test_observing_tries_nothing(results: dict[str, Any]) -> None:
     assert results["observed"]["losses"] == results["plain"]["losses"]
     assert not [r for r in results["observed"]["journal"] if "fork" in r["kind"]]
     assert not any(results["observed"]["encoded"])
+
+
+def test_a_test_of_the_learning_rate_changes_no_bit(results: dict[str, Any]) -> None:
+    plain, tested = results["plain warming"]["losses"], results["tested"]["losses"]
+    (fork,) = [r for r in results["tested"]["journal"] if r["kind"] == "fork"]
+    (said,) = [r for r in results["tested"]["journal"] if r["kind"] == "lr_test"]
+    factors = [b["branch"]["lr_factor"] for b in fork["outcome"]["branches"]]
+    first, steps = fork["iteration"], fork["outcome"]["branches"][0]["steps"]
+    assert fork["outcome"]["kind"] == "done" and fork["outcome"]["kept"] == 0
+    assert factors == [1.0, 0.5, 2.0]
+    assert first >= 0.45 * WARM_UP and first + steps <= WARM_UP
+    # The run goes on from the end of its own branch, with its own rate.
+    assert set(plain) - set(tested) == {str(i) for i in range(first + 1, first + steps + 1)}
+    assert len(tested) == AFTER - steps
+    assert all(plain[i] == loss for i, loss in tested.items())
+    losses = said["verdict"]["losses"]
+    assert len(set(losses)) == 3, "each branch has its own rate"
+    assert said["line"] in results["tested"]["out"]
+
+
+def test_it_is_not_made_again_after_a_resume(results: dict[str, Any]) -> None:
+    resumed, tested = results["tested, resumed"], results["tested"]
+    assert not [r for r in resumed["journal"] if r["kind"] in ("fork", "lr_test")]
+    assert len(resumed["losses"]) == AFTER - TESTED
+    assert all(tested["losses"][i] == loss for i, loss in resumed["losses"].items())
+    one, other = tested["states"]
+    assert one == other and json.loads(one)[0]["lr_tested_at"]

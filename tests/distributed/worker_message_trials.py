@@ -1,4 +1,5 @@
-"""Trains two stages under a controller that tries messages of 8 bits between them."""
+"""Trains two stages under a controller that tries messages of 8 bits between them, and under one
+that tests the learning rate."""
 
 from __future__ import annotations
 
@@ -13,18 +14,21 @@ from tests.helpers.jobs import TINY, layout_flags, run, steps_of
 
 FLAGS = """--train-samples 3200 --eval-iters 2 --eval-interval 1000 --lr-decay-style constant
 --lr-warmup-samples 8 --use-distributed-optimizer --lr 5e-3"""
-LAST, SAVED = 88, 80
+BATCH, LAST, SAVED = 8, 88, 80
+WARM_UP, TESTED, AFTER = 64, 56, 70
+"""Steps of the warm-up, before the save behind the test, and of the run with a test."""
 
 
 def main(output: Path) -> Any:
     """Returns what every run did."""
     import torch.distributed as dist
 
+    from copus_ext.controller import rules
     from copus_ext.controller.callback import Controller
     from copus_ext.controller.decision_log import NAME, read_journal
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.goodput import message_rule
+    from copus_ext.goodput import message_rule, rate_rule
     from megatron.training.distributed.stage_link import EightBits
     from megatron.training.train.callbacks import CallbackContext
 
@@ -84,4 +88,14 @@ def main(output: Path) -> Any:
             record("resumed", [*until, *load], copus_message_bits="try")
             record("kept", [*until, *load], copus_message_bits="keep")
             record("observed", until, copus_message_bits="try", copus_mode="observe")
+    warming = ["--lr-warmup-samples", str(WARM_UP * BATCH), "--exit-interval", str(AFTER)]
+    save = ["--save", str(output / "tested"), "--save-interval", str(TESTED)]
+    load = ["--load", str(output / "tested"), "--ckpt-step", str(TESTED)]
+    record("plain warming", warming)
+    with (
+        patch.object(rules, "LEAST_WARM_UP_STEPS", WARM_UP),
+        patch.object(rate_rule, "MIN_STEPS", 4),
+    ):
+        record("tested", [*warming, *save], copus_lr_test="warn")
+        record("tested, resumed", [*warming, *load], copus_lr_test="warn")
     return results
