@@ -87,13 +87,13 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
     if s.in_ramp:
         yield "the learning rate is in a ramp"
     since_steps = since_s = None
-    time_s = s.elapsed_s
-    is_tried = trial.are_timed(s, to) or trial.is_trial(s, to)
-    if is_tried:
+    time_s, is_same = s.elapsed_s, to.global_batch_size == s.now.global_batch_size
+    is_tried = is_same and trial.is_trial(s, to)
+    if is_tried or trial.are_timed(s, to):
         # What is tried, or left again, weighs its pauses itself. So they may come early in the run.
-        time_s += s.samples_left / s.now.samples_per_s
+        time_s += trial.least_rest_s(s)
     # Where both were timed, the outcome of the last change is known; a trial waits for no more.
-    if s.last_relayout_iteration is not None and not is_tried:
+    elif s.last_relayout_iteration is not None:
         since_steps = s.iteration - s.last_relayout_iteration
         since_s = since_steps * s.now.global_batch_size / s.now.samples_per_s
     if reason := switch_rule.relayout_blocked_reason(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from copus_ext.goodput import policies
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.goodput.state import TRIED_STEPS
 
@@ -78,9 +79,12 @@ def judge(s: DecisionInputs, i: int, log_goodput: Sequence[float]) -> Trial | No
     if math.isinf(log_goodput[i]) or math.isinf(log_goodput[s.current]):
         return None
     best = max(_timed(s), key=lambda j: log_goodput[j])
-    known, rest_s, step_s = s.rows[best], s.samples_left / now.samples_per_s, _step_s(now)
+    known, rest_s, step_s = s.rows[best], least_rest_s(s), _step_s(now)
     there_s, known_s = s.cost_s(row.layout), s.cost_s(known.layout)
-    back_s = there_s if row.layout != known.layout else 0.0
+    back_s = 0.0
+    if row.layout != known.layout:
+        # What stays on the present layout, which is another one, puts off the pause of leaving it.
+        back_s = known_s if row.layout == now.layout else there_s
 
     def won(mean: float) -> float:
         """Part of the rest that a trial wins over going to the best that was timed, if X has a
@@ -95,17 +99,30 @@ def judge(s: DecisionInputs, i: int, log_goodput: Sequence[float]) -> Trial | No
     return Trial(needed=math.expm1(needed + ahead), net=net)
 
 
+def least_rest_s(s: DecisionInputs) -> float:
+    """Seconds that the rest of the run takes at least: it may become as fast as its fastest
+    configuration, several times as fast as a small first batch."""
+    return s.samples_left / max(row.samples_per_s for row in s.rows)
+
+
 def _step_s(row: ConfigThroughput) -> float:
     return row.global_batch_size / row.samples_per_s
 
 
 def _timed(s: DecisionInputs) -> list[int]:
-    """Rows of the present batch that this run has timed, the present one among them."""
-    batch = s.now.global_batch_size
+    """Rows of the present batch that this run has timed and can go to, the present one among
+    them."""
+    batch, layout = s.now.global_batch_size, s.now.layout
+    moves = s.rules.relayout and not s.relayouts_ended
+    reachable = (
+        (row.layout == layout or (moves and row.layout not in s.blocked_layouts))
+        and not (row.is_blind and policies.needs_noise(s.rules.policy))
+        for row in s.rows
+    )
     return [
         j
-        for j, row in enumerate(s.rows)
-        if row.global_batch_size == batch and row.source == "measured"
+        for j, (row, can) in enumerate(zip(s.rows, reachable))
+        if j == s.current or (can and row.global_batch_size == batch and row.source == "measured")
     ]
 
 

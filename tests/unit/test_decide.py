@@ -349,21 +349,41 @@ def test_a_layout_that_nobody_timed_is_tried_and_left_as_soon_as_it_is_known() -
     assert decide(dataclasses.replace(tried, rows=(now, slower, hopeless))).to == now
 
 
-def test_a_trial_pays_where_ten_thousand_drawn_ones_do() -> None:
-    """The gain from which a trial pays against the mean of what drawn speeds win and lose."""
-    rng = np.random.default_rng(0)
-    now = row(16, 10.0, sd=0.0)
-    for cost_s, sd, left in ((0.0, 0.1, 20_000), (60.0, 0.1, 500_000), (300.0, 0.2, 100_000)):
-        untimed = dataclasses.replace(row(16, 10.0, dp=1, micro=8, sd=sd), source="predicted")
-        more = {"switch_cost_s": cost_s, "consumed_samples": 1_000_000 - left}
-        s = situation(16, rows=[now, untimed], flags={"copus_layouts": "all"}, **more)
-        found = trial.judge(s, 1, [0.0, 0.0])
-        assert found is not None
-        rest_s = left / 10.0
-        logs = math.log1p(found.needed) + sd * rng.standard_normal(400_000)
-        lost_s = cost_s * (1 + (logs < 0)) + np.maximum(-logs, 0) * trial.TRIED_STEPS * 1.6
-        won = float(np.mean(np.maximum(logs, 0) - lost_s / rest_s))
-        assert won == pytest.approx(trial.LEAST_WON, abs=4 * sd / math.sqrt(400_000)), cost_s
+@pytest.mark.parametrize(
+    ("cost_s", "sd", "left", "where"),
+    [
+        (0.0, 0.1, 20_000, "other"),
+        (60.0, 0.1, 500_000, "other"),
+        (300.0, 0.2, 100_000, "other"),
+        (60.0, 0.1, 500_000, "slower"),
+        (60.0, 0.1, 500_000, "back"),
+    ],
+)
+def test_a_trial_pays_where_drawn_ones_do(cost_s: float, sd: float, left: int, where: str) -> None:
+    """The gain from which a trial pays, against the mean time of drawn runs. From each place: the
+    best that was timed is the present one; it is on another layout, and a micro-batch of the
+    slower present one is tried; or one of that other layout is."""
+    here, there = {"dp": 2, "pp": 1}, {"dp": 1, "pp": 2}
+    now = row(16, 10.0, sd=0.0, **here)
+    known = row(16, 11.0, micro=8, sd=0.01, **there)
+    sizes = here if where == "slower" else there
+    untimed = dataclasses.replace(row(16, 10.0, micro=2, sd=sd, **sizes), source="predicted")
+    rows = [now, untimed] if where == "other" else [now, untimed, known]
+    more = {"switch_cost_s": cost_s, "consumed_samples": 1_000_000 - left}
+    s = situation(16, rows=rows, flags={"copus_layouts": "all"}, **more)
+    best = 0.0 if where == "other" else math.log(1.1)
+    logs_of_rows = [0.0, 0.0, best][: len(rows)]
+    found = trial.judge(s, 1, logs_of_rows)
+    assert found is not None
+    draws = np.random.default_rng(0).standard_normal(400_000)
+    logs = math.log1p(found.needed) - best + sd * draws
+    rest_s = left / max(r.samples_per_s for r in rows)
+    # Pauses of the trial, and of leaving it where it is slower, less that of the way without it.
+    moves, leaves = int(where != "slower"), int(where != "back")
+    pauses = moves + leaves * (logs < 0) - int(where != "other")
+    lost_s = cost_s * pauses + np.maximum(-logs, 0) * trial.TRIED_STEPS * 1.6
+    won = float(np.mean(np.maximum(logs, 0) - lost_s / rest_s))
+    assert won == pytest.approx(trial.LEAST_WON, abs=4 * sd / math.sqrt(400_000))
 
 
 def test_no_batch_shrinks_on_a_lower_bound_or_after_a_spike() -> None:
