@@ -8,8 +8,8 @@ known afterwards, as S1 does. (Under the second truth S1 has its own `best_sched
 
 `known_speeds` asks what the rule lacks: on the clusters with predicted speeds that are right, it is
 run from all first batches; then without the time of measuring and deciding; then with the noise
-scale known as it is; then from its best first batch alone. What is left to the oracle is the most
-that looking ahead could gain.
+scale known as it is, within the bound of the run's first samples; then from its best first batch
+alone. What is left to the oracle is the most that looking ahead could gain.
 
 Writes `oracle` into docs/results/time_to_loss_scenarios.json in two minutes.
 """
@@ -54,7 +54,7 @@ def one(name: str, seed: int) -> dict[str, Any]:
 
 
 class _ExactNoise(Runner):
-    """A run that knows the noise scale as it is from the first step on."""
+    """A run whose measured noise scale is the true one from the first step on."""
 
     def _inputs(self) -> DecisionInputs:
         s, phi = super()._inputs(), self.training.noise_scale()

@@ -119,8 +119,8 @@ class CopusConfig:
     and go on with short ones if a lower bound of their progress per second is higher."""
     copus_lr_test: str = _setting("off", choices=("off", "warn"))
     """warn: in the middle of the warm-up, train some steps with half, once and twice the learning
-    rate from one state, and say whether --lr is plainly too low or too high. It costs twice a sixth
-    of the warm-up."""
+    rate from one state, and say whether --lr is plainly too low or too high. It costs two branches
+    of a sixth of the warm-up each, at least 50 and at most 500 steps."""
     copus_max_micro_batch_size: int = _setting(64)
     """Largest micro-batch to choose."""
     copus_cluster: str | None = option(None)

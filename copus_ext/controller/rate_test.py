@@ -31,6 +31,7 @@ class LearningRateTest:
         self.pending: dict[str, Any] | None = None
         """The test that rank 0 wants at the next boundary; the same on every rank."""
         self._log = log
+        self._is_over = self._was_before = False
         self._forks: ForkTests | None = None
         if flags.copus_mode == "act" and flags.copus_lr_test == "warn":
             # It needs our own trainer, and the controller also runs in others.
@@ -55,15 +56,21 @@ class LearningRateTest:
             context: of the step.
         """
         settles = inputs.in_ramp or inputs.paused or decision.kind != "stay"
-        if self._forks is None or self._forks.ended is not None or settles:
+        if self._forks is None or self._is_over or state.lr_tested_at is not None:
             return None
-        if state.lr_tested_at is not None:
+        batch, warmup = context.config.batch, context.config.optim.lr_warmup_samples
+        has_passed = context.state.lr_samples > rate_rule.PLACE[1] * warmup
+        self._is_over, self._was_before = has_passed, self._was_before or not has_passed
+        if has_passed and self._was_before:
+            line = "no fork test of the learning rate: the batch or its rate changed in the warm-up"
+            self._log.note("lr_test", iteration=inputs.iteration, verdict=None, line=line)
+            print(f"note: {line}", flush=True)
+        if has_passed or settles:
             return None
-        batch = context.config.batch
         found = rate_rule.due(
             global_batch_size=inputs.now.global_batch_size,
             micro_batch_size=inputs.now.micro_batch_size,
-            warmup_samples=context.config.optim.lr_warmup_samples,
+            warmup_samples=warmup,
             warmed_samples=context.state.lr_samples,
             held_out_samples=batch.eval_iters * batch.initial_global_batch_size,
         )
@@ -82,10 +89,11 @@ class LearningRateTest:
 
         def done(result: ForkResult) -> None:
             state.elapsed_s += result.seconds
-            # One that was refused would be refused again.
-            state.lr_tested_at = at
+            # What was refused or stopped may be made by the next launch.
+            self._is_over = True
             if result.kind != "done":
                 return
+            state.lr_tested_at = at
             # So that the step time is known again before anything is decided.
             state.last_decision_samples = at + made.samples
             found = rate_rule.verdict(result)

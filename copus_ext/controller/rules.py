@@ -421,7 +421,7 @@ def samples_to_decision(
         return max(min(samples, left / _ANNEALING_DECISIONS), batch)
     if flags.copus_interval is not None:
         samples = flags.copus_interval / config.batch.seq_length
-    if flags.copus_policy == "adaptive" and state.is_tried:
+    if flags.copus_policy == "adaptive" and state.changed_speed_alone:
         return min(samples, TRIED_STEPS * batch)
     if flags.copus_policy == "adaptive" and flags.copus_early_steps:
         # At first the bound of the critical batch size grows fast.

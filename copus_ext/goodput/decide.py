@@ -243,7 +243,8 @@ def _candidate(
         needed = _needed_gain(s, row, goal.critical_batch_size) if tried is None else tried.needed
     blocked = constraints.blocked_reason(s, row, above_optimal=above_optimal)
     if needed is not None and math.isinf(needed):
-        blocked, needed = blocked or "the pause would not pay off in the rest of the run", None
+        what = "a trial" if row.layout == s.now.layout else "the pause"
+        blocked, needed = blocked or f"{what} would not pay off in the rest of the run", None
     elif not blocked and gain is not None and needed is not None and gain <= needed:
         blocked = _gain_words(gain, needed, is_tried=tried is not None)
     return Candidate(row=row, gain=gain, needed=needed, blocked_reason=blocked)
@@ -328,8 +329,9 @@ def best_alternative(s: DecisionInputs, candidates: Sequence[Candidate]) -> Cand
 
 def _gain_words(gain: float, needed: float, *, is_tried: bool) -> str:
     """What a change is predicted to gain, and what it needs."""
-    words = f"gains {100 * gain:.1f} %, needs {100 * needed:.1f} %"
-    return f"{words} to be tried" if is_tried else words
+    if is_tried:
+        return f"predicted {100 * gain:+.1f} %, worth a trial above {100 * needed:+.1f} %"
+    return f"gains {100 * gain:.1f} %, needs {100 * needed:.1f} %"
 
 
 def _reason_to_stay(s: DecisionInputs, goal: _Goal, candidates: Sequence[Candidate]) -> str:

@@ -85,10 +85,14 @@ class RateVerdict:
             for loss, name in zip(self.losses, ("the rate of the run", "half of it", "twice"))
         )
         end = "nothing speaks against --lr"
-        if self.factor != 1.0:
+        if self.losses[0] is None and self.factor == 1.0:
+            end = "the run itself diverged in it; lower --lr or look for another cause"
+        elif self.factor != 1.0:
             side = "low" if self.factor > 1 else "high"
             end = f"--lr seems too {side}; try {self.factor:g} times as much"
-        return f"fork test of the learning rate: loss {words} (+- {self.error:.4f}): {end}"
+        return (
+            f"fork test of the learning rate: loss {words} (differences +- {self.error:.4f}): {end}"
+        )
 
 
 def due(

@@ -385,7 +385,7 @@ class ControllerState:
         return self.ramp is not None and not self.ramp.is_over(iteration)
 
     @property
-    def is_tried(self) -> bool:
+    def changed_speed_alone(self) -> bool:
         """Whether the last decision changed the layout or the micro-batch alone."""
         change = self.open_change
         if change is None or change.from_batch != change.to_batch:

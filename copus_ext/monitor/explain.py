@@ -158,7 +158,7 @@ def explain(d: DecisionRecord, s: DecisionInputs | None) -> list[str]:
         if d.gain is not None:
             needs = "" if d.needed is None else f"; the switch needed {percent(d.needed)}"
             lines.append(f"It expected {percent(d.gain, sign=True)} goodput{needs}.")
-            if d.gain < 0:
+            if d.gain < 0 and d.applied:
                 lines.append("Nobody had timed it, so it was tried: it may be faster than that.")
     else:
         lines.append(f"It stayed. The reason against the best alternative: {d.reason}.")

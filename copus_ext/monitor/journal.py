@@ -265,7 +265,7 @@ class DecisionHistory:
             self.failure = text(record.get("error"))
         elif kind == "fork":
             self.forks.append(fork_record(record))
-        elif kind in ("messages", "lr_test") and self.forks:
+        elif kind in ("messages", "lr_test") and self.forks and record.get("verdict"):
             self.forks[-1] = replace(self.forks[-1], said=text(record.get("line")))
         if kind not in _NO_NOTE:
             note = _note(kind, record)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_message_trials import AFTER, LAST, SAVED, TESTED, WARM_UP
+from tests.distributed.worker_message_trials import AFTER, LAST, PLACE, SAVED, TESTED, WARM_UP
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(320)
@@ -91,7 +91,7 @@ def test_a_test_of_the_learning_rate_changes_no_bit(results: dict[str, Any]) -> 
     first, steps = fork["iteration"], fork["outcome"]["branches"][0]["steps"]
     assert fork["outcome"]["kind"] == "done" and fork["outcome"]["kept"] == 0
     assert factors == [1.0, 0.5, 2.0]
-    assert first >= 0.45 * WARM_UP and first + steps <= WARM_UP
+    assert first >= PLACE[0] * WARM_UP and first + steps <= WARM_UP
     # The run goes on from the end of its own branch, with its own rate.
     assert set(plain) - set(tested) == {str(i) for i in range(first + 1, first + steps + 1)}
     assert len(tested) == AFTER - steps
@@ -104,6 +104,8 @@ def test_a_test_of_the_learning_rate_changes_no_bit(results: dict[str, Any]) -> 
 def test_it_is_not_made_again_after_a_resume(results: dict[str, Any]) -> None:
     resumed, tested = results["tested, resumed"], results["tested"]
     assert not [r for r in resumed["journal"] if r["kind"] in ("fork", "lr_test")]
+    decided = [r["iteration"] for r in resumed["journal"] if r["kind"] == "decision"]
+    assert any(TESTED < i <= PLACE[1] * WARM_UP for i in decided), "it could be made again"
     assert len(resumed["losses"]) == AFTER - TESTED
     assert all(tested["losses"][i] == loss for i, loss in resumed["losses"].items())
     one, other = tested["states"]

@@ -15,8 +15,11 @@ from tests.helpers.jobs import TINY, layout_flags, run, steps_of
 FLAGS = """--train-samples 3200 --eval-iters 2 --eval-interval 1000 --lr-decay-style constant
 --lr-warmup-samples 8 --use-distributed-optimizer --lr 5e-3"""
 BATCH, LAST, SAVED = 8, 88, 80
-WARM_UP, TESTED, AFTER = 64, 56, 70
-"""Steps of the warm-up, before the save behind the test, and of the run with a test."""
+WARM_UP, TESTED, AFTER = 128, 56, 80
+"""Steps of the warm-up, before the save behind the test, and of the run with a test: a decision
+comes after the save."""
+PLACE = (0.25, 0.9)
+"""Of the warm-up, where the test may begin: at that decision, too."""
 
 
 def main(output: Path) -> Any:
@@ -95,6 +98,8 @@ def main(output: Path) -> Any:
     with (
         patch.object(rules, "LEAST_WARM_UP_STEPS", WARM_UP),
         patch.object(rate_rule, "MIN_STEPS", 4),
+        patch.object(rate_rule, "SHARE", 1 / 12),
+        patch.object(rate_rule, "PLACE", PLACE),
     ):
         record("tested", [*warming, *save], copus_lr_test="warn")
         record("tested, resumed", [*warming, *load], copus_lr_test="warn")

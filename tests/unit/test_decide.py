@@ -255,7 +255,7 @@ def test_a_micro_batch_that_nobody_timed_is_tried() -> None:
     now = row(16, 10.0, sd=0.01)
     untimed = dataclasses.replace(row(16, 10.2, micro=8, sd=0.15), source="predicted")
     s = situation(16, None, rows=[now, untimed], steps_since_change=10)
-    assert decide(s).to == untimed and "to be tried" in decide(s).reason
+    assert decide(s).to == untimed and "worth a trial" in decide(s).reason
     # One that is predicted to be slower, too, as long as its doubt makes it worth the ten steps.
     worse, worst = (dataclasses.replace(untimed, samples_per_s=v) for v in (8.5, 6.0))
     assert decide(dataclasses.replace(s, rows=(now, worse))).to == worse
@@ -324,7 +324,7 @@ def test_a_layout_that_nobody_timed_is_tried_and_left_as_soon_as_it_is_known() -
     now = row(16, 10.0, sd=0.01)
     untimed = dataclasses.replace(row(16, 9.5, dp=1, micro=8, sd=0.2), source="predicted")
     s = situation(16, rows=[now, untimed], flags={"copus_layouts": "all"})
-    assert decide(s).to == untimed and "to be tried" in decide(s).reason
+    assert decide(s).to == untimed and "worth a trial" in decide(s).reason
     timed = dataclasses.replace(untimed, source="measured")
     further = dataclasses.replace(untimed, configuration=row(64, dp=1, micro=8).configuration)
     guess = dataclasses.replace(now, source="predicted")

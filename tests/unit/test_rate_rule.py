@@ -55,7 +55,9 @@ def test_some_decision_of_the_least_warm_up_is_its_turn(every: int) -> None:
         assert any(rule.due(**one) is not None for one in situations)
 
 
-def result(own: float, half: float, twice: float | None, *, samples: int = 512) -> ForkResult:
+def result(
+    own: float | None, half: float | None, twice: float | None, *, samples: int = 512
+) -> ForkResult:
     made = rule.due(**SITUATION)
     assert made is not None
     branches = [
@@ -90,6 +92,7 @@ def test_it_says_what_is_plainly_better() -> None:
         ((2.0, 1.99, 1.99), 1.0, "nothing speaks against --lr"),
         ((2.0, 1.98, 1.97), 2.0, "too low"),
         ((2.0, 1.98, None), 0.5, "diverged with twice"),
+        ((None, None, None), 1.0, "the run itself diverged"),
     ):
         found = rule.verdict(result(*losses))
         assert found.factor == factor and said in str(found), losses
@@ -97,7 +100,7 @@ def test_it_says_what_is_plainly_better() -> None:
 
 
 @pytest.mark.parametrize("kind", ["done", "refused", "stopped"])
-def test_it_is_made_once_whatever_comes_of_it(kind: Any) -> None:
+def test_it_is_made_once_in_a_launch_and_once_in_a_run(kind: Any) -> None:
     made, state = rule.due(**SITUATION), ControllerState()
     assert made is not None
     test = LearningRateTest(CopusConfig(copus=True, copus_lr_test="warn"), DecisionLog(None))
@@ -107,10 +110,11 @@ def test_it_is_made_once_whatever_comes_of_it(kind: Any) -> None:
         assert test.request(state) is request.return_value and test.request(state) is None
         found = replace(result(2.0, 2.1, 1.9), kind=kind, seconds=9.0)
         request.call_args.kwargs["done"](found)
-    assert state.elapsed_s == 9.0 and state.lr_tested_at == 2_400
+    assert state.elapsed_s == 9.0 and state.lr_tested_at == (2_400 if kind == "done" else None)
+    assert test._is_over
     assert state.last_decision_samples == (2_400 + made.samples if kind == "done" else 0)
     again = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
-    assert again.lr_tested_at == 2_400
+    assert again.lr_tested_at == state.lr_tested_at
 
 
 def config(*flags: str) -> Any:
