@@ -86,19 +86,23 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         yield "a change to this layout has failed"
     if s.in_ramp:
         yield "the learning rate is in a ramp"
+    if trial.are_timed(s, to):
+        # The outcome of the last change is known, and the way back from a wrong one stays open.
+        return
+    cost_s = s.cost_s(to.layout)
+    if to.global_batch_size == s.now.global_batch_size and trial.is_trial(s, to):
+        # It weighs its pauses itself, so that they may come early; it waits for no outcome.
+        run_s = s.elapsed_s + trial.least_rest_s(s)
+        if s.paused_s > switch_rule.MOST_PAUSED * run_s:
+            yield f"pauses already took {s.paused_s:.0f} s of a run of some {run_s:.0f} s"
+        return
     since_steps = since_s = None
-    time_s, is_same = s.elapsed_s, to.global_batch_size == s.now.global_batch_size
-    is_tried = is_same and trial.is_trial(s, to)
-    if is_tried or trial.are_timed(s, to):
-        # What is tried, or left again, weighs its pauses itself. So they may come early in the run.
-        time_s += trial.least_rest_s(s)
-    # Where both were timed, the outcome of the last change is known; a trial waits for no more.
-    elif s.last_relayout_iteration is not None:
+    if s.last_relayout_iteration is not None:
         since_steps = s.iteration - s.last_relayout_iteration
         since_s = since_steps * s.now.global_batch_size / s.now.samples_per_s
     if reason := switch_rule.relayout_blocked_reason(
-        cost_s=s.cost_s(to.layout),
-        elapsed_s=time_s,
+        cost_s=cost_s,
+        elapsed_s=s.elapsed_s,
         paused_s=s.paused_s,
         steps_since=since_steps,
         seconds_since=since_s,
