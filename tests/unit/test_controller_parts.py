@@ -211,7 +211,7 @@ def test_what_ships_is_what_is_written_down() -> None:
 
 def test_what_is_tried_is_decided_on_after_ten_steps() -> None:
     state = ControllerState(last_decision_samples=800)
-    sizes = {"from_micro_batch": 1, "to_micro_batch": 2, "from_batch": 8}
+    sizes: dict[str, Any] = {"from_micro_batch": 1, "to_micro_batch": 2, "from_batch": 8}
 
     def samples(change: ConfigChange, **own: Any) -> float:
         state.open_change = change
