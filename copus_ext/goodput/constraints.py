@@ -89,7 +89,6 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
     if trial.are_timed(s, to):
         # The outcome of the last change is known, and the way back from a wrong one stays open.
         return
-    cost_s = s.cost_s(to.layout)
     if to.global_batch_size == s.now.global_batch_size and trial.is_trial(s, to):
         # It weighs its pauses itself, so that they may come early; it waits for no outcome.
         run_s = s.elapsed_s + trial.least_rest_s(s)
@@ -101,7 +100,7 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         since_steps = s.iteration - s.last_relayout_iteration
         since_s = since_steps * s.now.global_batch_size / s.now.samples_per_s
     if reason := switch_rule.relayout_blocked_reason(
-        cost_s=cost_s,
+        cost_s=s.cost_s(to.layout),
         elapsed_s=s.elapsed_s,
         paused_s=s.paused_s,
         steps_since=since_steps,

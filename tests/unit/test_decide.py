@@ -343,6 +343,8 @@ def test_a_layout_that_nobody_timed_is_tried_and_left_as_soon_as_it_is_known() -
     soon = {"last_relayout_iteration": s.iteration - 10, "steps_since_change": 10}
     tried = dataclasses.replace(s, rows=(now, slower), current=1, **soon)
     assert decide(tried).to == now
+    # Pauses at their limit hold back a further trial, but not the way out of this one.
+    assert decide(dataclasses.replace(tried, paused_s=1e5)).to == now
     third = dataclasses.replace(row(16, 9.8, dp=1, pp=1, tp=2, sd=0.2), source="predicted")
     assert decide(dataclasses.replace(tried, rows=(now, slower, third))).to == third
     hopeless = dataclasses.replace(third, samples_per_s=6.0)
