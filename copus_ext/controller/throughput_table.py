@@ -31,7 +31,11 @@ from megatron.training.common.errors import UsageError
 from megatron.training.common.program import other_command
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
-from megatron.training.config.relayout import with_layout
+from megatron.training.config.relayout import (
+    is_sequence_parallel,
+    wants_sequence_parallel,
+    with_layout,
+)
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -388,11 +392,24 @@ def _configuration(
         recompute=mode,  # pyright: ignore[reportArgumentType]
         recompute_num_layers=layers,
         logits_chunks=_logits_chunks(config),
-        sequence_parallel=layout.tp > 1,
+        sequence_parallel=_is_sequence_parallel(config, layout),
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap=config.parallel.overlap_grad_reduce,
         use_tp_pp_dp_mapping=_uses_tp_pp_dp_mapping(config),
     )
+
+
+def _is_sequence_parallel(config: Config, layout: Layout) -> bool:
+    """An older Megatron-LM has one layout, and knows what it does there."""
+    if hasattr(config, "explicit"):
+        return is_sequence_parallel(config, layout)
+    return config.parallel.sequence_parallel
+
+
+def _wants_sequence_parallel(config: Config) -> bool:
+    if hasattr(config, "explicit"):
+        return wants_sequence_parallel(config)
+    return config.parallel.sequence_parallel
 
 
 def _exchange(config: Config) -> str:
@@ -442,6 +459,7 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
         logits_chunks=(_logits_chunks(config),),
         overlap=config.parallel.overlap_grad_reduce,
         use_tp_pp_dp_mapping=_uses_tp_pp_dp_mapping(config),
+        sequence_parallel=_wants_sequence_parallel(config),
         cross_node_tp=True,
         cross_node_ep=True,
         narrow_experts=True,

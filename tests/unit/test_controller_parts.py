@@ -286,6 +286,25 @@ def test_long_steps_of_kfac_are_in_the_throughput() -> None:
         assert any(r.layout.pp > 1 for r in rows)
 
 
+@pytest.mark.parametrize(
+    ("more", "is_cut"),
+    [
+        ("", True),
+        ("--tensor-model-parallel-size 2", False),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", True),
+    ],
+)
+def test_rows_are_as_the_run_would_be_under_their_layouts(more: str, is_cut: bool) -> None:
+    run = config(more)
+    table = ThroughputTable(run, flags(copus_layouts="all"), gpu=None)
+    rows, now = rows_of(table, [8], lambda c: (0.5, 0.001, 20))
+    assert now.source == "measured"
+    assert {row.layout.tp for row in rows} == {1, 2}
+    for row in rows:
+        moved = with_layout(run, row.layout).parallel.sequence_parallel
+        assert row.configuration.sequence_parallel == moved == (is_cut and row.layout.tp > 1)
+
+
 def test_a_model_that_the_cost_model_does_not_know_keeps_its_layout() -> None:
     run = config()
     run = replace(run, model=replace(run.model, multi_latent_attention=True))

@@ -30,13 +30,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
     if layout.world_size != config.layout.world_size:
         raise UsageError(f"{layout} is for {layout.world_size} ranks, not for this job's")
     model = config.model
-    follows = "tensor_model_parallel_size" not in config.explicit
-    sequence_parallel = layout.tp > 1 and (
-        "sequence_parallel" in config.explicit
-        or (follows and config.phase.seq_length % (layout.tp * layout.cp) == 0)
-        or model.multi_latent_attention
-        or config.moe.num_experts is not None
-    )
+    sequence_parallel = is_sequence_parallel(config, layout)
     overlap = "overlap_p2p_comm" not in config.explicit and layout.vpp > 1
     problems = layout_problems(
         layout,
@@ -65,6 +59,25 @@ def with_layout(config: Config, layout: Layout) -> Config:
         sequence_parallel=sequence_parallel,
         overlap_p2p_comm=overlap,
     )
+
+
+def wants_sequence_parallel(config: Config) -> bool:
+    """Whether a run cuts its activations over tensor-parallel ranks wherever it can: its flags say
+    so or name no tensor size, or its model needs it."""
+    return _needs_sequence_parallel(config) or "tensor_model_parallel_size" not in config.explicit
+
+
+def is_sequence_parallel(config: Config, layout: Layout) -> bool:
+    """Whether a run cuts its activations over the tensor-parallel ranks of a layout."""
+    divides = config.phase.seq_length % (layout.tp * layout.cp) == 0
+    cuts = _needs_sequence_parallel(config) or (divides and wants_sequence_parallel(config))
+    return layout.tp > 1 and cuts
+
+
+def _needs_sequence_parallel(config: Config) -> bool:
+    has_experts = config.moe.num_experts is not None
+    is_asked = "sequence_parallel" in config.explicit
+    return is_asked or config.model.multi_latent_attention or has_experts
 
 
 def in_layout_of_phase(config: Config) -> Config:
