@@ -115,10 +115,11 @@ def _read(path: Path, skipped: Callable[[str], None]) -> list[MeasuredRun]:
         unknown = sorted(set(table.fieldnames or ()) - {*columns()})
         if unknown:
             raise SpecError(f"unknown columns: {', '.join(map(str, unknown))}; remove them")
-        found = []
+        found: list[MeasuredRun] = []
+        names: dict[str, str] = {}
         for record in table:
             try:
-                found.append(_run(record, path.parent))
+                found.append(_run(record, path.parent, names))
             except LayersDoNotDivide as error:
                 skipped(f"line {table.line_num} is left out: {error}")
             except ValueError as error:
@@ -128,7 +129,8 @@ def _read(path: Path, skipped: Callable[[str], None]) -> list[MeasuredRun]:
     return found
 
 
-def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
+def _run(record: dict[str, Any], folder: Path, names: dict[str, str]) -> MeasuredRun:
+    """The run of a line; `names` are those of clusters, by what they hold."""
     if None in record or None in record.values():
         raise SpecError("it has another number of columns than the header")
     given = {name: value.strip() for name, value in record.items() if value.strip()}
@@ -137,6 +139,9 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
             raise SpecError(f"{name} is missing")
     links = tuple((name, given[name]) for name in _LINKS if name in given)
     cluster = _cluster(given["cluster"], links, folder)
+    where = given["cluster"] + "".join(f" {name}={value}" for name, value in links)
+    # One machine has several names, and links may be written in several units.
+    where = names.setdefault(str(cluster.to_json()), where)
     size = {name: _whole(name, given.get(name, "1")) for name in _SIZES}
     tp, pp, cp = size["tp"], size["pp"], size["cp"]
     if cluster.world_size % (tp * cp * pp):
@@ -173,7 +178,7 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
     ):
         raise SpecError(problems[0])
     return MeasuredRun(
-        group=given.get("group", _usual_group(model, given, links)),
+        group=given.get("group", _usual_group(model, given, where)),
         model=model,
         cluster=cluster,
         configuration=Configuration(
@@ -196,11 +201,8 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
     )
 
 
-def _usual_group(
-    model: ModelSpec, given: dict[str, str], links: tuple[tuple[str, str], ...]
-) -> str:
+def _usual_group(model: ModelSpec, given: dict[str, str], where: str) -> str:
     """Runs of one model and batch on one machine are compared."""
-    where = given["cluster"] + "".join(f" {name}={value}" for name, value in links)
     shape = f"{model.name} {model.num_layers} x {model.hidden_size}, {model.seq_length} tokens"
     return f"{shape}, on {where}, batch {given['global_batch_size']}"
 

@@ -225,6 +225,16 @@ def test_models_and_links_that_differ_are_not_compared(tmp_path: Path) -> None:
     assert len({*names}) == 1 + len(others)
 
 
+def test_one_cluster_under_several_names_is_one_group(tmp_path: Path) -> None:
+    rows = rows_of()
+    for row, name in zip(rows, ("A100-80GB:16", "a100:16", "a100-80g:16")):
+        row["cluster"] = name
+    rows[3]["nic_bytes_per_s"], rows[4]["nic_bytes_per_s"] = "25GB/s", "25e9"
+    runs = read_table(write(tmp_path / "runs.csv", rows))
+    assert len({run.group for run in runs[:3]}) == 1
+    assert runs[3].group == runs[4].group != runs[0].group
+
+
 def test_a_run_of_uneven_stages_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
