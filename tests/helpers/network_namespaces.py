@@ -20,6 +20,17 @@ def _command(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 
+def use_usual_tcp(name: str) -> None:
+    """Gives the connections of a namespace Linux's usual congestion control.
+
+    With BBR, which some machines have instead, messages of some 100 KB over an emulated link wait
+    for delayed acknowledgements: 40 or 80 ms, in some runs and not in others.
+    """
+    setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+    script = f"echo cubic >{setting} || echo reno >{setting}"
+    _command("ip", "netns", "exec", name, "sh", "-c", script)
+
+
 def limit_link(name: str, device: str, rate_mbit: float) -> None:
     """Limits what a namespace sends by a device. A link that was idle passes half a millisecond's
     bytes at once, and at least 32 KB so that large packets fit: with more, messages that are few
@@ -66,6 +77,7 @@ def star(
         _command("ip", "-n", hub, "link", "set", "bridge0", "up")
         for i, name in enumerate(names):
             _command("ip", "netns", "add", name)
+            use_usual_tcp(name)
             peer = ("peer", "name", f"port{i}", "netns", hub)
             _command("ip", "link", "add", DEVICE, "netns", name, "type", "veth", *peer)
             _command("ip", "-n", hub, "link", "set", f"port{i}", "master", "bridge0", "up")

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from tests.helpers.network_namespaces import limit_link
+from tests.helpers.network_namespaces import limit_link, use_usual_tcp
 
 DEVICE = "slow0"
 """The link, on both nodes."""
@@ -56,6 +56,7 @@ def two_nodes(rate_mbit: float) -> Iterator[tuple[str, str]]:
     try:
         for name in names:
             _command("ip", "netns", "add", name)
+            use_usual_tcp(name)
         peer = ("peer", "name", DEVICE, "netns", names[1])
         _command("ip", "link", "add", DEVICE, "netns", names[0], "type", "veth", *peer)
         for i, name in enumerate(names):
