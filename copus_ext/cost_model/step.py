@@ -198,7 +198,7 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     stages = _stages(rows, micro_batch, pp)
     hop = layer_time.hop_s(rows, c)
     count = rows.num_microbatches.astype(np.int64)
-    forward, backward = _chunks(rows, micro_batch, stages, pp, vpp)
+    forward, backward = _chunks(rows, c, micro_batch, stages, pp, vpp)
     clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
     rings = _rings(rows, c)
     end = _end_of_step(rows, c, stages, pp)
@@ -209,7 +209,7 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     def of(values: Any) -> Any:
         return np.take_along_axis(np.broadcast_to(values, done.shape), worst[None], axis=0)[0]
 
-    transfers = _transfers(hop, count, pp, vpp)
+    transfers = _transfers(hop, count, pp, vpp) + 2 * count * vpp * _handled_s(rows, c, vpp)
     parts = {
         "compute": of(count * stages.compute),
         "recompute": of(count * stages.recompute),
@@ -289,20 +289,30 @@ def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
     )
 
 
-def _chunks(rows: Rows, parts: MicroBatch, stages: _Stages, pp: int, vpp: int) -> tuple[Any, Any]:
+def _chunks(
+    rows: Rows, c: Constants, parts: MicroBatch, stages: _Stages, pp: int, vpp: int
+) -> tuple[Any, Any]:
     """[pp, vpp, n] seconds of every chunk: the ends of the model sit on its first and last. The
     chunks of a stage are alike."""
     if vpp == 1:
         return stages.forward[:, None], stages.backward[:, None]
+    handled = _handled_s(rows, c, vpp)
 
     def whole(first: Any, inner: Any, last: Any) -> Any:
         layers = np.broadcast_to(rows.layers_of_chunk * inner, (pp, len(rows)))
         chunks = np.repeat(layers[:, None], vpp, axis=1)
         chunks[0, 0] += first
         chunks[-1, -1] += last
-        return chunks
+        return chunks + handled
 
     return whole(*parts.forward), whole(*parts.backward)
+
+
+def _handled_s(rows: Rows, c: Constants, vpp: int) -> Any:
+    """Seconds in which the core of a CPU rank handles the messages of a pass, one that comes and
+    one that goes, instead of computing: [n]. Only messages that hide take them from a pass; the
+    others are waited for. They are as many as a collective of two ranks has."""
+    return np.where(np.logical_and(rows.on_cpu, vpp > 1), c.factors.pp * c.tp_latency_s, 0.0)
 
 
 def _transfers(hop: Any, count: Any, pp: int, vpp: int) -> Any:
@@ -335,7 +345,7 @@ def stage_work(rows: Rows, c: Constants, pp: int, vpp: int) -> tuple[Any, Any, E
     """
     micro_batch = _micro_batch(rows, c, pp)
     stages = _stages(rows, micro_batch, pp)
-    return *_chunks(rows, micro_batch, stages, pp, vpp), _end_of_step(rows, c, stages, pp)
+    return *_chunks(rows, c, micro_batch, stages, pp, vpp), _end_of_step(rows, c, stages, pp)
 
 
 def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> EndOfStep:
