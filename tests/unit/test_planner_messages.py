@@ -121,6 +121,25 @@ def test_short_messages_have_a_byte_for_each_number_and_four_for_each_row(
     assert hop_bytes(_rows(None, tp=tp))[0] == 2 * tokens * MODEL.hidden_size
 
 
+@pytest.mark.parametrize(
+    ("kind", "vpp", "handles"), [("cpu:2", 2, True), ("cpu:2", 1, False), ("a100-40g:2", 2, False)]
+)
+def test_messages_that_hide_take_time_from_the_core_of_a_cpu_rank(
+    kind: str, vpp: int, handles: bool
+) -> None:
+    model, machine = replace(MODEL, tied=False, vocab_size=32_000), preset(kind)
+    c = Configuration(layout=Layout(pp=2, vpp=vpp), micro_batch_size=1, global_batch_size=16)
+    rows = to_rows(model, machine, points_of([c]))
+    constants = machine.load_constants()
+    slower = replace(constants, tp_latency_s=2 * constants.tp_latency_s)
+    before, after = (step_time(rows, one) for one in (constants, slower))
+    more = (after.step_s[0] - before.step_s[0]) / constants.tp_latency_s
+    passes = 2 * 16 * vpp
+    # The passes of filling and draining the pipeline come on top.
+    assert passes - 1e-6 <= more <= passes + 4 if handles else abs(more) < 1e-6
+    assert after.step_s[0] == pytest.approx(sum(part[0] for part in after.parts.values()))
+
+
 def test_short_messages_pay_on_slow_links_only() -> None:
     fast = preset("a100-40g:8")
     slow = replace(fast, num_nodes=4, gpus_per_node=2, nic_bytes_per_s=1e8, nic_is_measured=True)
