@@ -28,7 +28,7 @@ from copus_ext.cost_model.memory import (
     process_bytes,
 )
 from copus_ext.cost_model.rows import RECOMPUTE_BLOCK, Rows
-from copus_ext.cost_model.step import end_of_step
+from copus_ext.cost_model.step import end_of_step, handled_s
 
 SecondsBehind = Callable[[Any, Any], Any]
 """Seconds behind the last backward pass: of [pp, n] parameters held and [pp, n] seconds of a
@@ -91,6 +91,8 @@ class StageCosts:
     """For each parameter, when the optimizer steps and nothing is kept for the passes."""
     chunk_bytes: float
     """Bytes kept for every chunk and micro-batch in flight, besides those of its blocks."""
+    chunk_s: float
+    """Seconds of a pass of every chunk, besides those of its blocks."""
     end_of_step: SecondsBehind
     """Reduction, optimizer, gathering."""
     fixed_s: float
@@ -143,6 +145,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = No
         resting_bytes=resting,
         copied_bytes=float(gradient_copy_bytes(rows)[0] * share),
         chunk_bytes=float(own_message) if rows.on_cpu[0] and rows.vpp[0] > 1 else 0.0,
+        chunk_s=float(handled_s(rows, c, int(rows.vpp[0]))[0]),
         end_of_step=end,
         fixed_s=c.factors.compute * c.step_s,
     )

@@ -209,7 +209,7 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     def of(values: Any) -> Any:
         return np.take_along_axis(np.broadcast_to(values, done.shape), worst[None], axis=0)[0]
 
-    transfers = _transfers(hop, count, pp, vpp) + 2 * count * vpp * _handled_s(rows, c, vpp)
+    transfers = _transfers(hop, count, pp, vpp) + 2 * count * vpp * handled_s(rows, c, vpp)
     parts = {
         "compute": of(count * stages.compute),
         "recompute": of(count * stages.recompute),
@@ -296,7 +296,7 @@ def _chunks(
     chunks of a stage are alike."""
     if vpp == 1:
         return stages.forward[:, None], stages.backward[:, None]
-    handled = _handled_s(rows, c, vpp)
+    handled = handled_s(rows, c, vpp)
 
     def whole(first: Any, inner: Any, last: Any) -> Any:
         layers = np.broadcast_to(rows.layers_of_chunk * inner, (pp, len(rows)))
@@ -308,7 +308,7 @@ def _chunks(
     return whole(*parts.forward), whole(*parts.backward)
 
 
-def _handled_s(rows: Rows, c: Constants, vpp: int) -> Any:
+def handled_s(rows: Rows, c: Constants, vpp: int) -> Any:
     """Seconds in which the core of a CPU rank handles the messages of a pass, one that comes and
     one that goes, instead of computing: [n]. Only messages that hide take them from a pass; the
     others are waited for. They are as many as a collective of two ranks has."""

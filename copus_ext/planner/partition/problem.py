@@ -117,6 +117,8 @@ class PartitionProblem:
     """For each parameter, when the optimizer steps and nothing is kept for the passes."""
     chunk_bytes: float = 0.0
     """Bytes kept for every chunk and micro-batch in flight, besides those of its blocks."""
+    chunk_s: float = 0.0
+    """Seconds of a pass of every chunk on a GPU of speed 1, besides those of its blocks."""
     end_of_step: SecondsBehind | None = None
     """Seconds behind the last backward pass; None: none."""
     fixed_s: float = 0.0
@@ -247,9 +249,10 @@ class PartitionProblem:
         if self.end_of_step is not None:
             backward = parts["backward_s"].sum(axis=1)
             end = np.broadcast_to(self.end_of_step(held, backward), peak.shape)
+        own_s = self.chunk_s / self.speed[:, None, None]
         return Priced(
-            forward_s=parts["forward_s"],
-            backward_s=parts["backward_s"],
+            forward_s=parts["forward_s"] + own_s,
+            backward_s=parts["backward_s"] + own_s,
             end_s=end,
             peak_bytes=peak,
             parameters=held,
