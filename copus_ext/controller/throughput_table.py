@@ -407,6 +407,7 @@ def _is_sequence_parallel(config: Config, layout: Layout) -> bool:
 
 
 def _wants_sequence_parallel(config: Config) -> bool:
+    """The same, wherever there is tensor parallelism."""
     if hasattr(config, "explicit"):
         return wants_sequence_parallel(config)
     return config.parallel.sequence_parallel
