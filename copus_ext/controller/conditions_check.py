@@ -54,9 +54,13 @@ def have_conditions_changed(
             logger.warning("what has changed is unknown: %r", error)
             answer = conditions.factors, {}
     factors, earlier_s = broadcast_from_rank0(answer)
-    if shift is None and factors == conditions.factors:
+    is_same = factors == conditions.factors and (shift is None or shift.is_small)
+    if not is_same:
+        state.set_conditions(factors, earlier_s, present=key, shift=shift)
+    elif shift is None:
         return False
-    state.set_conditions(factors, earlier_s, present=key, shift=shift)
+    else:
+        state.scale_step_times(shift)
     if dist.get_rank() == 0:
         fields = {
             "before_s": shift and shift.before_s,
@@ -65,7 +69,7 @@ def have_conditions_changed(
         }
         log.note("conditions", iteration=iteration, timings=asdict(timings), **fields)
         print(f"copus: {conditions_line(**fields)}", flush=True)
-    return True
+    return not is_same
 
 
 def _judge(

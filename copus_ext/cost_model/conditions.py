@@ -49,8 +49,9 @@ _MOST = 5.0
 """Largest logarithm of a factor."""
 _HALVINGS = 26
 _STANDS_OUT = 1 / 3
-LEAST_REST = 0.03
-"""A change, as a logarithm, that timed links explain but for this much is explained by them."""
+SMALL = 0.08
+"""A change, as a logarithm, that is put down to no part of a step. Parts become slower by tens of
+percents or by factors; a few percents are the whole machine's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +76,15 @@ class Timings:
     """Whether the ring stays within a node."""
 
     def links(self, now: PartFactors, usual: Timings) -> PartFactors:
-        """Some factors with the link as it was timed."""
+        """Some factors with the link as it was timed. One that was timed about as before, or about
+        as usual, stays as it was: no timing gives the same twice."""
         if self.ring_s is None or usual.ring_s is None:
             return now
-        factor = self.ring_s / usual.ring_s
-        if abs(math.log(factor)) < _TIMED_ALIKE:
-            factor = 1.0
-        return replace(now, **{"within" if self.is_one_node else "across": factor})
+        name = "within" if self.is_one_node else "across"
+        timed = self.ring_s / usual.ring_s
+        nearest = min(getattr(now, name), 1.0, key=lambda factor: abs(math.log(timed / factor)))
+        alike = abs(math.log(timed / nearest)) < _TIMED_ALIKE
+        return replace(now, **{name: nearest if alike else timed})
 
     def compute_ratio(self, usual: Timings) -> float | None:
         """Seconds of computation over the usual ones."""
@@ -175,6 +178,9 @@ def factors_after(
         now: what the parts were taken to be so far.
         timings: of now.
         usual: the same under usual conditions.
+
+    Returns:
+        `now`, where what links do not explain is `SMALL` and they were timed as before.
     """
     seen = timings.links(now, usual)
     if ratio is None:
@@ -182,7 +188,7 @@ def factors_after(
         is_back = compute is not None and abs(math.log(compute)) < _TIMED_ALIKE
         return replace(seen, compute=1.0) if is_back else seen
     rest = ratio * predict(now) / predict(seen)
-    if abs(math.log(rest)) < LEAST_REST:
+    if abs(math.log(rest)) < SMALL:
         return seen
     compute = timings.compute_ratio(usual)
     timed = Timed(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+from copus_ext.cost_model.conditions import SMALL
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import best_alternative
 from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
@@ -155,15 +157,17 @@ def conditions_line(
         after_s: seconds since.
         factors: seconds of the parts of a step over the usual ones, by name.
     """
-    head = "links were timed again"
+    head, nothing = "links were timed again", "all is as usual"
     if before_s and after_s:
+        if abs(math.log(after_s / before_s)) < SMALL:
+            nothing = "no part of a step stands out"
         head = f"steps take {after_s:.3g} s instead of {before_s:.3g} s; {head}"
     parts = [
         f"{_PART_WORDS.get(name, name)} {x:.2f} times"
         for name, x in factors.items()
         if abs(x - 1.0) > 0.01
     ]
-    return f"{head}: " + (", ".join(parts) + " as slow as usual" if parts else "all is as usual")
+    return f"{head}: " + (", ".join(parts) + " as slow as usual" if parts else nothing)
 
 
 _PART_WORDS = {

@@ -302,10 +302,21 @@ class ControllerState:
         """
         kept = self.step_times.get(present, [])
         if shift is not None:
-            kept = [step.seconds for step in self.steps[-min(shift.steps, TIMED_STEPS) :]]
+            kept = self._times_since(shift)
         self.step_times = {present: kept} if kept else {}
         self.conditions.factors, self.conditions.earlier_s = factors, earlier_s
         self.conditions.num_changes += 1
+
+    def scale_step_times(self, shift: StepTimeShift) -> None:
+        """Goes on under the same conditions, with all steps longer or shorter by the factor of a
+        small shift. What was timed stays measured."""
+        factor, times, earlier_s = shift.ratio, self.step_times, self.conditions.earlier_s
+        self.step_times = {key: [factor * x for x in some] for key, some in times.items()}
+        self.step_times[shift.key] = self._times_since(shift)
+        self.conditions.earlier_s = {key: factor * x for key, x in earlier_s.items()}
+
+    def _times_since(self, shift: StepTimeShift) -> list[float]:
+        return [step.seconds for step in self.steps[-min(shift.steps, TIMED_STEPS) :]]
 
     def forget_times_between_stages(self) -> None:
         """Goes on with messages between stages of another form. Times of layouts with stages tell

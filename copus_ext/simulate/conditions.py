@@ -116,7 +116,9 @@ class World:
             timings=self.timings(),
             usual=self.timings(USUAL),
         )
-        if shift is None and factors == conditions.factors:
+        if factors == conditions.factors and (shift is None or shift.is_small):
+            if shift is not None:
+                state.scale_step_times(shift)
             return False
         state.set_conditions(factors, {}, present=key, shift=shift)
         self._believed = factors

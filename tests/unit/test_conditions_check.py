@@ -117,6 +117,48 @@ def test_a_slow_network_is_noticed_timed_and_taken_into_every_prediction(
     assert [f"copus: {note.line}" for note in history.notes][:1] == [line]
 
 
+@pytest.mark.parametrize("ratio", [1.06, 1 / 1.06])
+def test_after_a_small_change_of_all_steps_what_was_timed_stays_measured(
+    alone: list[Timings], tmp_path: Path, ratio: float
+) -> None:
+    usual = table()
+    here, there = map(usual.configuration_of, ["tp1.pp1.dp2 1 8", "tp1.pp2.dp1 1 8"])
+    times = {c: usual.raw_step_s(c, USUAL) for c in (here, there)}
+    state, log = ControllerState(), DecisionLog(tmp_path)
+    state.conditions = Conditions(usual=USUAL_TIMES, earlier_s={"tp2.pp1.dp1 1 8": 4.0})
+    state.step_times = {key_of(there): [2 * times[there]] * 9}
+    assert train(state, usual, log, key_of(here), [times[here]] * 50) == 50
+    before = rows(usual, state)
+    alone.append(USUAL_TIMES)
+    assert train(state, usual, log, key_of(here), [ratio * times[here]] * 50) == 50
+    assert not alone and state.conditions.factors == USUAL and not state.conditions.num_changes
+    assert state.conditions.earlier_s == {"tp2.pp1.dp1 1 8": pytest.approx(4.0 * ratio)}
+    after = rows(usual, state)
+    for layout in (HERE, THERE):
+        assert after[layout].source == "measured"
+        assert before[layout].samples_per_s / after[layout].samples_per_s == pytest.approx(
+            ratio, rel=0.005
+        )
+    assert list(read_journal(tmp_path / NAME))[-1]["kind"] == "conditions"
+
+
+def test_links_that_are_timed_again_as_they_were_change_nothing(
+    alone: list[Timings], tmp_path: Path
+) -> None:
+    slow = replace(USUAL, across=1.3)
+    one, key = table(slow), "tp1.pp1.dp2 1 8"
+    state, log = ControllerState(), DecisionLog(tmp_path)
+    state.conditions = Conditions(usual=USUAL_TIMES, factors=slow)
+    state.step_times["tp1.pp2.dp1 1 8"] = [1.0] * 9
+    alone += [replace(USUAL_TIMES, ring_s=0.01 * x) for x in (1.33, 1.25, 1.2)]
+    num = 3 * CHECK_STEPS
+    assert train(state, one, log, key, [1.0] * num) == num and not alone
+    assert state.conditions.factors == slow and len(state.step_times) == 2
+    alone.append(replace(USUAL_TIMES, ring_s=0.0113))
+    assert train(state, one, log, key, [1.0] * CHECK_STEPS) == CHECK_STEPS
+    assert state.conditions.factors == USUAL and set(state.step_times) == {key}
+
+
 def test_an_error_leaves_predictions_as_they_are(
     alone: list[Timings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,5 +212,7 @@ def test_the_line_names_what_is_slow() -> None:
         "steps take 2 s instead of 1 s; links were timed again: computation 2.00 times as slow "
         "as usual"
     )
+    small = conditions_line(before_s=1.0, after_s=1.05, factors=usual)
+    assert small.endswith("s instead of 1 s; links were timed again: no part of a step stands out")
     again = conditions_line(before_s=None, after_s=None, factors=usual)
     assert again == "links were timed again: all is as usual"
