@@ -47,7 +47,9 @@ class Wire:
         import torch.distributed as dist
 
         messages = self._message[:num_bytes], self._other[:num_bytes]
-        ways = (dist.isend, messages[0]), (dist.irecv, messages[1])
+        # The receive goes first: gloo's readiness to receive would wait behind the message that
+        # is sent, so that large messages pass one after the other.
+        ways = (dist.irecv, messages[1]), (dist.isend, messages[0])
         sent = dist.batch_isend_irecv([dist.P2POp(way, m, self._peer) for way, m in ways])
         for one in sent:
             one.wait()
