@@ -54,13 +54,9 @@ def have_conditions_changed(
             logger.warning("what has changed is unknown: %r", error)
             answer = conditions.factors, {}
     factors, earlier_s = broadcast_from_rank0(answer)
-    is_same = factors == conditions.factors and (shift is None or shift.is_small)
-    if not is_same:
-        state.set_conditions(factors, earlier_s, present=key, shift=shift)
-    elif shift is None:
+    have_changed = state.set_conditions(factors, earlier_s, present=key, shift=shift)
+    if shift is None and not have_changed:
         return False
-    else:
-        state.scale_step_times(shift)
     if dist.get_rank() == 0:
         fields = {
             "before_s": shift and shift.before_s,
@@ -69,7 +65,7 @@ def have_conditions_changed(
         }
         log.note("conditions", iteration=iteration, timings=asdict(timings), **fields)
         print(f"copus: {conditions_line(**fields)}", flush=True)
-    return not is_same
+    return have_changed
 
 
 def _judge(

@@ -49,9 +49,8 @@ _MOST = 5.0
 """Largest logarithm of a factor."""
 _HALVINGS = 26
 _STANDS_OUT = 1 / 3
-SMALL = 0.08
-"""A change, as a logarithm, that is put down to no part of a step. Parts become slower by tens of
-percents or by factors; a few percents are the whole machine's."""
+_SMALL = 0.08
+"""Logarithm of a ratio below which it is small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +166,12 @@ def judged(ways: list[Explanation]) -> PartFactors:
     return PartFactors(**{name: math.exp(x) for name, x in logs.items()})
 
 
+def is_small(ratio: float) -> bool:
+    """Whether a change of step times is put down to no part of a step. Parts become slower by tens
+    of percents or by factors; a few percents are the whole machine's."""
+    return abs(math.log(ratio)) < _SMALL
+
+
 def factors_after(
     predict: Predict, *, ratio: float | None, now: PartFactors, timings: Timings, usual: Timings
 ) -> PartFactors:
@@ -180,7 +185,7 @@ def factors_after(
         usual: the same under usual conditions.
 
     Returns:
-        `now`, where what links do not explain is `SMALL` and they were timed as before.
+        `now`, where links were timed as before and what they do not explain is small.
     """
     seen = timings.links(now, usual)
     if ratio is None:
@@ -188,7 +193,7 @@ def factors_after(
         is_back = compute is not None and abs(math.log(compute)) < _TIMED_ALIKE
         return replace(seen, compute=1.0) if is_back else seen
     rest = ratio * predict(now) / predict(seen)
-    if abs(math.log(rest)) < SMALL:
+    if is_small(rest):
         return seen
     compute = timings.compute_ratio(usual)
     timed = Timed(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
-from copus_ext.cost_model.conditions import SMALL
+from copus_ext.cost_model.conditions import is_small
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import best_alternative
 from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
@@ -159,7 +158,7 @@ def conditions_line(
     """
     head, nothing = "links were timed again", "all is as usual"
     if before_s and after_s:
-        if abs(math.log(after_s / before_s)) < SMALL:
+        if is_small(after_s / before_s):
             nothing = "no part of a step stands out"
         head = f"steps take {after_s:.3g} s instead of {before_s:.3g} s; {head}"
     parts = [

@@ -10,7 +10,7 @@ import statistics
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from copus_ext.cost_model.conditions import Timings
+from copus_ext.cost_model.conditions import Timings, is_small
 from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.cost_model.kfac import usual_step_s
 from copus_ext.goodput.conditions import Conditions
@@ -291,32 +291,32 @@ class ControllerState:
         *,
         present: str,
         shift: StepTimeShift | None,
-    ) -> None:
-        """Goes on under other conditions. Times from before no longer count as measured.
+    ) -> bool:
+        """Goes on under some conditions. If they are others, times from before no longer count as
+        measured. If not, all of them take longer or shorter by the factor of a small shift.
 
         Args:
             factors: of the parts of a step.
             earlier_s: what is expected of configurations that were timed before.
             present: key of the present configuration.
             shift: of its step time; None: its steps take what they took.
+
+        Returns:
+            Whether they are others.
         """
         kept = self.step_times.get(present, [])
         if shift is not None:
-            kept = self._times_since(shift)
+            kept = [step.seconds for step in self.steps[-min(shift.steps, TIMED_STEPS) :]]
+        if factors == self.conditions.factors and (shift is None or is_small(shift.ratio)):
+            factor, earlier_s = shift.ratio if shift else 1.0, self.conditions.earlier_s
+            times = {key: [factor * x for x in some] for key, some in self.step_times.items()}
+            self.step_times = {**times, present: kept} if kept else times
+            self.conditions.earlier_s = {key: factor * x for key, x in earlier_s.items()}
+            return False
         self.step_times = {present: kept} if kept else {}
         self.conditions.factors, self.conditions.earlier_s = factors, earlier_s
         self.conditions.num_changes += 1
-
-    def scale_step_times(self, shift: StepTimeShift) -> None:
-        """Goes on under the same conditions, with all steps longer or shorter by the factor of a
-        small shift. What was timed stays measured."""
-        factor, times, earlier_s = shift.ratio, self.step_times, self.conditions.earlier_s
-        self.step_times = {key: [factor * x for x in some] for key, some in times.items()}
-        self.step_times[shift.key] = self._times_since(shift)
-        self.conditions.earlier_s = {key: factor * x for key, x in earlier_s.items()}
-
-    def _times_since(self, shift: StepTimeShift) -> list[float]:
-        return [step.seconds for step in self.steps[-min(shift.steps, TIMED_STEPS) :]]
+        return True
 
     def forget_times_between_stages(self) -> None:
         """Goes on with messages between stages of another form. Times of layouts with stages tell

@@ -13,8 +13,6 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from copus_ext.cost_model.conditions import SMALL
-
 FIRST_STEPS = 30
 """Steps of a configuration before anything is compared with them."""
 _REFERENCE_STEPS = 100
@@ -49,11 +47,6 @@ class StepTimeShift:
     def ratio(self) -> float:
         """Seconds since over seconds before."""
         return self.after_s / self.before_s
-
-    @property
-    def is_small(self) -> bool:
-        """Whether it is put down to the whole machine (see `cost_model.conditions.SMALL`)."""
-        return abs(math.log(self.ratio)) < SMALL
 
 
 @dataclass(kw_only=True)

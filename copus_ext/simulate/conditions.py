@@ -116,11 +116,8 @@ class World:
             timings=self.timings(),
             usual=self.timings(USUAL),
         )
-        if factors == conditions.factors and (shift is None or shift.is_small):
-            if shift is not None:
-                state.scale_step_times(shift)
+        if not state.set_conditions(factors, {}, present=key, shift=shift):
             return False
-        state.set_conditions(factors, {}, present=key, shift=shift)
         self._believed = factors
         self._renew()
         return True
