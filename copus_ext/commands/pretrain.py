@@ -165,6 +165,10 @@ def controllers(args: argparse.Namespace) -> list[Any]:
         from copus_ext.controller.phase_layouts import PhaseLayouts
 
         found.append(PhaseLayouts(*found))
+    if found:
+        from copus_ext.controller.out_of_memory import OutOfMemoryCallback
+
+        found.append(OutOfMemoryCallback())
     return found
 
 

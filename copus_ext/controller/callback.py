@@ -24,6 +24,7 @@ from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
 from copus_ext.controller.link_timing import link_of, time_machine
 from copus_ext.controller.message_trials import MessageTrials
+from copus_ext.controller.out_of_memory import judge_of, micro_batch_that_fits
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.controller.present_samples import (
     PresentSamples,
@@ -190,6 +191,7 @@ class Controller(Callback):
             flag_layout=self._flag_layout,
             factors=self.state.conditions.factors,
             message_bits=self.message_trials.bits(self.state),
+            fits=judge_of(context.run_dir, context.config),
         )
 
     def _renew_table(self, context: CallbackContext) -> None:
@@ -207,6 +209,7 @@ class Controller(Callback):
         state, config, settings = self.state, context.config, context.state.settings
         batch = settings.global_batch_size or self.rules.first_batch
         micro = settings.micro_batch_size or config.batch.micro_batch_size
+        micro = micro_batch_that_fits(context, micro, batch)
         if state.global_batch_size not in (None, batch):
             state.ramp = None
         uneven = config.batch.allow_uneven_micro_batches
@@ -361,10 +364,7 @@ class Controller(Callback):
         step = context.step
         assert step is not None
         samples = rules.samples_to_decision(
-            self.flags,
-            context.config,
-            step.global_batch_size,
-            self.state,
+            self.flags, context.config, step.global_batch_size, self.state
         )
         return self.state.is_due(
             consumed_samples=step.consumed_samples,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict
 
 import torch.distributed as dist
@@ -42,18 +43,22 @@ def have_conditions_changed(
         device: `cpu` or `cuda`.
     """
     shift, conditions = state.take_shift(), state.conditions
-    if shift is None and not conditions.is_check_due:
+    # A change that is just under way is judged once it is certain, and then only once.
+    if shift is None and (not conditions.is_check_due or state.watch.is_unsure):
         return False
-    conditions.steps_since_timed = 0
+    began = time.monotonic()
     timings = time_machine(device)
-    answer: tuple[PartFactors, dict[str, float]] | None = None
+    answer: tuple[PartFactors, dict[str, float], float] | None = None
     if dist.get_rank() == 0:
+        took_s = time.monotonic() - began
         try:
-            answer = _judge(state, table, timings, key=key, shift=shift)
+            answer = *_judge(state, table, timings, key=key, shift=shift), took_s
         except Exception as error:  # predictions stay what they are
             logger.warning("what has changed is unknown: %r", error)
-            answer = conditions.factors, {}
-    factors, earlier_s = broadcast_from_rank0(answer)
+            answer = conditions.factors, {}, took_s
+    factors, earlier_s, took_s = broadcast_from_rank0(answer)
+    conditions.timed(took_s)
+    state.elapsed_s += took_s
     have_changed = state.set_conditions(factors, earlier_s, present=key, shift=shift)
     if shift is None and not have_changed:
         return False

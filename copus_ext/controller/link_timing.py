@@ -48,21 +48,34 @@ class Link:
 
 def time_machine(device: str) -> Timings:
     """Times a message round all ranks, and a matrix product on the slowest of them. The same on
-    every rank. Collective.
+    every rank. Collective. Nothing is timed where a rank has no memory left for it.
 
     Args:
         device: `cpu` or `cuda`.
     """
-    world_size = dist.get_world_size()
-    ranks = max(all_gather_object(ranks_of_a_node(world_size)))
-    compute_s = _product_s(device)
-    ring_s = _ring_s(device) if world_size > 1 else 0.0
+    world_size, room = dist.get_world_size(), _room(device)
+    every = all_gather_object((ranks_of_a_node(world_size), room is not None))
+    is_one_node = max(ranks for ranks, _ in every) == world_size
+    if room is None or not all(has_room for _, has_room in every):
+        return Timings(is_one_node=is_one_node)
+    message, a, out = room
+    compute_s = _product_s(device, a, out)
+    ring_s = _ring_s(device, message) if world_size > 1 else 0.0
     slowest = torch.tensor([compute_s, ring_s], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     compute_s, ring_s = slowest.tolist()
-    return Timings(
-        ring_s=ring_s or None, compute_s=compute_s or None, is_one_node=ranks == world_size
-    )
+    return Timings(ring_s=ring_s or None, compute_s=compute_s or None, is_one_node=is_one_node)
+
+
+def _room(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """The message, and the factor and the result of the product; None if they do not fit."""
+    size, _, kind = _PRODUCT[device]
+    try:
+        message = torch.zeros(_BYTES[device], dtype=torch.uint8, device=device)
+        a = torch.ones(size, size, dtype=kind, device=device)
+        return message, a, torch.empty_like(a)
+    except RuntimeError:  # torch.OutOfMemoryError is one
+        return None
 
 
 def link_of(timings: Timings, config: Config) -> Link | None:
@@ -79,8 +92,7 @@ def link_of(timings: Timings, config: Config) -> Link | None:
     return Link(bytes_per_s=num_bytes / timings.ring_s, ranks=ranks_of_a_node(world_size))
 
 
-def _ring_s(device: str) -> float:
-    message = torch.zeros(_BYTES[device], dtype=torch.uint8, device=device)
+def _ring_s(device: str, message: torch.Tensor) -> float:
     dist.all_reduce(message[:1024])  # connects
 
     def send() -> None:
@@ -92,13 +104,9 @@ def _ring_s(device: str) -> float:
     return min(best_s.item(), _best_s(device, send, more)) if more else best_s.item()
 
 
-def _product_s(device: str) -> float:
-    size, times, kind = _PRODUCT[device]
-    a = torch.ones(size, size, dtype=kind, device=device)
-    out = torch.empty_like(a)
-
+def _product_s(device: str, a: torch.Tensor, out: torch.Tensor) -> float:
     def multiply() -> None:
-        for _ in range(times):
+        for _ in range(_PRODUCT[device][1]):
             torch.mm(a, a, out=out)
 
     multiply()  # loads the kernel

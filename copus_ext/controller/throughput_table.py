@@ -72,6 +72,7 @@ class ThroughputTable:
             even stages. None: that of `config`.
         factors: of the parts of a step, under present conditions.
         message_bits: of messages between stages now, where a trial has shortened them.
+        fits: whether a configuration has not run out of memory in this run; None: none has.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
@@ -88,8 +89,10 @@ class ThroughputTable:
         flag_layout: Layout | None = None,
         factors: PartFactors = USUAL,
         message_bits: int | None = None,
+        fits: Callable[[Configuration], bool] | None = None,
     ) -> None:
         self.config, self.flags, self._gpu = config, flags, gpu
+        self._fits = fits or (lambda c: True)
         self._factors, self._message_bits = factors, message_bits or _message_bits(config)
         self._known = {_uncut(x): x for x in (flag_layout, config.layout) if x is not None}
         self.note = ""
@@ -159,7 +162,7 @@ class ThroughputTable:
         self, micro_batch_size: int, batch: int, layout: Layout | None = None
     ) -> Configuration:
         """The run's own layout, or another, with other sizes."""
-        c = _configuration(self.config, micro_batch_size, batch, layout)
+        c = configuration_of_run(self.config, micro_batch_size, batch, layout)
         bits = self._message_bits if c.layout.pp > 1 else None
         return replace(c, pipeline_message_bits=bits)
 
@@ -293,7 +296,7 @@ class ThroughputTable:
             for r in plan.ranked:
                 c, p = r.configuration, r.prediction
                 layout = self._with_cut(c.layout)
-                if not self._can_be(layout):
+                if not self._can_be(layout) or not self._has_room(c, layout):
                     continue
                 is_live = (*c.line, c.num_microbatches) in seen
                 source = "measured" if is_live else p.source
@@ -317,6 +320,11 @@ class ThroughputTable:
             except UsageError:
                 self._legal[layout] = False
         return self._legal[layout]
+
+    def _has_room(self, c: Configuration, layout: Layout) -> bool:
+        """Whether it has not run out of memory, as the run would be configured for it."""
+        sizes = c.micro_batch_size, c.global_batch_size
+        return self._fits(configuration_of_run(self.config, *sizes, layout))
 
     def _assumed(
         self,
@@ -378,7 +386,7 @@ def _recompute(config: Config) -> tuple[str, int]:
     return r.recompute_granularity or "none", 0
 
 
-def _configuration(
+def configuration_of_run(
     config: Config, micro_batch_size: int, batch: int, layout: Layout | None = None
 ) -> Configuration:
     """The run's own layout, or another, with other sizes and whole messages."""

@@ -85,6 +85,12 @@ class Timings:
         alike = abs(math.log(timed / nearest)) < _TIMED_ALIKE
         return replace(now, **{name: nearest if alike else timed})
 
+    def is_like(self, other: Timings) -> bool:
+        """Whether what both have timed took about as long."""
+        pairs = (self.ring_s, other.ring_s), (self.compute_s, other.compute_s)
+        logs = [math.log(one / two) for one, two in pairs if one is not None and two is not None]
+        return all(abs(log) < _TIMED_ALIKE for log in logs)
+
     def compute_ratio(self, usual: Timings) -> float | None:
         """Seconds of computation over the usual ones."""
         if self.compute_s is None or usual.compute_s is None:
@@ -179,7 +185,8 @@ def factors_after(
 
     Args:
         predict: seconds of a step of the present configuration.
-        ratio: its seconds since the change over those before; None: they have not changed.
+        ratio: its seconds since the change over those before; None: they have not changed. Then
+            computation has not either, which every configuration feels, whatever was timed.
         now: what the parts were taken to be so far.
         timings: of now.
         usual: the same under usual conditions.
@@ -189,9 +196,8 @@ def factors_after(
     """
     seen = timings.links(now, usual)
     if ratio is None:
-        compute = timings.compute_ratio(usual)
-        is_back = compute is not None and abs(math.log(compute)) < _TIMED_ALIKE
-        return replace(seen, compute=1.0) if is_back else seen
+        # The link as it is now explains what messages of one kind were blamed for.
+        return now if seen == now else replace(seen, tp=1.0, pp=1.0, dp=1.0)
     rest = ratio * predict(now) / predict(seen)
     if is_small(rest):
         return seen

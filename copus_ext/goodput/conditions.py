@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from copus_ext.cost_model.conditions import Timings
 from copus_ext.cost_model.constants import USUAL, PartFactors
 
 CHECK_STEPS = 100
-"""While conditions are not usual, links are timed again after so many steps: the layout that the
-run has changed to may not feel them."""
+"""While messages are not as usual, links are timed again after so many steps: the layout that the
+run has changed to may not feel them. Computation every layout feels."""
+_MOST_OF_TIME = 0.01
+"""Part of the time that this may take."""
 
 
 @dataclass(kw_only=True)
@@ -28,6 +30,10 @@ class Conditions:
     """How often conditions have changed."""
     steps_since_timed: int = 0
     """Steps since links were last timed."""
+    seconds_since_timed: float = 0.0
+    """Of those steps."""
+    timing_s: float = 0.0
+    """Seconds that timing links took, the last time that this run did it."""
     earlier_s: dict[str, float] = field(default_factory=dict)
     """Seconds of steps of configurations that were timed before the last change of conditions, by
     key, as they are expected since."""
@@ -38,10 +44,21 @@ class Conditions:
         parts = {"factors": PartFactors(**data["factors"]), "usual": Timings(**data["usual"])}
         return cls(**{**data, **parts})
 
+    def add_step(self, seconds: float) -> None:
+        """Counts a step."""
+        self.steps_since_timed += 1
+        self.seconds_since_timed += seconds
+
+    def timed(self, seconds: float) -> None:
+        """Links were timed, which took so long; the same on every rank."""
+        self.timing_s, self.steps_since_timed, self.seconds_since_timed = seconds, 0, 0.0
+
     @property
     def is_check_due(self) -> bool:
         """Whether links should be timed although steps take what they took."""
-        return self.factors != USUAL and self.steps_since_timed >= CHECK_STEPS
+        if replace(self.factors, compute=1.0) == USUAL or self.steps_since_timed < CHECK_STEPS:
+            return False
+        return self.seconds_since_timed >= self.timing_s / _MOST_OF_TIME
 
 
 def earlier_times(

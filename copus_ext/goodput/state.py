@@ -219,7 +219,7 @@ class ControllerState:
         del self.steps[: -2 * WINDOW_STEPS]
         if self.loss_watch is not None:
             self.loss_watch.add(loss)
-        self.conditions.steps_since_timed += 1
+        self.conditions.add_step(seconds)
         if min(self.steps_after_change, self._steps_this_launch) > WARM_UP_STEPS:
             times = self.step_times.setdefault(key, [])
             times.append(seconds)
@@ -227,15 +227,11 @@ class ControllerState:
             self._shift = self.watch.add(key, seconds)
 
     def begin_launch(self, usual: Timings) -> None:
-        """Starts a launch under conditions that count as usual. Times of a launch that became
-        slower tell nothing of it.
-
-        Args:
-            usual: what was timed by itself.
-        """
-        if self.conditions.factors != USUAL:
+        """Starts a launch under conditions that count as usual, as they were timed. Times of a
+        launch that became slower, or of a machine of another speed, tell nothing of it."""
+        if self.conditions.factors != USUAL or not usual.is_like(self.conditions.usual):
             self.step_times = {}
-        self.conditions = Conditions(usual=usual)
+        self.conditions, self.watch, self._shift = Conditions(usual=usual), StepTimeWatch(), None
 
     def enter_phase(
         self, *, before: int, after: int, global_batch_size: int | None, micro_batch_size: int
@@ -316,6 +312,8 @@ class ControllerState:
         self.step_times = {present: kept} if kept else {}
         self.conditions.factors, self.conditions.earlier_s = factors, earlier_s
         self.conditions.num_changes += 1
+        if shift is None:
+            self.watch = StepTimeWatch()  # its usual steps are of the conditions before
         return True
 
     def forget_times_between_stages(self) -> None:

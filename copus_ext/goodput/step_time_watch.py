@@ -22,6 +22,8 @@ LEAST_STEPS = 15
 """Steps that a change has to last."""
 UNSURE_STEPS = 60
 """Steps after which a sum that grows is no reason to wait any more."""
+_DRIFT_STEPS = 2 * UNSURE_STEPS
+"""Steps on one side of the usual ones after which they are the usual ones."""
 _SURE_STEPS, _MOST = 10, 0.6
 LEAST_SHIFT = 0.04
 """Least change, as a logarithm, that counts."""
@@ -114,6 +116,9 @@ class StepTimeWatch:
             self._start(key, self.newest[-found.steps :])
         elif max(self.above, self.below) < _LIMIT / 2 and len(self.reference) < _REFERENCE_STEPS:
             self._learn(value)
+        elif max(self.above_steps, self.below_steps) >= _DRIFT_STEPS:
+            # Too little for a change. Left as it is, it would blur the next one.
+            self._start(key, self.newest[-UNSURE_STEPS:])
         return found
 
     def _start(self, key: str, reference: list[float] | None = None) -> None:

@@ -106,9 +106,9 @@ class World:
             Whether the run takes conditions for others than before.
         """
         shift, conditions = state.take_shift(), state.conditions
-        if shift is None and not conditions.is_check_due:
+        if shift is None and (not conditions.is_check_due or state.watch.is_unsure):
             return False
-        conditions.steps_since_timed = 0
+        conditions.timed(0.0)
         factors = factors_after(
             lambda f: self._scenario.planner.raw_step_s(row.configuration, f),
             ratio=shift and shift.ratio,

@@ -23,7 +23,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("megatron_lm")
     found: dict[str, Any] = {"folder": folder}
     # What resumes knows nothing but the files.
-    for kinds in (["plain", "new", "old"], ["resumed"]):
+    for kinds in (["plain", "new", "shrinking", "old"], ["resumed"]):
         run_ranks([WORKER, folder, *kinds], 2, timeout_s=110).check()
         found |= {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in kinds}
     return found
@@ -39,7 +39,14 @@ def test_the_batch_doubles_where_it_should(runs: dict[str, Any]) -> None:
     assert batches(runs["new"]) == [8] * 8 + [16] * 4 + [32] * 4
 
 
-@pytest.mark.parametrize("kind", ["plain", "new", "old"])
+def test_the_default_policy_does_not_shrink_there(runs: dict[str, Any]) -> None:
+    assert min(batches(runs["shrinking"])) == 8
+    lines = (runs["folder"] / "shrinking" / "journal.jsonl").read_text().splitlines()
+    rows = [r for r in map(json.loads, lines) if r["kind"] == "decision"]
+    assert rows and not any(r["situation"]["rules"]["allow_shrink"] for r in rows)
+
+
+@pytest.mark.parametrize("kind", ["plain", "new", "shrinking", "old"])
 def test_every_sample_is_read_once(runs: dict[str, Any], kind: str) -> None:
     assert runs[kind]["read"] == list(range(256)) and runs[kind]["consumed"] == 256
 

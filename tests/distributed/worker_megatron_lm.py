@@ -1,7 +1,8 @@
 """Trains in a fake of a Megatron-LM checkout, with its callbacks and with wrapped functions.
 
-worker_megatron_lm.py OUTPUT_DIR plain|new|resumed|old...
+worker_megatron_lm.py OUTPUT_DIR plain|new|resumed|shrinking|old...
 
+`shrinking` has the default policy, and a first batch far above what it asks for early.
 Wrapped functions stay wrapped: `old` comes last.
 """
 
@@ -120,7 +121,8 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
 
     folder = output / ("new" if kind == "resumed" else kind)
     folder.mkdir(exist_ok=True)
-    args = arguments(folder, [] if kind == "plain" else ["--copus", *FLAGS.split()])
+    flags = {"plain": [], "shrinking": ["--copus"]}.get(kind, ["--copus", *FLAGS.split()])
+    args = arguments(folder, flags)
     if kind == "resumed":
         args.iteration, args.consumed_train_samples = 10, 96
     importlib.import_module("megatron.training.global_vars").set_args(args)
@@ -130,7 +132,7 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
     callbacks = None
     if kind == "old":
         megatron_lm.install(training)
-    elif kind in ("new", "resumed"):
+    elif kind in ("new", "resumed", "shrinking"):
         callbacks = [megatron_lm.CopusCallback()]
     model, optimizer, scheduler = training.setup_model_and_optimizer()
     log: list[Any] = []

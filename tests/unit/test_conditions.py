@@ -132,6 +132,23 @@ def test_a_timed_link_explains_what_it_can() -> None:
     assert found == replace(USUAL, within=4.0)
 
 
+@pytest.mark.parametrize("timed", [1.0, 1.12, 1.3])
+def test_computation_is_not_back_before_steps_are_faster(timed: float) -> None:
+    """Every configuration feels it, so that of the present one would have told."""
+    slow = replace(USUAL, compute=1.12)
+    usual, now = Timings(ring_s=1.0, compute_s=1.0), Timings(ring_s=1.0, compute_s=timed)
+    found = factors_after(lambda f: f.compute, ratio=None, now=slow, timings=now, usual=usual)
+    assert found == slow
+
+
+def test_a_link_that_turns_out_slow_is_not_counted_twice() -> None:
+    """The ring was fast when steps became slower, and messages of replicas were blamed."""
+    blamed = replace(USUAL, dp=3.0)
+    usual, now = Timings(ring_s=1.0, compute_s=1.0), Timings(ring_s=3.0, compute_s=1.0)
+    found = factors_after(lambda f: f.dp, ratio=None, now=blamed, timings=now, usual=usual)
+    assert found == replace(USUAL, across=3.0)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([(1, 1, 1, 16), (2, 1, 1, 8), (1, 4, 1, 4), (2, 2, 2, 4), (8, 2, 1, 1)]),
@@ -207,10 +224,38 @@ def test_times_from_before_are_expected_anew_and_no_longer_measured() -> None:
 def test_links_are_timed_again_only_while_something_is_slow() -> None:
     one = Conditions(steps_since_timed=10 * CHECK_STEPS)
     assert not one.is_check_due
+    one.factors = replace(USUAL, compute=1.3)  # every step tells
+    assert not one.is_check_due
     one.factors = replace(USUAL, across=4.0)
     assert one.is_check_due
     one.steps_since_timed = CHECK_STEPS - 1
     assert not one.is_check_due
+
+
+def test_timing_links_again_and_again_takes_a_hundredth_of_the_time() -> None:
+    one = Conditions(factors=replace(USUAL, across=4.0))
+    one.timed(0.4)
+    steps = 0
+    while not one.is_check_due:
+        one.add_step(0.05)
+        steps += 1
+    assert steps in (800, 801)
+    assert Conditions.from_json(json.loads(json.dumps(asdict(one)))) == one
+
+
+def test_a_launch_begins_without_the_usual_steps_of_another_machine() -> None:
+    before, here = Timings(ring_s=1.0, compute_s=1.0), "tp1.pp1.dp2 1 8"
+    for now, is_kept in ((before, True), (replace(before, ring_s=2.0), False)):
+        state = ControllerState()
+        state.begin_launch(before)
+        for i in range(60):
+            step: dict[str, Any] = {"consumed_samples": 8 * i, "batch": 8, "loss": 1.0}
+            state.record_step(key=here, seconds=1.0, **step)
+        state.begin_launch(now)
+        assert (here in state.step_times) == is_kept
+        for _ in range(60):
+            state.record_step(key=here, seconds=2.0, **step)
+            assert state.take_shift() is None
 
 
 def test_nothing_is_decided_while_step_times_may_just_be_changing() -> None:

@@ -159,6 +159,27 @@ def test_links_that_are_timed_again_as_they_were_change_nothing(
     assert state.conditions.factors == USUAL and set(state.step_times) == {key}
 
 
+def test_a_change_that_is_under_way_when_links_are_due_counts_once(
+    alone: list[Timings], tmp_path: Path
+) -> None:
+    """The network is back six steps before links would have been timed again."""
+    slow = replace(USUAL, across=4.0)
+    now, log = table(slow), DecisionLog(tmp_path)
+    here, there = map(now.configuration_of, ["tp1.pp1.dp2 1 8", "tp1.pp2.dp1 1 8"])
+    state = ControllerState()
+    state.conditions = Conditions(usual=USUAL_TIMES, factors=slow)
+    state.step_times[key_of(there)] = [1.0] * 9
+    before_s, after_s = (now.raw_step_s(here, f) for f in (slow, USUAL))
+    alone.append(USUAL_TIMES)
+    seconds = [before_s] * (CHECK_STEPS - 6) + [after_s] * 60
+    taken = train(state, now, log, key_of(here), seconds)
+    assert CHECK_STEPS < taken < CHECK_STEPS + 25 and not alone
+    assert state.conditions.factors == USUAL
+    expected = now.raw_step_s(there, USUAL) / now.raw_step_s(there, slow)
+    assert state.conditions.earlier_s == {key_of(there): pytest.approx(expected)}
+    assert state.step_times[key_of(here)][-1] == pytest.approx(after_s)
+
+
 def test_an_error_leaves_predictions_as_they_are(
     alone: list[Timings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

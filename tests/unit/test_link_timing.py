@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from copus_ext.controller import link_timing
+from copus_ext.cost_model.conditions import Timings
 
 
 @pytest.mark.parametrize("once_s", [1e-6, 1e-3, 7e-3, 0.3])
@@ -20,7 +21,22 @@ def test_disturbed_timings_give_the_undisturbed_time(monkeypatch, once_s):
 
     monkeypatch.setattr(link_timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(link_timing.torch, "mm", multiply)
-    found = [link_timing._product_s("cpu") for _ in range(50)]
+    a = torch.ones(2, 2)
+    found = [link_timing._product_s("cpu", a, a) for _ in range(50)]
     scatter = max(abs(math.log(s / once_s)) for s in found)
     assert scatter < 0.15, "counts as a change of the machine"
     assert now[0] / 50 < max(1.0, 6 * once_s), "takes long"
+
+
+def test_where_a_rank_has_no_memory_left_nothing_is_timed(monkeypatch):
+    """The others do not wait for its messages."""
+
+    def full(*sizes, **kinds):
+        raise torch.OutOfMemoryError("no room")
+
+    one = [(1, True), (1, True), (1, False)]
+    monkeypatch.setattr(link_timing.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(link_timing, "all_gather_object", lambda own: one)
+    assert link_timing.time_machine("cpu") == Timings()
+    monkeypatch.setattr(link_timing.torch, "ones", full)
+    assert link_timing.time_machine("cpu") == Timings()

@@ -151,15 +151,18 @@ def test_a_stop_wins_over_a_save(kinds: tuple[str, ...]) -> None:
     assert wanted is not None and wanted.kind == "stop"
 
 
-def test_the_events_are_those_of_megatron_lm_and_our_five() -> None:
+def test_the_events_are_those_of_megatron_lm_and_our_six() -> None:
     named = "setup_start data_init_start train_start train_step_start train_step_end log train_end"
     evaluation = ("start", "step_start", "step_end", "end")
     events = {f"on_{name}" for name in named.split()} | {"on_grads_ready", "on_checkpoint_saved"}
     events |= {"on_relayout_start", "on_relayout_end", "on_phase_start"}
     events |= {f"on_{split}_{name}" for split in ("eval", "test") for name in evaluation}
-    assert {name for name in vars(Callback) if name.startswith("on_")} == events
+    found = {name for name in vars(Callback) if name.startswith("on_")}
+    assert found == events | {"on_train_error"}
     callback = Callback()
     assert all(getattr(callback, event)(context()) is None for event in events)
+    # One rank alone sees an error, so that it is no event of all.
+    assert callback.on_train_error(context(), ValueError()) is None
 
 
 @pytest.mark.parametrize("version", [None, "0.15.0", "0.16.0", "0.17.0", "0.19.2"])

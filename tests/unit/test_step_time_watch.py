@@ -84,6 +84,16 @@ def test_steps_without_scatter_that_hardly_change_are_no_change() -> None:
     assert first(np.array([1.0] * 200 + [1.06] * 60)) is not None
 
 
+@pytest.mark.parametrize("drift", [1.03, 0.97])
+def test_a_change_after_a_small_drift_is_noticed_as_soon_and_as_large(drift: float) -> None:
+    watch, seconds = StepTimeWatch(), noisy(3, 460, sd=0.003, outliers=0.0)
+    seconds[200:] *= drift
+    seconds[400:] *= 1.2
+    found = first(seconds, watch)
+    assert found is not None and 400 <= found[0] < 430
+    assert found[1].ratio == pytest.approx(1.2, rel=0.02)
+
+
 def test_the_state_survives_as_json() -> None:
     seconds = noisy(7, 200)
     seconds[150:] *= 1.1

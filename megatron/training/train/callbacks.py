@@ -1,18 +1,21 @@
 """What a controller may see of a run and what it may ask for.
 
 The events carry the names of Megatron-LM's callback class, so that one callback serves both
-trainers; `on_grads_ready`, `on_checkpoint_saved` and those of a relayout are ours. All events fire
-on every rank, in the same order.
+trainers; `on_grads_ready`, `on_checkpoint_saved`, `on_train_error` and those of a relayout and of a
+phase are ours. All events but `on_train_error` fire on every rank, in the same order.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.training.common.step_settings import Request, StepInfo
+
+logger = logging.getLogger(__name__)
 
 _STRENGTH = {"change": 0, "save": 1, "stop": 2}
 
@@ -129,6 +132,9 @@ class Callback:
         which. Not fired where a launch begins. A request is obeyed before that step. Its settings
         are in samples of the new phase, and hold for the layout as it is before the move."""
 
+    def on_train_error(self, context: CallbackContext, error: BaseException) -> None:
+        """This rank has raised an error and leaves. It alone: nothing collective may follow."""
+
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """A checkpoint is committed."""
 
@@ -186,6 +192,14 @@ class Callbacks:
             last settings and the last move that any callback gave.
         """
         return join_requests(*[getattr(callback, event)(context) for callback in self._callbacks])
+
+    def tell_error(self, context: CallbackContext, error: BaseException) -> None:
+        """Fires `on_train_error`; an error of a callback is only a warning."""
+        for callback in self._callbacks:
+            try:
+                callback.on_train_error(context, error)
+            except Exception as another:
+                logger.warning("%s: %r", type(callback).__name__, another)
 
     @property
     def keep_settings(self) -> bool:

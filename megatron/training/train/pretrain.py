@@ -191,7 +191,8 @@ def _train(
         try:
             with _garbage_collection(automatic=not config.runtime.manual_gc):
                 reason = train(job)
-        except BaseException:
+        except BaseException as error:
+            job.callbacks.tell_error(job.context, error)
             abandon(job)
             raise
         if reason is None and 0 < job.samples_left < config.batch.train_samples:

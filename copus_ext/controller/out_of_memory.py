@@ -1,0 +1,144 @@
+"""Remembers what ran out of memory, so that no launch of the run tries it again.
+
+A change of micro-batch or layout is decided anew after a restart from a checkpoint before it.
+Without this file the run would meet the same end at the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from copus_ext.controller.throughput_table import configuration_of_run
+from copus_ext.planner.configuration import Configuration
+from megatron.training.common.collectives import broadcast_from_rank0
+from megatron.training.config.layout_rules import batch_problems
+from megatron.training.train.callbacks import Callback, CallbackContext
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
+
+logger = logging.getLogger(__name__)
+
+FILE = Path("control") / "out_of_memory.jsonl"
+"""In the directory of the run; a line for each rank that had none left."""
+_WORDS = "out of memory", "allocate memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TooLarge:
+    """A micro-batch that was too large for one layout with its memory options."""
+
+    configuration: str
+    """Layout and memory options, as the planner writes them, with a micro-batch of 1."""
+    micro_batch_size: int
+    """Samples."""
+    seq_length: int
+    """Tokens of a sample."""
+
+    @classmethod
+    def of(cls, c: Configuration, seq_length: int) -> TooLarge:
+        """What ran out of memory, or might."""
+        return cls(
+            configuration=str(replace(c, micro_batch_size=1)),
+            micro_batch_size=c.micro_batch_size,
+            seq_length=seq_length,
+        )
+
+    def is_at_most(self, other: TooLarge) -> bool:
+        """Whether the other one needs no less memory."""
+        tokens, others = (x.micro_batch_size * x.seq_length for x in (self, other))
+        return self.configuration == other.configuration and tokens <= others
+
+    def __str__(self) -> str:
+        layout, _, options = self.configuration.partition(",micro_batch=1,")
+        return (
+            f"{layout}, micro-batch {self.micro_batch_size} of {self.seq_length} tokens ({options})"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is used up, of a GPU or of the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(w in str(error).lower() for w in _WORDS)
+
+
+def remembered(run_dir: Path | None) -> list[TooLarge]:
+    """What was too large in this run; lines that a kill cut short are left out."""
+    try:
+        lines = (run_dir / FILE).read_text().splitlines() if run_dir else []
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(TooLarge(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return list(dict.fromkeys(found))
+
+
+def judge_of(run_dir: Path | None, config: Config) -> Callable[[Configuration], bool]:
+    """Says of configurations of a run whether nothing that needs as much or less memory has run out
+    of it."""
+    too_large, seq_length = remembered(run_dir), config.batch.seq_length
+
+    def fits(c: Configuration) -> bool:
+        own = TooLarge.of(c, seq_length)
+        return not any(one.is_at_most(own) for one in too_large)
+
+    return fits
+
+
+def micro_batch_that_fits(context: CallbackContext, micro: int, batch: int) -> int:
+    """The micro-batch that a launch begins with: the largest up to the one asked for that has not
+    run out of memory; that one if none is left. Collective.
+
+    Args:
+        context: of the start.
+        micro: what is asked for, samples.
+        batch: of the first step, samples.
+    """
+    found = micro
+    if dist.get_rank() == 0:
+        config, fits = context.config, judge_of(context.run_dir, context.config)
+        uneven = config.batch.allow_uneven_micro_batches
+        for n in range(micro, 0, -1):
+            is_legal = n == micro or not batch_problems(config.layout, n, batch, uneven=uneven)
+            if is_legal and fits(configuration_of_run(config, n, batch)):
+                found = n
+                break
+        if found != micro:
+            print(f"copus: micro-batch {found} in place of {micro}, which did not fit", flush=True)
+    return broadcast_from_rank0(found)
+
+
+class OutOfMemoryCallback(Callback):
+    """Writes down what this rank was training with when it had no memory left."""
+
+    def on_setup_start(self, context: CallbackContext) -> None:
+        """Says on rank 0 what is not tried any more."""
+        self._run_dir = broadcast_from_rank0(context.run_dir)
+        if dist.get_rank() == 0:
+            for one in remembered(self._run_dir):
+                print(f"copus: ran out of memory before, and is not changed to: {one}", flush=True)
+
+    def on_train_error(self, context: CallbackContext, error: BaseException) -> None:
+        """Appends a line. This rank alone."""
+        micro, batch = context.micro_batch_size, context.global_batch_size
+        if self._run_dir is None or not micro or not batch or not is_out_of_memory(error):
+            return
+        one = TooLarge.of(
+            configuration_of_run(context.config, micro, batch), context.config.batch.seq_length
+        )
+        logger.error("no memory left: %s", one)
+        with (self._run_dir / FILE).open("a") as file:
+            file.write(json.dumps(asdict(one)) + "\n")

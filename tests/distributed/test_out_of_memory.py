@@ -1,0 +1,33 @@
+"""What ran out of memory is not tried again when the run is started again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from copus_ext.controller.decision_log import NAME, read_journal
+from copus_ext.controller.out_of_memory import FILE
+from tests.helpers.jobs import steps_of
+from tests.helpers.on_ranks import on_ranks
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def test_a_micro_batch_that_did_not_fit_is_not_tried_again(tmp_path: Path) -> None:
+    first, again = (on_ranks("worker_out_of_memory", tmp_path, 2, timeout_s=90) for _ in range(2))
+    assert first["ran_out"], "the controller tries a larger micro-batch"
+    lines = [json.loads(line) for line in (tmp_path / "run" / FILE).read_text().splitlines()]
+    assert len(lines) == 2 and lines[0] == lines[1], "one of each rank"
+    assert lines[0]["micro_batch_size"] > 1 and lines[0]["seq_length"] == 32
+
+    assert not again["ran_out"]
+    told = [line for line in again["told"] if "ran out of memory before" in line]
+    assert len(told) == 1 and f"micro-batch {lines[0]['micro_batch_size']} of 32 tokens" in told[0]
+    steps = steps_of(tmp_path / "run")
+    assert steps[-1]["consumed_samples"] == 360
+    assert {step["micro_batch_size"] for step in steps} == {1}
+    decisions = [r for r in read_journal(tmp_path / "run" / NAME) if r["kind"] == "decision"]
+    rows = decisions[-1]["situation"]["rows"]
+    assert max(row["micro_batch_size"] for row in rows) < lines[0]["micro_batch_size"]

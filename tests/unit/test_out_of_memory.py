@@ -1,0 +1,111 @@
+"""What counts as out of memory, and what is then left alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from copus_ext.controller import out_of_memory
+from copus_ext.controller.out_of_memory import (
+    FILE,
+    OutOfMemoryCallback,
+    TooLarge,
+    is_out_of_memory,
+    judge_of,
+    remembered,
+)
+from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
+from megatron.training.config.layout import Layout
+from megatron.training.train.callbacks import Callback, Callbacks
+from tests.unit.test_controller_parts import config, flags
+
+pytestmark = pytest.mark.unit
+
+
+def note(run_dir: Path, *too_large: TooLarge, more: str = "") -> None:
+    (run_dir / "control").mkdir(exist_ok=True)
+    lines = [json.dumps(asdict(one)) + "\n" for one in too_large]
+    (run_dir / FILE).write_text("".join(lines) + more)
+
+
+def too_large(micro: int, layout: Layout | None = None) -> TooLarge:
+    run = config()
+    return TooLarge.of(configuration_of_run(run, micro, 8, layout), run.batch.seq_length)
+
+
+def test_errors_that_say_that_memory_is_used_up() -> None:
+    yes = [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("CUDA error: out of memory"),
+    ]
+    no = [RuntimeError("shapes differ"), ValueError("out of memory"), KeyboardInterrupt()]
+    assert all(map(is_out_of_memory, yes)) and not any(map(is_out_of_memory, no))
+
+
+def test_what_needs_less_is_still_tried(tmp_path: Path) -> None:
+    run = config()
+    note(tmp_path, too_large(4), too_large(4), more='{"configuration": "tp1')
+    assert remembered(tmp_path) == [too_large(4)]
+    fits = judge_of(tmp_path, run)
+    assert [fits(configuration_of_run(run, n, 16)) for n in (1, 2, 4, 8)] == [True] * 2 + [
+        False
+    ] * 2
+    assert fits(configuration_of_run(run, 4, 8, Layout(pp=2))), "another layout"
+    less = replace(configuration_of_run(run, 4, 8), recompute="full")
+    assert fits(less), "other memory options"
+    half: Any = SimpleNamespace(batch=SimpleNamespace(seq_length=run.batch.seq_length // 2))
+    fits = judge_of(tmp_path, half)  # shorter samples of another phase
+    assert [fits(configuration_of_run(run, n, 16)) for n in (4, 8)] == [True, False]
+    assert judge_of(None, run)(configuration_of_run(run, 64, 64))
+
+
+def test_the_table_leaves_it_out(tmp_path: Path) -> None:
+    run = config()
+    rows: dict[bool, Any] = {}
+    for is_noted in (False, True):
+        if is_noted:
+            note(tmp_path, too_large(2))
+        table = ThroughputTable(run, flags(), gpu=None, fits=judge_of(tmp_path, run))
+        found, now = table.rows(
+            [8, 16], micro_batch_size=2, global_batch_size=8, measured=lambda c, i=1: None
+        )
+        rows[is_noted] = {(r.micro_batch_size, r.global_batch_size) for r in found}
+        assert (found[now].micro_batch_size, found[now].global_batch_size) == (2, 8)
+    assert {micro for micro, _ in rows[False]} >= {1, 2, 4}
+    assert rows[True] == {(1, 8), (1, 16), (2, 8)}, "what runs stays"
+
+
+@pytest.mark.parametrize(("noted", "begins_with"), [((), 8), ((8,), 4), ((2, 8), 1), ((1,), 8)])
+def test_a_launch_begins_with_a_micro_batch_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: tuple[int, ...], begins_with: int
+) -> None:
+    monkeypatch.setattr(out_of_memory.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(out_of_memory, "broadcast_from_rank0", lambda value: value)
+    note(tmp_path, *map(too_large, noted))
+    context: Any = SimpleNamespace(config=config(), run_dir=tmp_path)
+    # Two replicas: a batch of 16 is divided by 1, 2, 4 and 8.
+    assert out_of_memory.micro_batch_that_fits(context, 8, 16) == begins_with
+
+
+def test_other_errors_and_an_error_of_a_callback_leave_the_run_its_own(tmp_path: Path) -> None:
+    class Broken(Callback):
+        def on_train_error(self, context: Any, error: BaseException) -> None:
+            raise OSError("disk full")
+
+    one = OutOfMemoryCallback()
+    one._run_dir = tmp_path
+    (tmp_path / "control").mkdir()
+    context: Any = SimpleNamespace(config=config(), micro_batch_size=4, global_batch_size=8)
+    callbacks = Callbacks([Broken(), one])
+    callbacks.tell_error(context, RuntimeError("shapes differ"))
+    assert not (tmp_path / FILE).exists()
+    callbacks.tell_error(context, MemoryError())
+    assert remembered(tmp_path) == [too_large(4)]
