@@ -278,14 +278,16 @@ class ThroughputTable:
         for layout, batch, b in itertools.product(
             sorted({self.config.layout, *own}, key=str), batches, sizes
         ):
+            if batch % (layout.dp * b):
+                continue  # the cost model knows equal micro-batches only
             c = self._configuration(b, batch, layout)
             known = measured(c)
-            if known is not None and c.is_even:
+            if known is not None:
                 usual, deviation, number = known
                 live.append(
                     Timing(configuration=c, step_s=usual, spread_s=deviation, num_steps=number)
                 )
-            elif c.is_even and (step_s := earlier_s.get(key_of(c))) is not None:
+            elif (step_s := earlier_s.get(key_of(c))) is not None:
                 earlier.append(Timing(configuration=c, step_s=step_s))
         seen = {t.key for t in live}
         expected = {t.key for t in earlier}
