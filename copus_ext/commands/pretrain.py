@@ -165,7 +165,7 @@ def controllers(args: argparse.Namespace) -> list[Any]:
         from copus_ext.controller.phase_layouts import PhaseLayouts
 
         found.append(PhaseLayouts(*found))
-    if found:
+    if flags.copus and flags.copus_mode == "act":
         from copus_ext.controller.out_of_memory import OutOfMemoryCallback
 
         found.append(OutOfMemoryCallback())

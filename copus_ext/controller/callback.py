@@ -209,7 +209,7 @@ class Controller(Callback):
         state, config, settings = self.state, context.config, context.state.settings
         batch = settings.global_batch_size or self.rules.first_batch
         micro = settings.micro_batch_size or config.batch.micro_batch_size
-        micro = micro_batch_that_fits(context, micro, batch)
+        micro = micro_batch_that_fits(context, micro, batch) if self.changes_micro_batch else micro
         if state.global_batch_size not in (None, batch):
             state.ramp = None
         uneven = config.batch.allow_uneven_micro_batches

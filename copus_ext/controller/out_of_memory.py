@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from copus_ext.controller.present_samples import PresentSamples
 from copus_ext.controller.throughput_table import configuration_of_run
 from copus_ext.planner.configuration import Configuration
 from megatron.training.common.collectives import broadcast_from_rank0
+from megatron.training.common.errors import TrainingFailure
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.train.callbacks import Callback, CallbackContext
 
@@ -29,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 FILE = Path("control") / "out_of_memory.jsonl"
 """In the directory of the run; a line for each rank that had none left."""
-_WORDS = "out of memory", "allocate memory"
+_WORDS = "out of memory", "allocate memory", "alloc_failed"
+_REPLICAS = re.compile(r"\.dp\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,10 @@ class TooLarge:
     """A micro-batch that was too large for one layout with its memory options."""
 
     configuration: str
-    """Layout and memory options, as the planner writes them, with a micro-batch of 1."""
+    """Layout without replicas, and memory options, as the planner writes them for a micro-batch of
+    1."""
+    replicas: int
+    """Fewer need no less memory, as optimizer state is split over them."""
     micro_batch_size: int
     """Samples."""
     seq_length: int
@@ -47,7 +54,8 @@ class TooLarge:
     def of(cls, c: Configuration, seq_length: int) -> TooLarge:
         """What ran out of memory, or might."""
         return cls(
-            configuration=str(replace(c, micro_batch_size=1)),
+            configuration=_REPLICAS.sub("", str(replace(c, micro_batch_size=1))),
+            replicas=c.layout.dp,
             micro_batch_size=c.micro_batch_size,
             seq_length=seq_length,
         )
@@ -55,17 +63,20 @@ class TooLarge:
     def is_at_most(self, other: TooLarge) -> bool:
         """Whether the other one needs no less memory."""
         tokens, others = (x.micro_batch_size * x.seq_length for x in (self, other))
-        return self.configuration == other.configuration and tokens <= others
+        is_alike = self.configuration == other.configuration and other.replicas <= self.replicas
+        return is_alike and tokens <= others
 
     def __str__(self) -> str:
         layout, _, options = self.configuration.partition(",micro_batch=1,")
-        return (
-            f"{layout}, micro-batch {self.micro_batch_size} of {self.seq_length} tokens ({options})"
-        )
+        size = f"micro-batch {self.micro_batch_size} of {self.seq_length} tokens"
+        return f"{layout}.dp{self.replicas}, {size} ({options})"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is used up, of a GPU or of the host."""
+    """Whether an error says that memory is used up, of a GPU or of the host. What a failed change
+    of layout quotes is not of the configuration that the run had."""
+    if isinstance(error, TrainingFailure):
+        return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(w in str(error).lower() for w in _WORDS)
@@ -122,20 +133,33 @@ def micro_batch_that_fits(context: CallbackContext, micro: int, batch: int) -> i
 
 
 class OutOfMemoryCallback(Callback):
-    """Writes down what this rank was training with when it had no memory left."""
+    """Writes down what this rank was training with when it had no memory left.
+
+    An error outside of a step is of something else: a move, a save or an evaluation.
+    """
 
     def on_setup_start(self, context: CallbackContext) -> None:
         """Says on rank 0 what is not tried any more."""
-        self._run_dir = broadcast_from_rank0(context.run_dir)
+        self._run_dir, self._trains = broadcast_from_rank0(context.run_dir), False
         if dist.get_rank() == 0:
             for one in remembered(self._run_dir):
                 print(f"copus: ran out of memory before, and is not changed to: {one}", flush=True)
 
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """A step begins."""
+        self._trains = True
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """A step has ended."""
+        self._trains = False
+
     def on_train_error(self, context: CallbackContext, error: BaseException) -> None:
-        """Appends a line. This rank alone."""
-        micro, batch = context.micro_batch_size, context.global_batch_size
-        if self._run_dir is None or not micro or not batch or not is_out_of_memory(error):
+        """Appends a line, on this rank alone."""
+        if self._run_dir is None or not self._trains or not is_out_of_memory(error):
             return
+        context = PresentSamples().of(context)
+        micro, batch = context.micro_batch_size, context.global_batch_size
+        assert micro is not None and batch is not None
         one = TooLarge.of(
             configuration_of_run(context.config, micro, batch), context.config.batch.seq_length
         )

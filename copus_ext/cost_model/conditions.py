@@ -185,8 +185,8 @@ def factors_after(
 
     Args:
         predict: seconds of a step of the present configuration.
-        ratio: its seconds since the change over those before; None: they have not changed. Then
-            computation has not either, which every configuration feels, whatever was timed.
+        ratio: its seconds since the change over those before; None: no change was noticed. Then
+            computation is as usual again only if the product takes what it usually does.
         now: what the parts were taken to be so far.
         timings: of now.
         usual: the same under usual conditions.
@@ -196,8 +196,12 @@ def factors_after(
     """
     seen = timings.links(now, usual)
     if ratio is None:
+        compute = timings.compute_ratio(usual)
+        if compute is not None and abs(math.log(compute)) < _TIMED_SD:
+            seen = replace(seen, compute=1.0)
         # The link as it is now explains what messages of one kind were blamed for.
-        return now if seen == now else replace(seen, tp=1.0, pp=1.0, dp=1.0)
+        is_other = (seen.within, seen.across) != (now.within, now.across)
+        return replace(seen, tp=1.0, pp=1.0, dp=1.0) if is_other else seen
     rest = ratio * predict(now) / predict(seen)
     if is_small(rest):
         return seen

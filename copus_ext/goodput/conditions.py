@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from copus_ext.cost_model.conditions import Timings
 from copus_ext.cost_model.constants import USUAL, PartFactors
 
 CHECK_STEPS = 100
-"""While messages are not as usual, links are timed again after so many steps: the layout that the
-run has changed to may not feel them. Computation every layout feels."""
+"""While conditions are not usual, links are timed again after so many steps: the layout that the
+run has changed to may not feel them."""
 _MOST_OF_TIME = 0.01
 """Part of the time that this may take."""
 
@@ -56,7 +56,7 @@ class Conditions:
     @property
     def is_check_due(self) -> bool:
         """Whether links should be timed although steps take what they took."""
-        if replace(self.factors, compute=1.0) == USUAL or self.steps_since_timed < CHECK_STEPS:
+        if self.factors == USUAL or self.steps_since_timed < CHECK_STEPS:
             return False
         return self.seconds_since_timed >= self.timing_s / _MOST_OF_TIME
 

@@ -23,7 +23,7 @@ LEAST_STEPS = 15
 UNSURE_STEPS = 60
 """Steps after which a sum that grows is no reason to wait any more."""
 _DRIFT_STEPS = 2 * UNSURE_STEPS
-"""Steps on one side of the usual ones after which they are the usual ones."""
+"""Steps that all lie on one side of the usual ones; after so many they count as usual."""
 _SURE_STEPS, _MOST = 10, 0.6
 LEAST_SHIFT = 0.04
 """Least change, as a logarithm, that counts."""
@@ -70,6 +70,8 @@ class StepTimeWatch:
     """How far they lie below."""
     below_steps: int = 0
     """Steps since that began to grow."""
+    anchor: float | None = None
+    """ln(seconds) of the usual steps before the first of some small drifts."""
 
     def __post_init__(self) -> None:
         self._usual: tuple[float, float] | None = None
@@ -117,9 +119,24 @@ class StepTimeWatch:
         elif max(self.above, self.below) < _LIMIT / 2 and len(self.reference) < _REFERENCE_STEPS:
             self._learn(value)
         elif max(self.above_steps, self.below_steps) >= _DRIFT_STEPS:
-            # Too little for a change. Left as it is, it would blur the next one.
-            self._start(key, self.newest[-UNSURE_STEPS:])
+            return self._drifted(usual)
         return found
+
+    def _drifted(self, usual: float) -> StepTimeShift | None:
+        """Takes the newest steps for the usual ones, as a drift too small for a change would blur
+        the next one. Several drifts together may be a change."""
+        before = usual if self.anchor is None else self.anchor
+        self._start(self.key, self.newest[-UNSURE_STEPS:])
+        after = statistics.median(self.reference)
+        if abs(after - before) < LEAST_SHIFT:
+            self.anchor = before
+            return None
+        return StepTimeShift(
+            key=self.key,
+            before_s=math.exp(before),
+            after_s=math.exp(after),
+            steps=len(self.reference),
+        )
 
     def _start(self, key: str, reference: list[float] | None = None) -> None:
         self.key = key
@@ -127,7 +144,7 @@ class StepTimeWatch:
         self.newest = list(self.reference)
         self.above = self.below = 0.0
         self.above_steps = self.below_steps = 0
-        self._usual = None
+        self.anchor = self._usual = None
 
     def _learn(self, value: float) -> None:
         self.reference.append(value)

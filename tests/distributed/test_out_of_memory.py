@@ -31,3 +31,14 @@ def test_a_micro_batch_that_did_not_fit_is_not_tried_again(tmp_path: Path) -> No
     decisions = [r for r in read_journal(tmp_path / "run" / NAME) if r["kind"] == "decision"]
     rows = decisions[-1]["situation"]["rows"]
     assert max(row["micro_batch_size"] for row in rows) < lines[0]["micro_batch_size"]
+
+
+def test_a_launch_begins_with_less_than_what_did_not_fit(tmp_path: Path) -> None:
+    wanted = ["--micro-batch-size", "4", "--exit-interval", "5"]
+    launches = [on_ranks("worker_out_of_memory", tmp_path, 2, *wanted, timeout_s=60)]
+    while launches[-1]["ran_out"] and len(launches) < 4:
+        launches.append(on_ranks("worker_out_of_memory", tmp_path, 2, *wanted, timeout_s=60))
+    told = ["".join(launch["told"]) for launch in launches]
+    assert [launch["ran_out"] for launch in launches] == [True, True, False], "4, 2, then 1"
+    assert "micro-batch 2 in place of 4" in told[1] and "micro-batch 1 in place of 4" in told[2]
+    assert {step["micro_batch_size"] for step in steps_of(tmp_path / "run")} == {1}

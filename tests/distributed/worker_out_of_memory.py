@@ -13,8 +13,13 @@ if TYPE_CHECKING:
     from megatron.training.train.callbacks import CallbackContext
 
 
-def main(folder: Path) -> Any:
-    """Returns the micro-batch of each step, what was printed, and whether memory was used up."""
+def main(folder: Path, *more: str) -> Any:
+    """Returns what was printed, and whether memory was used up.
+
+    Args:
+        folder: of all launches.
+        more: flags of this one.
+    """
     import torch
 
     from copus_ext.controller.out_of_memory import OutOfMemoryCallback
@@ -24,13 +29,13 @@ def main(folder: Path) -> Any:
     class Small(noting):
         """A GPU that is full with two samples."""
 
-        def on_train_step_start(self, context: CallbackContext) -> None:
+        def on_grads_ready(self, context: CallbackContext) -> None:
             if (context.micro_batch_size or 0) > 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-            super().on_train_step_start(context)
+            super().on_grads_ready(context)
 
     saved = str(folder / "saved")
-    flags = [*BASE, "--save", saved, "--load", saved, "--save-interval", "5"]
+    flags = [*BASE, "--save", saved, "--load", saved, "--save-interval", "5", *more]
     ran_out, out = False, io.StringIO()
     callbacks = [Small(copus_max_global_batch_size=16), OutOfMemoryCallback()]
     try:

@@ -34,9 +34,15 @@ def test_where_a_rank_has_no_memory_left_nothing_is_timed(monkeypatch):
     def full(*sizes, **kinds):
         raise torch.OutOfMemoryError("no room")
 
-    one = [(1, True), (1, True), (1, False)]
+    one, told = [(1, True), (1, True), (1, False)], []
+
+    def gather(own):
+        told.append(own)
+        return one
+
     monkeypatch.setattr(link_timing.dist, "get_world_size", lambda: 3)
-    monkeypatch.setattr(link_timing, "all_gather_object", lambda own: one)
+    monkeypatch.setattr(link_timing, "all_gather_object", gather)
     assert link_timing.time_machine("cpu") == Timings()
     monkeypatch.setattr(link_timing.torch, "ones", full)
     assert link_timing.time_machine("cpu") == Timings()
+    assert [has_room for _, has_room in told] == [True, False]

@@ -21,6 +21,7 @@ from copus_ext.controller.out_of_memory import (
     remembered,
 )
 from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
+from megatron.training.common.errors import Relaunch
 from megatron.training.config.layout import Layout
 from megatron.training.train.callbacks import Callback, Callbacks
 from tests.unit.test_controller_parts import config, flags
@@ -45,8 +46,10 @@ def test_errors_that_say_that_memory_is_used_up() -> None:
         MemoryError(),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
         RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
     ]
     no = [RuntimeError("shapes differ"), ValueError("out of memory"), KeyboardInterrupt()]
+    no.append(Relaunch("changing the layout failed: OutOfMemoryError: CUDA out of memory"))
     assert all(map(is_out_of_memory, yes)) and not any(map(is_out_of_memory, no))
 
 
@@ -61,6 +64,8 @@ def test_what_needs_less_is_still_tried(tmp_path: Path) -> None:
     assert fits(configuration_of_run(run, 4, 8, Layout(pp=2))), "another layout"
     less = replace(configuration_of_run(run, 4, 8), recompute="full")
     assert fits(less), "other memory options"
+    fewer, more = (configuration_of_run(run, 4, 8, Layout(dp=n)) for n in (1, 4))
+    assert not fits(fewer) and fits(more), "optimizer state is split over the replicas"
     half: Any = SimpleNamespace(batch=SimpleNamespace(seq_length=run.batch.seq_length // 2))
     fits = judge_of(tmp_path, half)  # shorter samples of another phase
     assert [fits(configuration_of_run(run, n, 16)) for n in (4, 8)] == [True, False]
@@ -105,7 +110,11 @@ def test_other_errors_and_an_error_of_a_callback_leave_the_run_its_own(tmp_path:
     (tmp_path / "control").mkdir()
     context: Any = SimpleNamespace(config=config(), micro_batch_size=4, global_batch_size=8)
     callbacks = Callbacks([Broken(), one])
+    one.on_train_step_start(context)
     callbacks.tell_error(context, RuntimeError("shapes differ"))
-    assert not (tmp_path / FILE).exists()
+    one.on_train_step_end(context)
+    callbacks.tell_error(context, MemoryError())
+    assert not (tmp_path / FILE).exists(), "a save, or a move"
+    one.on_train_step_start(context)
     callbacks.tell_error(context, MemoryError())
     assert remembered(tmp_path) == [too_large(4)]

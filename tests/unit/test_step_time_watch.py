@@ -94,6 +94,17 @@ def test_a_change_after_a_small_drift_is_noticed_as_soon_and_as_large(drift: flo
     assert found[1].ratio == pytest.approx(1.2, rel=0.02)
 
 
+def test_small_drifts_that_add_up_are_a_change() -> None:
+    watch, ratios = StepTimeWatch(), []
+    seconds = noisy(4, 1400, sd=0.003, outliers=0.0)
+    seconds[200:] *= np.exp(np.minimum(np.arange(1200) / 1000, 1.0) * np.log(1.15))
+    for value in seconds.tolist():
+        if found := watch.add("one", value):
+            ratios.append(found.ratio)
+    assert 1.1 < np.prod(ratios) < 1.17
+    assert StepTimeWatch.from_json(json.loads(json.dumps(dataclasses.asdict(watch)))) == watch
+
+
 def test_the_state_survives_as_json() -> None:
     seconds = noisy(7, 200)
     seconds[150:] *= 1.1

@@ -133,7 +133,8 @@ class Callback:
         are in samples of the new phase, and hold for the layout as it is before the move."""
 
     def on_train_error(self, context: CallbackContext, error: BaseException) -> None:
-        """This rank has raised an error and leaves. It alone: nothing collective may follow."""
+        """This rank has raised an error and leaves. The others do not know, so that nothing
+        collective may follow."""
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """A checkpoint is committed."""
