@@ -45,6 +45,8 @@ _SD = 0.03
 """Of the logarithm of a ratio of step times that conditions explain, model and noise together."""
 _TIMED_SD, _TIMED_ALIKE = 0.05, 0.15
 """Of the logarithm of what was timed by itself; and a change of it that is none."""
+_SAME_MACHINE = math.log(2.0)
+"""Largest difference of what two launches timed on machines of the same speed."""
 _MOST = 5.0
 """Largest logarithm of a factor."""
 _HALVINGS = 26
@@ -86,10 +88,11 @@ class Timings:
         return replace(now, **{name: nearest if alike else timed})
 
     def is_like(self, other: Timings) -> bool:
-        """Whether what both have timed took about as long."""
+        """Whether what both have timed is of machines of about the same speed. Between launches a
+        busy neighbour makes more of a difference than within one."""
         pairs = (self.ring_s, other.ring_s), (self.compute_s, other.compute_s)
         logs = [math.log(one / two) for one, two in pairs if one is not None and two is not None]
-        return all(abs(log) < _TIMED_ALIKE for log in logs)
+        return all(abs(log) < _SAME_MACHINE for log in logs)
 
     def compute_ratio(self, usual: Timings) -> float | None:
         """Seconds of computation over the usual ones."""

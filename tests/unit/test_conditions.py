@@ -245,7 +245,7 @@ def test_timing_links_again_and_again_takes_a_hundredth_of_the_time() -> None:
 
 def test_a_launch_begins_without_the_usual_steps_of_another_machine() -> None:
     before, here = Timings(ring_s=1.0, compute_s=1.0), "tp1.pp1.dp2 1 8"
-    for now, is_kept in ((before, True), (replace(before, ring_s=2.0), False)):
+    for now, is_kept in ((before, True), (replace(before, ring_s=2.5), False)):
         state = ControllerState()
         state.begin_launch(before)
         for i in range(60):
