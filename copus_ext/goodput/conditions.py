@@ -31,7 +31,7 @@ class Conditions:
     steps_since_timed: int = 0
     """Steps since links were last timed."""
     seconds_since_timed: float = 0.0
-    """Of those steps."""
+    """Seconds that those steps took."""
     timing_s: float = 0.0
     """Seconds that timing links took, the last time that this run did it."""
     earlier_s: dict[str, float] = field(default_factory=dict)
