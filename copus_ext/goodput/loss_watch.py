@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 WATCHED_STEPS = 50
 """Steps after a change of the batch over which its losses are watched."""
-SPIKE_NATS, SPIKE_SD = 0.5, 6.0
-"""Rise of the loss over its mean before that counts as a spike, nats and standard deviations."""
+SPIKE_STEPS = 8
+"""Steps whose mean loss tells a spike. The losses of small batches have long tails, so that one of
+them alone tells little."""
+SPIKE_SD = 5.0
+"""Rise of that mean that counts as a spike, in its standard deviations."""
+SPIKE_NATS = 0.05
+"""Least rise of that mean that counts as a spike, nats a token."""
 _CALM_STEPS = 20
 """Steps without a spike after which a change that another one follows counts as calm."""
 
@@ -27,6 +32,10 @@ class LossWatch:
     """Mean loss of the last steps before, nats a token; None if no loss was finite."""
     loss_sd_before: float | None
     """Standard deviation of these losses."""
+    num_losses_before: int = 1
+    """How many they are."""
+    rises: list[float] = field(default_factory=list)
+    """By how much the last losses were larger than before, nats; `SPIKE_STEPS` at most."""
     steps: int = 0
     """Steps since."""
     has_spiked: bool = False
@@ -35,8 +44,10 @@ class LossWatch:
     def add(self, loss: float) -> None:
         """Adds the loss of a step.
 
-        The loss of a step scatters with the inverse root of its batch, so that after a shrink more
-        of it is ordinary.
+        A spike is a rise of the mean of `SPIKE_STEPS` losses that stands out from their scatter.
+        The first steps count as if the loss before had gone on, so that a large rise is seen at
+        once. The loss of a step scatters with the inverse root of its batch: after a shrink more of
+        it is ordinary.
         """
         self.steps += 1
         if self.loss_before is None:
@@ -44,11 +55,14 @@ class LossWatch:
         if not math.isfinite(loss):
             self.has_spiked = True
             return
-        rise = loss - self.loss_before
-        wider = math.sqrt(max(self.from_batch / self.to_batch, 1.0))
-        sd = wider * (self.loss_sd_before or math.inf)
-        is_far = rise > SPIKE_SD * sd and rise > SPIKE_NATS / 10
-        self.has_spiked |= rise > SPIKE_NATS or is_far
+        if self.loss_sd_before is None:
+            return
+        self.rises = [*self.rises, loss - self.loss_before][-SPIKE_STEPS:]
+        wider = max(self.from_batch / self.to_batch, 1.0)
+        variances = wider / SPIKE_STEPS + 1 / self.num_losses_before
+        sd = self.loss_sd_before * math.sqrt(variances)
+        rise = sum(self.rises) / SPIKE_STEPS
+        self.has_spiked |= rise > max(SPIKE_SD * sd, SPIKE_NATS)
 
     @property
     def grew(self) -> bool:

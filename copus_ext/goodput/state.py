@@ -444,14 +444,14 @@ class ControllerState:
             critical_batch_size: as measured, samples; None where it was not.
         """
         before = self.steps[-WINDOW_STEPS:]
-        losses = [step.loss for step in before[-TIMED_STEPS:]]
+        losses = [s.loss for s in before[-TIMED_STEPS:] if math.isfinite(s.loss)]
         change.loss_before, change.loss_sd_before = _mean(losses), _sd(losses)
         change.slope_before, change.samples_per_s_before = _slope(before), _speed(before)
         self.open_change = change
         self.steps_after_change = 0
         self.num_changes += 1
         if change.to_batch != change.from_batch:
-            self._watch_loss_after(change)
+            self._watch_loss_after(change, len(losses))
             self.ramp = ramp
             self.last_change_samples = change.consumed_samples
             shrinks = change.to_batch < change.from_batch
@@ -459,7 +459,7 @@ class ControllerState:
             self.critical_batch_size_when_grown = None if shrinks else critical_batch_size
         self.global_batch_size, self.micro_batch_size = change.to_batch, change.to_micro_batch
 
-    def _watch_loss_after(self, change: ConfigChange) -> None:
+    def _watch_loss_after(self, change: ConfigChange, num_losses_before: int) -> None:
         if self.loss_watch is not None:
             self._count_calm_growth(self.loss_watch)
         self.loss_watch = LossWatch(
@@ -468,6 +468,7 @@ class ControllerState:
             to_batch=change.to_batch,
             loss_before=change.loss_before,
             loss_sd_before=change.loss_sd_before,
+            num_losses_before=num_losses_before,
         )
 
     def _count_calm_growth(self, watch: LossWatch) -> None:
