@@ -159,12 +159,13 @@ def controllers(args: argparse.Namespace) -> list[Any]:
     found: list[Any] = []
     if flags.copus and flags.copus_mode != "off":
         from copus_ext.controller.callback import Controller
+        from copus_ext.controller.peak_memory import PeakMemoryCallback
 
-        found.append(Controller(flags))
+        found += [Controller(flags), PeakMemoryCallback()]
     if args.layout_schedule is not None:
         from copus_ext.controller.phase_layouts import PhaseLayouts
 
-        found.append(PhaseLayouts(*found))
+        found.append(PhaseLayouts(*found[:1]))
     if flags.copus and flags.copus_mode == "act":
         from copus_ext.controller.out_of_memory import OutOfMemoryCallback
 

@@ -128,35 +128,11 @@ def time_steps(job: Any, args: argparse.Namespace) -> list[float]:
     return seconds
 
 
-def peak_bytes_here(device: Any) -> float | None:
-    """Memory that the GPU that needs most has had in use since `forget_peaks`, with context and
-    libraries; None on CPU ranks."""
-    import torch
-    import torch.distributed as dist
-
-    if not device.is_cuda:
-        return None
-    free, total = torch.cuda.mem_get_info()
-    outside = total - free - torch.cuda.memory_reserved()
-    peak = torch.cuda.max_memory_reserved() + outside
-    most = torch.tensor(float(peak), device=device.torch_device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return float(most)
-
-
-def forget_peaks(device: Any) -> None:
-    """Gives back what an earlier configuration has left in the allocator; its peak is not ours."""
-    import torch
-
-    if device.is_cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, store: Any) -> None:
     """Times one configuration at both counts; the job is built once."""
     import torch.distributed as dist
 
+    from copus_ext.controller.peak_memory import forget_peaks, peak_bytes_here
     from copus_ext.cost_model.kfac import usual_step_s
     from copus_ext.planner.profile import Timing
     from copus_ext.reshard.relaunch import without_cut
@@ -182,13 +158,15 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     tokenizer = build_tokenizer(**tokenizer_flags(config))
     config = merge_resume_config(config, None, vocab_size=tokenizer.vocab_size)
     state = TrainState()
-    forget_peaks(device)
+    if device.is_cuda:
+        forget_peaks()
     with contextlib.redirect_stdout(io.StringIO()):
         job = build_job(config, None, state, tokenizer, device, Callbacks(()), RunServices())
     for count in wanted:
         job.batch_schedule = BatchSchedule.of(config_of(count))
         state.consumed_samples = 0
-        seconds, peak = time_steps(job, args), peak_bytes_here(device)
+        seconds = time_steps(job, args)
+        peak = peak_bytes_here() if device.is_cuda else None
         middle = statistics.median(seconds)
         optim = config.optim
         usual = usual_step_s(seconds, optim.kfac_interval if optim.kfac else 1)

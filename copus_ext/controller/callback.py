@@ -26,6 +26,7 @@ from copus_ext.controller.link_timing import link_of, time_machine
 from copus_ext.controller.message_trials import MessageTrials
 from copus_ext.controller.out_of_memory import judge_of, micro_batch_that_fits
 from copus_ext.controller.pause_prior import PausePrior, machine_of
+from copus_ext.controller.peak_memory import peaks_of
 from copus_ext.controller.present_samples import (
     PresentSamples,
     ends_phase,
@@ -86,12 +87,10 @@ class Controller(Callback):
         self.rank_requests = RankRequests(flags, self.log)
         self.table: ThroughputTable | None = None
         self.layout_changes: LayoutChangeManager | None = None
-        self.failed = False
-        self.keeps_settings = self._acts
+        self.failed, self.keeps_settings = False, self._acts
         self._flag_layout: Layout | None = None
         self._present, self._ratio = PresentSamples(), 1
-        self._key = ""
-        self._log_text = UNDECIDED
+        self._key, self._log_text = "", UNDECIDED
 
     @property
     def _acts(self) -> bool:
@@ -192,6 +191,7 @@ class Controller(Callback):
             factors=self.state.conditions.factors,
             message_bits=self.message_trials.bits(self.state),
             fits=judge_of(context.run_dir, context.config),
+            peak_bytes=peaks_of(context.run_dir, context.config),
         )
 
     def _renew_table(self, context: CallbackContext) -> None:

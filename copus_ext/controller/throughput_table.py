@@ -73,6 +73,7 @@ class ThroughputTable:
         factors: of the parts of a step, under present conditions.
         message_bits: of messages between stages now, where a trial has shortened them.
         fits: whether a configuration has not run out of memory in this run; None: none has.
+        peak_bytes: of a configuration on the GPU that needs most, where this run has measured it.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
@@ -90,9 +91,11 @@ class ThroughputTable:
         factors: PartFactors = USUAL,
         message_bits: int | None = None,
         fits: Callable[[Configuration], bool] | None = None,
+        peak_bytes: Callable[[Configuration], float | None] | None = None,
     ) -> None:
         self.config, self.flags, self._gpu = config, flags, gpu
         self._fits = fits or (lambda c: True)
+        self._peak_bytes = peak_bytes or (lambda c: None)
         self._factors, self._message_bits = factors, message_bits or _message_bits(config)
         self._known = {_uncut(x): x for x in (flag_layout, config.layout) if x is not None}
         self.note = ""
@@ -283,12 +286,10 @@ class ThroughputTable:
             c = self._configuration(b, batch, layout)
             known = measured(c)
             if known is not None:
-                usual, deviation, number = known
-                live.append(
-                    Timing(configuration=c, step_s=usual, spread_s=deviation, num_steps=number)
-                )
+                live.append(_timing(c, known, self._peak_bytes(c)))
             elif (step_s := earlier_s.get(key_of(c))) is not None:
-                earlier.append(Timing(configuration=c, step_s=step_s))
+                peak = self._peak_bytes(c)
+                earlier.append(Timing(configuration=c, step_s=step_s, peak_bytes=peak))
         seen = {t.key for t in live}
         expected = {t.key for t in earlier}
         profiled = [t for t in self.profiled if t.key not in expected]
@@ -386,6 +387,19 @@ def _recompute(config: Config) -> tuple[str, int]:
         chunk = max(config.layout.layers_of_chunks(config.model.num_layers))
         return ("block", layers) if block and layers < chunk else ("full", 0)
     return r.recompute_granularity or "none", 0
+
+
+def _timing(
+    c: Configuration, measured: tuple[float, float, int], peak_bytes: float | None
+) -> Timing:
+    usual, deviation, number = measured
+    return Timing(
+        configuration=c,
+        step_s=usual,
+        spread_s=deviation,
+        num_steps=number,
+        peak_bytes=peak_bytes,
+    )
 
 
 def configuration_of_run(
