@@ -24,9 +24,8 @@ from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
 from copus_ext.controller.link_timing import link_of, time_machine
 from copus_ext.controller.message_trials import MessageTrials
-from copus_ext.controller.out_of_memory import judge_of, micro_batch_that_fits
+from copus_ext.controller.out_of_memory import memory_history, micro_batch_that_fits
 from copus_ext.controller.pause_prior import PausePrior, machine_of
-from copus_ext.controller.peak_memory import peaks_of
 from copus_ext.controller.present_samples import (
     PresentSamples,
     ends_phase,
@@ -190,8 +189,7 @@ class Controller(Callback):
             flag_layout=self._flag_layout,
             factors=self.state.conditions.factors,
             message_bits=self.message_trials.bits(self.state),
-            fits=judge_of(context.run_dir, context.config),
-            peak_bytes=peaks_of(context.run_dir, context.config),
+            memory=memory_history(context.run_dir, context.config),
         )
 
     def _renew_table(self, context: CallbackContext) -> None:

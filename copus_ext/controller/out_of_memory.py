@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from copus_ext.controller.peak_memory import peaks_of
 from copus_ext.controller.present_samples import PresentSamples
-from copus_ext.controller.throughput_table import configuration_of_run
+from copus_ext.controller.throughput_table import MemoryHistory, configuration_of_run
 from copus_ext.planner.configuration import Configuration
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.errors import TrainingFailure
+from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.train.callbacks import Callback, CallbackContext
 
@@ -107,6 +109,33 @@ def judge_of(run_dir: Path | None, config: Config) -> Callable[[Configuration], 
         return not any(one.is_at_most(own) for one in too_large)
 
     return fits
+
+
+def too_large_of(run_dir: Path | None, config: Config) -> list[Configuration]:
+    """What ran out of memory in samples of the present length and with the memory options of the
+    run."""
+    found = []
+    for one in remembered(run_dir):
+        size, _, _ = one.configuration.partition(",")
+        try:
+            layout = Layout.from_text(f"{size}.dp{one.replicas}")
+        except ValueError:
+            continue
+        # As many micro-batches as there are stages, the fewest that fill them.
+        batch = one.micro_batch_size * layout.dp * layout.pp
+        c = configuration_of_run(config, one.micro_batch_size, batch, layout)
+        if TooLarge.of(c, config.batch.seq_length) == one:
+            found.append(c)
+    return found
+
+
+def memory_history(run_dir: Path | None, config: Config) -> MemoryHistory:
+    """What the run has learned of the memory that its configurations need."""
+    return MemoryHistory(
+        fits=judge_of(run_dir, config),
+        peak_bytes=peaks_of(run_dir, config),
+        too_large=too_large_of(run_dir, config),
+    )
 
 
 def micro_batch_that_fits(context: CallbackContext, micro: int, batch: int) -> int:

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -59,6 +59,18 @@ def gpu_of(config: Config) -> tuple[str, float] | None:
     return found.name, found.total_memory / 2**20
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryHistory:
+    """What a run has learned of the memory that its configurations need."""
+
+    fits: Callable[[Configuration], bool] = lambda c: True
+    """Whether nothing that needs as much or less has run out of it."""
+    peak_bytes: Callable[[Configuration], float | None] = lambda c: None
+    """On the GPU that needs most; None where that was not measured."""
+    too_large: Sequence[Configuration] = ()
+    """What ran out of it."""
+
+
 class ThroughputTable:
     """Rows of the configurations that fit, for the batches asked for.
 
@@ -72,8 +84,7 @@ class ThroughputTable:
             even stages. None: that of `config`.
         factors: of the parts of a step, under present conditions.
         message_bits: of messages between stages now, where a trial has shortened them.
-        fits: whether a configuration has not run out of memory in this run; None: none has.
-        peak_bytes: of a configuration on the GPU that needs most, where this run has measured it.
+        memory: of configurations of this run.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
@@ -90,12 +101,10 @@ class ThroughputTable:
         flag_layout: Layout | None = None,
         factors: PartFactors = USUAL,
         message_bits: int | None = None,
-        fits: Callable[[Configuration], bool] | None = None,
-        peak_bytes: Callable[[Configuration], float | None] | None = None,
+        memory: MemoryHistory | None = None,
     ) -> None:
         self.config, self.flags, self._gpu = config, flags, gpu
-        self._fits = fits or (lambda c: True)
-        self._peak_bytes = peak_bytes or (lambda c: None)
+        self._memory = memory or MemoryHistory()
         self._factors, self._message_bits = factors, message_bits or _message_bits(config)
         self._known = {_uncut(x): x for x in (flag_layout, config.layout) if x is not None}
         self.note = ""
@@ -121,6 +130,7 @@ class ThroughputTable:
                     _limits(config, flags, fixed_micro_batch),
                     pipeline_message_bits=self._message_bits,
                 ),
+                too_large=self._memory.too_large,
             )
             # A profile was measured under usual conditions.
             self.profiled = [
@@ -286,9 +296,9 @@ class ThroughputTable:
             c = self._configuration(b, batch, layout)
             known = measured(c)
             if known is not None:
-                live.append(_timing(c, known, self._peak_bytes(c)))
+                live.append(_timing(c, known, self._memory.peak_bytes(c)))
             elif (step_s := earlier_s.get(key_of(c))) is not None:
-                peak = self._peak_bytes(c)
+                peak = self._memory.peak_bytes(c)
                 earlier.append(Timing(configuration=c, step_s=step_s, peak_bytes=peak))
         seen = {t.key for t in live}
         expected = {t.key for t in earlier}
@@ -327,7 +337,7 @@ class ThroughputTable:
     def _has_room(self, c: Configuration, layout: Layout) -> bool:
         """Whether it has not run out of memory, as the run would be configured for it."""
         sizes = c.micro_batch_size, c.global_batch_size
-        return self._fits(configuration_of_run(self.config, *sizes, layout))
+        return self._memory.fits(configuration_of_run(self.config, *sizes, layout))
 
     def _assumed(
         self,

@@ -28,6 +28,10 @@ _TOLD = 0.99
 """A bound that holds with this probability anyway says nothing."""
 _GRID = np.linspace(-5.0, 5.0, 41)
 """In standard deviations, where bounds are weighed."""
+_FAR = -20.0
+"""Standard deviations below which the tail of a Gaussian is as its first asymptotic term."""
+_LIKELY = 0.05
+"""Probability of all bounds from which on they do not call for a wider spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +104,14 @@ class PeakCorrection:
         if not known.any() and not is_bounded:
             return cls()
         if is_bounded:
-            mean, root = _bounded(some, mean, root)
+            # Where no peak says how far predictions are off, bounds do: by no more than they need.
+            widths = iter((1.0,) if known.any() else _WIDER)
+            found, wide, share = _bounded(some, mean, next(widths) * root)
+            for width in widths:
+                if share >= _LIKELY:
+                    break
+                found, wide, share = _bounded(some, mean, width * root)
+            mean, root = found, wide
         spread = root @ root.T
         context = float(predicted.stages["context"].max())
         # No process does with less than nothing: what comes and goes is smaller instead.
@@ -164,16 +175,17 @@ def _telling(effects: Any, gap: Any, peak: Any, mean: Any, root: Any) -> tuple[A
     return effects[open_], gap[open_], peak[open_]
 
 
-def _bounded(bounds: Any, mean: Any, root: Any) -> tuple[Any, Any]:
-    """Mean and root of the covariance of a Gaussian within some bounds, by its moments on a
-    grid."""
+def _bounded(bounds: Any, mean: Any, root: Any) -> tuple[Any, Any, float]:
+    """Mean and root of the covariance of a Gaussian within some bounds, by its moments on a grid,
+    and the probability of the bounds."""
     at = np.stack(np.meshgrid(_GRID, _GRID), axis=-1).reshape(-1, 2)
-    logs = -np.square(at).sum(axis=1) / 2
-    numbers = mean + at @ root.T
+    before = -np.square(at).sum(axis=1) / 2
+    logs, numbers = before, mean + at @ root.T
     for effects, gap, peak in bounds:
         z = (gap - numbers @ effects.T) / (LEAST_PEAK_SD * peak)
         logs = logs + _log_share(z).sum(axis=1)
     weights = np.exp(logs - logs.max())
+    share = math.exp(logs.max()) * weights.sum() / np.exp(before).sum()
     weights /= weights.sum()
     found = weights @ numbers
     away = numbers - found
@@ -181,13 +193,15 @@ def _bounded(bounds: Any, mean: Any, root: Any) -> tuple[Any, Any]:
     scale = np.linalg.norm(root, axis=1)
     # A grid is no finer than its steps.
     covariance += np.diag(np.square(1e-3 * scale))
-    return found, scale[:, None] * np.linalg.cholesky(covariance / np.outer(scale, scale))
+    return found, scale[:, None] * np.linalg.cholesky(covariance / np.outer(scale, scale)), share
 
 
 def _log_share(z: Any) -> Any:
     """Logarithm of the share of a Gaussian below z standard deviations."""
-    tail = 0.5 * _erfc(-np.asarray(z, dtype=float) / math.sqrt(2.0))
-    return np.log(np.maximum(tail, 1e-300))
+    z = np.asarray(z, dtype=float)
+    low = np.minimum(z, _FAR)
+    far = -np.square(low) / 2 - np.log(-low * math.sqrt(2 * math.pi))
+    return np.where(z < _FAR, far, np.log(0.5 * _erfc(-np.maximum(z, _FAR) / math.sqrt(2.0))))
 
 
 _erfc = np.vectorize(math.erfc, otypes=[float])

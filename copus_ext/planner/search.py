@@ -86,6 +86,7 @@ class Planner:
         limits: what to leave out.
         memory_margin: share of a GPU's memory left alone.
         timings: what was measured; beats predictions, and corrects those of its kin.
+        too_large: configurations that ran out of the memory of a GPU.
 
     Raises:
         SpecError: a model that the cost model does not know.
@@ -100,6 +101,7 @@ class Planner:
         limits: Limits | None = None,
         memory_margin: float = MEMORY_MARGIN,
         timings: Sequence[Timing] = (),
+        too_large: Sequence[Configuration] = (),
     ) -> None:
         model.check_predictable()
         self.model, self.cluster = model, cluster
@@ -110,7 +112,7 @@ class Planner:
         memory = min((node.gpu.memory_bytes for node in cluster.nodes), default=None)
         self.limit_bytes = (memory or cluster.gpu.memory_bytes) * (1 - memory_margin)
         self._space: dict[Any, _Space] = {}
-        self.peaks = AS_PREDICTED
+        self.peaks, self._too_large = AS_PREDICTED, tuple(too_large)
         self.retime(timings)
 
     def safe_bytes(self, configuration: Configuration) -> float:
@@ -137,14 +139,19 @@ class Planner:
             self._space.clear()
 
     def _measured_peaks(self, timings: Sequence[Timing]) -> PeakCorrection:
-        if not timings:
+        ran, lacked = [x.configuration for x in timings], self._too_large
+        if not ran and not lacked:
             return AS_PREDICTED
-        rows = to_rows(self.model, self.cluster, points_of([x.configuration for x in timings]))
-        measured = [x.peak_bytes or math.nan for x in timings]
         gpus = [node.gpu for node in self.cluster.nodes] or [self.cluster.gpu]
-        # A CPU rank may have more than the share of the memory that is thought its own.
-        most = math.inf if self.cluster.is_gloo else max(gpu.memory_bytes for gpu in gpus)
-        return PeakCorrection.of(memory(rows), measured, at_most=np.full(len(timings), most))
+        sizes = [gpu.memory_bytes for gpu in gpus]
+        # A CPU rank may have more than the share of the memory that is thought its own, or less.
+        most, least = (math.inf, 0.0) if self.cluster.is_gloo else (max(sizes), min(sizes))
+        return PeakCorrection.of(
+            memory(to_rows(self.model, self.cluster, points_of([*ran, *lacked]))),
+            [*(x.peak_bytes or math.nan for x in timings), *(math.nan for _ in lacked)],
+            at_most=[*(most for _ in ran), *(math.inf for _ in lacked)],
+            at_least=[*(0.0 for _ in ran), *(least for _ in lacked)],
+        )
 
     def measured_factor(self, configuration: Configuration) -> float:
         """What measured times make of the predicted seconds of a configuration."""

@@ -18,7 +18,9 @@ from copus_ext.controller.out_of_memory import (
     TooLarge,
     is_out_of_memory,
     judge_of,
+    memory_history,
     remembered,
+    too_large_of,
 )
 from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
 from megatron.training.common.errors import Relaunch
@@ -78,7 +80,7 @@ def test_the_table_leaves_it_out(tmp_path: Path) -> None:
     for is_noted in (False, True):
         if is_noted:
             note(tmp_path, too_large(2))
-        table = ThroughputTable(run, flags(), gpu=None, fits=judge_of(tmp_path, run))
+        table = ThroughputTable(run, flags(), gpu=None, memory=memory_history(tmp_path, run))
         found, now = table.rows(
             [8, 16], micro_batch_size=2, global_batch_size=8, measured=lambda c, i=1: None
         )
@@ -86,6 +88,26 @@ def test_the_table_leaves_it_out(tmp_path: Path) -> None:
         assert (found[now].micro_batch_size, found[now].global_batch_size) == (2, 8)
     assert {micro for micro, _ in rows[False]} >= {1, 2, 4}
     assert rows[True] == {(1, 8), (1, 16), (2, 8)}, "what runs stays"
+
+
+def test_it_bounds_what_other_layouts_need(tmp_path: Path) -> None:
+    large = "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16"
+    run = config(f"{large} --seq-length 4096 --max-position-embeddings 4096")
+    lacked = configuration_of_run(run, 4, 16, Layout(pp=2))
+    seq_length = run.batch.seq_length
+    other = replace(lacked, recompute="full")
+    longer = TooLarge.of(lacked, 2 * seq_length)
+    note(tmp_path, TooLarge.of(lacked, seq_length), TooLarge.of(other, seq_length), longer)
+    assert too_large_of(tmp_path, run) == [replace(lacked, global_batch_size=8)]
+    gpu = "NVIDIA H100 80GB HBM3", 81559.0
+    predicted: dict[bool, float] = {}
+    for is_noted in (False, True):
+        memory = memory_history(tmp_path, run) if is_noted else None
+        planner = ThroughputTable(run, flags(), gpu=gpu, memory=memory).planner
+        assert planner is not None
+        found: Any = planner.explain(configuration_of_run(run, 1, 4))
+        predicted[is_noted] = found.prediction.peak_bytes if hasattr(found, "prediction") else 1e12
+    assert predicted[True] > 2 * predicted[False], "that half of it lacked memory says more"
 
 
 @pytest.mark.parametrize(("noted", "begins_with"), [((), 8), ((8,), 4), ((2, 8), 1), ((1,), 8)])

@@ -79,6 +79,20 @@ def test_a_run_that_failed_bounds_the_peak() -> None:
     assert peak[0] > 1.04 * before[0] and peak[0] > 0.93 * SIZE and peak[1] > before[1]
 
 
+def test_a_run_that_failed_far_below_its_limit_makes_predictions_wide() -> None:
+    """However far off the prediction was, the next one is near the bound or above, larger the
+    farther, and what recomputes all stays below that."""
+    all_of_it = predicted((10, 30), (10, 3))
+    before = 0.0
+    for factor in (1.2, 1.5, 2.0, 3.0):
+        lacked = factor * all_of_it.peak_bytes[0]
+        found = PeakCorrection.of(all_of_it, [math.nan] * 2, at_least=[lacked, 0.0])
+        (kept, less), (sd, _) = by(found, all_of_it)
+        assert kept > max(0.9 * lacked, before) and less < 0.7 * kept
+        assert kept - 3 * sd < 1.3 * lacked, "no surer than it has to be"
+        before = kept
+
+
 def test_a_bound_that_holds_anyway_says_nothing() -> None:
     """So that the controller's table stays as it was while its steps are timed."""
     some = predicted((20, 20), (20, 30))

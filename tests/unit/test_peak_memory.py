@@ -12,7 +12,11 @@ import pytest
 
 from copus_ext.controller import peak_memory
 from copus_ext.controller.peak_memory import FILE, PeakMemoryCallback, name_of, peaks_of
-from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
+from copus_ext.controller.throughput_table import (
+    MemoryHistory,
+    ThroughputTable,
+    configuration_of_run,
+)
 from megatron.training.config.layout import Layout
 from tests.unit.test_controller_parts import config, flags
 
@@ -112,7 +116,8 @@ def test_a_measured_peak_shrinks_what_the_table_holds_possible() -> None:
     for is_measured in (False, True):
         # Far more than is predicted.
         peak = 0.6 * GPU[1] * 2**20 if is_measured else None
-        table = ThroughputTable(run, flags(), gpu=GPU, peak_bytes=lambda c: peak)  # noqa: B023
+        memory = MemoryHistory(peak_bytes=lambda c: peak)  # noqa: B023
+        table = ThroughputTable(run, flags(), gpu=GPU, memory=memory)
         found, _ = table.rows(
             [16],
             micro_batch_size=1,
