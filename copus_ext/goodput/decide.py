@@ -366,10 +366,7 @@ def critical_batch_size_words(s: DecisionInputs) -> str:
     """The critical batch size and what it comes from, as the log and the report put it."""
     critical, multiplier = s.critical_batch_size, s.noise_scale_multiplier
     assert critical is not None
-    if s.is_critical_batch_size_bound and s.is_bound_raised:
-        trained = s.trained_over_steps * s.rules.early_steps
-        source = f"noise scale, above {trained:.0f} samples / {s.rules.early_steps:g}"
-    elif s.is_critical_batch_size_bound:
+    if s.is_critical_batch_size_bound:
         source = f"{critical * s.rules.early_steps:.0f} samples / {s.rules.early_steps:g}"
     else:
         source = f"{multiplier:g} x noise scale {critical / multiplier:.1f}"

@@ -97,8 +97,6 @@ _OPTIONS = {
 EARLY_SHARE = 0.03
 """Share of the run that counts as trained from the start on for the bound of the critical batch
 size. Smaller batches than it gives cost steps and gain nothing."""
-NOISE_OVER_BOUND = 3.0
-"""Times the bound up to which a measured noise scale raises it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,29 +261,14 @@ class DecisionInputs:
 
     @property
     def most_critical_batch_size(self) -> float:
-        """An upper bound of the critical batch size, samples.
+        """An upper bound of the critical batch size that needs no measurement, samples.
 
         By definition it is the samples over the steps that one could not do without (arXiv
-        1812.06162). A run needs some steps to get anywhere, so early on it is small. A measured
-        noise scale above it says that the run needs fewer steps, and raises it.
+        1812.06162). A run needs some steps to get anywhere, so early on it is small.
         """
-        bound = self.trained_over_steps
-        if not self.is_noise_measured or math.isinf(bound):
-            return bound
-        assert self._noise_samples is not None
-        return max(bound, min(self._noise_samples, NOISE_OVER_BOUND * bound))
-
-    @property
-    def trained_over_steps(self) -> float:
-        """Samples trained over the steps that a run needs at least, for the bound."""
         early = self.rules.early_steps
         trained = max(self.consumed_samples, EARLY_SHARE * self.total_samples)
         return trained / early if early else math.inf
-
-    @property
-    def is_bound_raised(self) -> bool:
-        """Whether a measured noise scale raises the bound of the critical batch size."""
-        return self.most_critical_batch_size > self.trained_over_steps
 
     @property
     def critical_batch_size(self) -> float | None:
