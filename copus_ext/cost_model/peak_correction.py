@@ -84,7 +84,7 @@ class PeakCorrection:
             measured_bytes: [m] their peaks; NaN where none was measured.
             at_most: [m] bytes that a run which ran cannot have exceeded, infinity where it is not
                 known; None: of none.
-            at_least: [m] bytes that a run which ran out of memory needed; 0 as above.
+            at_least: [m] bytes that a run which ran out of memory needed; minus infinity as above.
         """
         measured = np.asarray(measured_bytes, dtype=float)
         if not len(measured):

@@ -145,12 +145,12 @@ class Planner:
         gpus = [node.gpu for node in self.cluster.nodes] or [self.cluster.gpu]
         sizes = [gpu.memory_bytes for gpu in gpus]
         # A CPU rank may have more than the share of the memory that is thought its own, or less.
-        most, least = (math.inf, 0.0) if self.cluster.is_gloo else (max(sizes), min(sizes))
+        most, least = (math.inf, -math.inf) if self.cluster.is_gloo else (max(sizes), min(sizes))
         return PeakCorrection.of(
             memory(to_rows(self.model, self.cluster, points_of([*ran, *lacked]))),
             [*(x.peak_bytes or math.nan for x in timings), *(math.nan for _ in lacked)],
             at_most=[*(most for _ in ran), *(math.inf for _ in lacked)],
-            at_least=[*(0.0 for _ in ran), *(least for _ in lacked)],
+            at_least=[*(-math.inf for _ in ran), *(least for _ in lacked)],
         )
 
     def measured_factor(self, configuration: Configuration) -> float:

@@ -351,7 +351,7 @@ def _peak_correction(runs: Sequence[MeasuredRun]) -> PeakCorrection:
         memory(_rows(runs)),
         [math.nan if run.peak_bytes is None else run.peak_bytes for run in runs],
         at_most=[math.inf if run.out_of_memory else size for run in runs],
-        at_least=[size if run.out_of_memory else 0.0 for run in runs],
+        at_least=[size if run.out_of_memory else -math.inf for run in runs],
     )
 
 
