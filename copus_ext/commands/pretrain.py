@@ -157,15 +157,17 @@ def controllers(args: argparse.Namespace) -> list[Any]:
 
     flags = controller_flags(args)
     found: list[Any] = []
+    controller = None
     if flags.copus and flags.copus_mode != "off":
         from copus_ext.controller.callback import Controller
         from copus_ext.controller.peak_memory import PeakMemoryCallback
 
-        found += [Controller(flags), PeakMemoryCallback()]
+        controller = Controller(flags)
+        found += [controller, PeakMemoryCallback()]
     if args.layout_schedule is not None:
         from copus_ext.controller.phase_layouts import PhaseLayouts
 
-        found.append(PhaseLayouts(*found[:1]))
+        found.append(PhaseLayouts(controller))
     if flags.copus and flags.copus_mode == "act":
         from copus_ext.controller.out_of_memory import OutOfMemoryCallback
 

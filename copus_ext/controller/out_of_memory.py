@@ -21,6 +21,7 @@ from copus_ext.controller.peak_memory import peaks_of
 from copus_ext.controller.present_samples import PresentSamples
 from copus_ext.controller.throughput_table import MemoryHistory, configuration_of_run
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.profile import append_lines
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.errors import TrainingFailure
 from megatron.training.config.layout import Layout
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 FILE = Path("control") / "out_of_memory.jsonl"
 """In the directory of the run; a line for each rank that had none left."""
 _WORDS = "out of memory", "allocate memory", "alloc_failed"
+_WORDS_OF_HOST = "defaultcpuallocator", "host memory", "cudahostalloc", "pin_memory"
 _REPLICAS = re.compile(r"\.dp\d+")
 
 
@@ -51,15 +53,18 @@ class TooLarge:
     """Samples."""
     seq_length: int
     """Tokens of a sample."""
+    of_host: bool = False
+    """Whether the memory was that of the host, and not of a GPU."""
 
     @classmethod
-    def of(cls, c: Configuration, seq_length: int) -> TooLarge:
+    def of(cls, c: Configuration, seq_length: int, *, of_host: bool = False) -> TooLarge:
         """What ran out of memory, or might."""
         return cls(
             configuration=_REPLICAS.sub("", str(replace(c, micro_batch_size=1))),
             replicas=c.layout.dp,
             micro_batch_size=c.micro_batch_size,
             seq_length=seq_length,
+            of_host=of_host,
         )
 
     def is_at_most(self, other: TooLarge) -> bool:
@@ -82,6 +87,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(w in str(error).lower() for w in _WORDS)
+
+
+def is_of_host(error: BaseException) -> bool:
+    """Whether the memory that is used up is the host's."""
+    is_python = isinstance(error, MemoryError)
+    return is_python or any(w in str(error).lower() for w in _WORDS_OF_HOST)
 
 
 def remembered(run_dir: Path | None) -> list[TooLarge]:
@@ -112,8 +123,8 @@ def judge_of(run_dir: Path | None, config: Config) -> Callable[[Configuration], 
 
 
 def too_large_of(run_dir: Path | None, config: Config) -> list[Configuration]:
-    """What ran out of memory in samples of the present length and with the memory options of the
-    run."""
+    """What ran out of a GPU's memory in samples of the present length and with the memory options
+    of the run. A layer partition is left out: the planner knows even stages only."""
     found = []
     for one in remembered(run_dir):
         size, _, _ = one.configuration.partition(",")
@@ -121,8 +132,8 @@ def too_large_of(run_dir: Path | None, config: Config) -> list[Configuration]:
             layout = Layout.from_text(f"{size}.dp{one.replicas}")
         except ValueError:
             continue
-        # As many micro-batches as there are stages, the fewest that fill them.
-        batch = one.micro_batch_size * layout.dp * layout.pp
+        # No more micro-batches than two for each stage are in flight.
+        batch = 2 * layout.pp * layout.dp * one.micro_batch_size
         c = configuration_of_run(config, one.micro_batch_size, batch, layout)
         if TooLarge.of(c, config.batch.seq_length) == one:
             found.append(c)
@@ -133,7 +144,7 @@ def memory_history(run_dir: Path | None, config: Config) -> MemoryHistory:
     """What the run has learned of the memory that its configurations need."""
     return MemoryHistory(
         fits=judge_of(run_dir, config),
-        peak_bytes=peaks_of(run_dir, config),
+        peaks=peaks_of(run_dir, config),
         too_large=too_large_of(run_dir, config),
     )
 
@@ -190,8 +201,9 @@ class OutOfMemoryCallback(Callback):
         micro, batch = context.micro_batch_size, context.global_batch_size
         assert micro is not None and batch is not None
         one = TooLarge.of(
-            configuration_of_run(context.config, micro, batch), context.config.batch.seq_length
+            configuration_of_run(context.config, micro, batch),
+            context.config.batch.seq_length,
+            of_host=is_of_host(error),
         )
         logger.error("no memory left: %s", one)
-        with (self._run_dir / FILE).open("a") as file:
-            file.write(json.dumps(asdict(one)) + "\n")
+        append_lines(self._run_dir / FILE, json.dumps(asdict(one)) + "\n")

@@ -5,20 +5,21 @@ What ran once teaches the planner how much others need. CPU ranks have no such c
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from copus_ext.controller.present_samples import PresentSamples
-from copus_ext.controller.throughput_table import configuration_of_run
-from copus_ext.cost_model.spec_file import is_positive
+from copus_ext.controller.throughput_table import configuration_of_run, gpu_of, model_of
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.profile import ForeignProfile, ProfileStore, Timing
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.train.callbacks import Callback, CallbackContext
 
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILE = Path("control") / "peak_memory.jsonl"
-"""In the directory of the run; a line for each configuration and each higher peak."""
+"""In the directory of the run; a profile with a line for each configuration and higher peak."""
 _LOOKS_AFTER = (3, 16)
-"""Steps of a configuration, besides its first, after which its peak is read. The first one has
-what an earlier configuration has left, and makes the optimizer's state in a new run. Later ones
-measure the noise scale too."""
+"""Steps of a configuration, besides its first, after which its peak is read. The first step has
+what an earlier configuration has left, and makes the optimizer's state in a new run. By the second
+look the noise scale has been measured, too."""
 
 
 def peak_bytes_here() -> float:
@@ -53,90 +54,103 @@ def forget_peaks() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def name_of(c: Configuration, seq_length: int) -> str:
-    """The same for two configurations that need the same memory. Without stages each micro-batch
-    ends before the next begins, so that their number does not matter."""
-    count = c.num_microbatches if c.layout.pp > 1 else 1
-    plain = replace(c, pipeline_message_bits=None)
-    return f"{plain},num_microbatches={count},seq_length={seq_length}"
+def alike(c: Configuration) -> tuple[Any, ...]:
+    """Equal for configurations that need the same memory. Without stages each micro-batch ends
+    before the next begins; with stages no more than two for each are in flight."""
+    count = min(c.num_microbatches, 2 * c.layout.pp) if c.layout.pp > 1 else 1
+    return *replace(c, pipeline_message_bits=None).line, c.layout.layer_partition, count
 
 
-def peaks_of(run_dir: Path | None, config: Config) -> Callable[[Configuration], float | None]:
-    """Says of configurations of a run what memory they needed at most on one GPU, bytes; None where
-    that was not measured. It sees what is measured from now on."""
-    known = _Known(run_dir)
-    return lambda c: known.peaks.get(name_of(c, config.batch.seq_length))
+class PeakStore:
+    """The peaks of a run of one model, with samples of one length, on one kind of GPU."""
 
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        """Opens the file of a run on GPUs.
 
-class _Known:
-    """The highest peak of each configuration in the file, read again when it has grown."""
+        Raises:
+            SpecError: a model that the planner does not know.
+        """
+        gpu = gpu_of(config)
+        parts = {
+            "model": model_of(config).to_json(),
+            "gpu": gpu and gpu[0],
+            "versions": {name: version(name) for name in ("torch", "megatron-core")},
+        }
+        self._file = ProfileStore(run_dir / FILE, parts)
+        self._size, self._highest = -1, dict[tuple[Any, ...], Timing]()
 
-    def __init__(self, run_dir: Path | None) -> None:
-        self._path = run_dir and run_dir / FILE
-        self._size, self._peaks = 0, dict[str, float]()
-
-    @property
-    def peaks(self) -> Mapping[str, float]:
-        """By name, bytes. Lines that a kill cut short are left out."""
+    def read(self) -> dict[tuple[Any, ...], Timing]:
+        """The configuration with the highest peak of those that are `alike`, read again when the
+        file has grown. Peaks of another model or machine are left out."""
         try:
-            size = self._path.stat().st_size if self._path else 0
-            if self._path and size != self._size:
-                self._peaks = _read(self._path.read_text())
-                self._size = size
-        except OSError:
-            pass
-        return self._peaks
+            size = self._file.path.stat().st_size
+            found = self._file.read() if size != self._size else None
+        except (OSError, ForeignProfile):
+            return self._highest
+        if found is not None:
+            self._size = size
+            for one in sorted(found, key=lambda x: x.peak_bytes or 0.0):
+                self._highest[alike(one.configuration)] = one
+        return self._highest
+
+    def add(self, c: Configuration, *, step_s: float, peak_bytes: float) -> None:
+        """Keeps a peak that is higher than those known of the same."""
+        known = self.read().get(alike(c))
+        if known is None or peak_bytes > (known.peak_bytes or 0.0):
+            c = replace(c, pipeline_message_bits=None)
+            self._file.add(Timing(configuration=c, step_s=step_s, peak_bytes=peak_bytes))
 
 
-def _read(text: str) -> dict[str, float]:
-    peaks: dict[str, float] = {}
-    for line in text.splitlines():
-        try:
-            found = json.loads(line)
-            name, peak = found["configuration"], found["peak_bytes"]
-        except (ValueError, TypeError, KeyError):
-            continue
-        if isinstance(name, str) and is_positive(peak):
-            peaks[name] = max(peak, peaks.get(name, 0.0))
-    return peaks
+def peaks_of(run_dir: Path | None, config: Config) -> Callable[[], Sequence[Timing]]:
+    """Returns what tells the peaks of a run, also those that are measured later; none on CPU
+    ranks."""
+    if run_dir is None or config.runtime.device != "cuda":
+        return list
+    try:
+        store = PeakStore(run_dir, config)
+    except SpecError:  # nothing is predicted for it
+        return list
+    return lambda: list(store.read().values())
 
 
 class PeakMemoryCallback(Callback):
     """Writes down the peak of each configuration that the run trains in, on rank 0."""
 
     def on_setup_start(self, context: CallbackContext) -> None:
-        """Reads what earlier launches have measured."""
+        """Begins to count steps."""
         self._run_dir = broadcast_from_rank0(context.run_dir)
-        self._known = _Known(self._run_dir)
-        self._name, self._steps = "", 0
+        self._now: tuple[Any, ...] | None = None
+        self._steps = 0
+
+    def on_relayout_end(self, context: CallbackContext) -> None:
+        """Counts anew: a move holds copies of the state, also one that fails."""
+        self._now = None
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Reads the peak some steps after a change. Collective in those steps, which are the same
         on all ranks."""
-        is_cuda = context.config.runtime.device == "cuda"
-        if self._run_dir is None or not is_cuda or context.step is None:
+        if self._run_dir is None or context.config.runtime.device != "cuda":
             return
         context = PresentSamples().of(context)
         step, config = context.step, context.config
         assert step is not None
         c = configuration_of_run(config, step.micro_batch_size, step.global_batch_size)
-        name = name_of(c, config.batch.seq_length)
-        if name != self._name:
-            self._name, self._steps = name, 0
+        now = (config.batch.seq_length, *alike(c))
+        if now != self._now:
+            self._now, self._steps = now, 0
             forget_peaks()
             return
         self._steps += 1
         if self._steps in _LOOKS_AFTER:
             peak = peak_bytes_here()
             if dist.get_rank() == 0:
-                self._note(peak)
+                self._keep(config, c, step.elapsed_s, peak)
 
-    def _note(self, peak: float) -> None:
+    def _keep(self, config: Config, c: Configuration, step_s: float, peak_bytes: float) -> None:
         assert self._run_dir is not None
-        if peak <= self._known.peaks.get(self._name, 0.0):
-            return
         try:
-            with (self._run_dir / FILE).open("a") as file:
-                file.write(json.dumps({"configuration": self._name, "peak_bytes": peak}) + "\n")
+            PeakStore(self._run_dir, config).add(c, step_s=step_s, peak_bytes=peak_bytes)
+        except SpecError:
+            return
         except OSError as error:
             logger.warning("%s: %s; the peak of memory is not kept", self._run_dir / FILE, error)

@@ -65,8 +65,8 @@ class MemoryHistory:
 
     fits: Callable[[Configuration], bool] = lambda c: True
     """Whether nothing that needs as much or less has run out of it."""
-    peak_bytes: Callable[[Configuration], float | None] = lambda c: None
-    """On the GPU that needs most; None where that was not measured."""
+    peaks: Callable[[], Sequence[Timing]] = list
+    """What the run has measured so far; the times in it do not count."""
     too_large: Sequence[Configuration] = ()
     """What ran out of it."""
 
@@ -114,7 +114,7 @@ class ThroughputTable:
         self._legal: dict[Layout, bool] = {}
         self._elsewhere: dict[int, Planner] = {}
         try:
-            model = _model(config)
+            model = model_of(config)
             cluster = _cluster(flags, gpu, config.layout.world_size, link)
             # What a profile timed with overlap stands for a run without, and the other way round.
             overlap = config.parallel.overlap_grad_reduce
@@ -137,7 +137,7 @@ class ThroughputTable:
                 replace(t, step_s=t.step_s * self._ratio(t.configuration, USUAL, factors))
                 for t in self.profiled
             ]
-            self.planner.retime(self.profiled)
+            self.planner.retime(self.profiled, peaks=self._memory.peaks())
         except SpecError as error:
             if flags.copus_cluster is not None:
                 raise UsageError(f"--copus-cluster {flags.copus_cluster}: {error}") from error
@@ -296,14 +296,17 @@ class ThroughputTable:
             c = self._configuration(b, batch, layout)
             known = measured(c)
             if known is not None:
-                live.append(_timing(c, known, self._memory.peak_bytes(c)))
+                usual, deviation, number = known
+                live.append(
+                    Timing(configuration=c, step_s=usual, spread_s=deviation, num_steps=number)
+                )
             elif (step_s := earlier_s.get(key_of(c))) is not None:
-                peak = self._memory.peak_bytes(c)
-                earlier.append(Timing(configuration=c, step_s=step_s, peak_bytes=peak))
+                earlier.append(Timing(configuration=c, step_s=step_s))
         seen = {t.key for t in live}
         expected = {t.key for t in earlier}
         profiled = [t for t in self.profiled if t.key not in expected]
-        self.planner.retime(live, earlier=[*earlier, *profiled])
+        known = [*earlier, *profiled]
+        self.planner.retime(live, earlier=known, peaks=self._memory.peaks())
         against, rows = _even(now), []
         for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=against):
             for r in plan.ranked:
@@ -399,19 +402,6 @@ def _recompute(config: Config) -> tuple[str, int]:
     return r.recompute_granularity or "none", 0
 
 
-def _timing(
-    c: Configuration, measured: tuple[float, float, int], peak_bytes: float | None
-) -> Timing:
-    usual, deviation, number = measured
-    return Timing(
-        configuration=c,
-        step_s=usual,
-        spread_s=deviation,
-        num_steps=number,
-        peak_bytes=peak_bytes,
-    )
-
-
 def configuration_of_run(
     config: Config, micro_batch_size: int, batch: int, layout: Layout | None = None
 ) -> Configuration:
@@ -505,7 +495,12 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
     )
 
 
-def _model(config: Config) -> ModelSpec:
+def model_of(config: Config) -> ModelSpec:
+    """What the planner knows of the model.
+
+    Raises:
+        SpecError: something that the cost model does not know.
+    """
     return ModelSpec.from_arguments(SimpleNamespace(**config.flat()))
 
 

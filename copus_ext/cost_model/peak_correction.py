@@ -77,7 +77,8 @@ class PeakCorrection:
         at_least: Any = None,
     ) -> PeakCorrection:
         """The posterior of both. Several peaks tell them apart, such as one with and one without
-        recomputation. Their spread is the likeliest of a few, at least that of a prediction.
+        recomputation. Their spread is that of a prediction, or wider: the likeliest of a few for
+        measured peaks, and then the least with which the bounds have a probability of 5 %.
 
         Args:
             predicted: of the same configurations, not corrected.
@@ -93,25 +94,23 @@ class PeakCorrection:
         prior = np.max(predicted.prior_sd, axis=1)
         known = np.isfinite(measured)
         effects = np.stack([moving, np.ones(len(measured))], axis=1)
-        mean, root = _gaussian(effects[known], (measured - peak)[known], measured[known], prior)
         bounds = [
             (sign * effects, sign * (np.asarray(limit, dtype=float) - peak), peak)
             for sign, limit in ((1.0, at_most), (-1.0, at_least))
             if limit is not None
         ]
-        some = [_telling(*bound, mean, root) for bound in bounds]
-        is_bounded = any(len(gap) for _, gap, _ in some)
-        if not known.any() and not is_bounded:
-            return cls()
-        if is_bounded:
-            # Where no peak says how far predictions are off, bounds do: by no more than they need.
-            widths = iter((1.0,) if known.any() else _WIDER)
-            found, wide, share = _bounded(some, mean, next(widths) * root)
-            for width in widths:
-                if share >= _LIKELY:
-                    break
-                found, wide, share = _bounded(some, mean, width * root)
-            mean, root = found, wide
+        peaks = effects[known], (measured - peak)[known], measured[known], prior
+        mean, root = np.zeros(2), np.diag(prior)
+        for wider in _widths(*peaks):
+            mean, root = _gaussian(*peaks, wider)
+            some = [_telling(*bound, mean, root) for bound in bounds]
+            if not any(len(gap) for _, gap, _ in some):
+                if not known.any():
+                    return cls()
+                break
+            mean, root, share = _bounded(some, mean, root)
+            if share >= _LIKELY:
+                break
         spread = root @ root.T
         context = float(predicted.stages["context"].max())
         # No process does with less than nothing: what comes and goes is smaller instead.
@@ -143,17 +142,11 @@ class PeakCorrection:
 AS_PREDICTED = PeakCorrection()
 
 
-def _gaussian(effects: Any, left: Any, measured: Any, prior: Any) -> tuple[Any, Any]:
-    """Mean [2] of both numbers less what was predicted, and a root [2, 2] of their covariance.
-
-    Args:
-        effects: [m, 2] bytes that one unit of each adds to a peak.
-        left: [m] bytes measured less predicted.
-        measured: [m] bytes.
-        prior: [2] standard deviations.
-    """
+def _widths(effects: Any, left: Any, measured: Any, prior: Any) -> tuple[float, ...]:
+    """Times that the prior may be wider, from the one that makes measured peaks likeliest on. The
+    arguments are those of `_gaussian`."""
     if not len(left):
-        return np.zeros(2), np.diag(prior)
+        return _WIDER
     noise = LEAST_PEAK_SD * measured
     slopes, left = effects * prior / noise[:, None], left / noise
 
@@ -161,8 +154,22 @@ def _gaussian(effects: Any, left: Any, measured: Any, prior: Any) -> tuple[Any, 
         covariance = wider**2 * slopes @ slopes.T + np.eye(len(left))
         return -left @ np.linalg.solve(covariance, left) - np.linalg.slogdet(covariance)[1]
 
-    wide = max(_WIDER, key=likelihood)
-    covariance = np.linalg.inv(slopes.T @ slopes + np.eye(2) / wide**2)
+    return _WIDER[_WIDER.index(max(_WIDER, key=likelihood)) :]
+
+
+def _gaussian(effects: Any, left: Any, measured: Any, prior: Any, wider: float) -> tuple[Any, Any]:
+    """Mean [2] of both numbers less what was predicted, and a root [2, 2] of their covariance.
+
+    Args:
+        effects: [m, 2] bytes that one unit of each adds to a peak.
+        left: [m] bytes measured less predicted.
+        measured: [m] bytes.
+        prior: [2] standard deviations.
+        wider: what they are multiplied by.
+    """
+    noise = LEAST_PEAK_SD * measured
+    slopes, left = effects * prior / noise[:, None], left / noise
+    covariance = np.linalg.inv(slopes.T @ slopes + np.eye(2) / wider**2)
     return prior * (covariance @ (slopes.T @ left)), prior[:, None] * np.linalg.cholesky(covariance)
 
 

@@ -14,6 +14,9 @@ SPIKE_SD = 5.0
 """Rise of that mean that counts as a spike, in its standard deviations."""
 SPIKE_NATS = 0.05
 """Least rise of that mean that counts as a spike, nats a token."""
+ENOUGH_LOSSES, FEW_NATS = 8, 0.5
+"""Fewer losses before the change tell little of their scatter; the rise must then be this many nats
+at least."""
 _CALM_STEPS = 20
 """Steps without a spike after which a change that another one follows counts as calm."""
 
@@ -33,13 +36,13 @@ class LossWatch:
     loss_sd_before: float | None
     """Standard deviation of these losses."""
     num_losses_before: int = 1
-    """How many they are."""
+    """How many they are; 1 in checkpoints of before, which makes the limit wider."""
     rises: list[float] = field(default_factory=list)
     """By how much the last losses were larger than before, nats; `SPIKE_STEPS` at most."""
     steps: int = 0
     """Steps since."""
     has_spiked: bool = False
-    """Whether the loss rose like a spike, or is not finite."""
+    """Whether the loss rose like a spike, or was not finite where one before the change was."""
 
     def add(self, loss: float) -> None:
         """Adds the loss of a step.
@@ -55,14 +58,13 @@ class LossWatch:
         if not math.isfinite(loss):
             self.has_spiked = True
             return
-        if self.loss_sd_before is None:
-            return
         self.rises = [*self.rises, loss - self.loss_before][-SPIKE_STEPS:]
         wider = max(self.from_batch / self.to_batch, 1.0)
         variances = wider / SPIKE_STEPS + 1 / self.num_losses_before
-        sd = self.loss_sd_before * math.sqrt(variances)
+        sd = (self.loss_sd_before or 0.0) * math.sqrt(variances)
+        least = SPIKE_NATS if self.num_losses_before >= ENOUGH_LOSSES else FEW_NATS
         rise = sum(self.rises) / SPIKE_STEPS
-        self.has_spiked |= rise > max(SPIKE_SD * sd, SPIKE_NATS)
+        self.has_spiked |= rise > max(SPIKE_SD * sd, least)
 
     @property
     def grew(self) -> bool:

@@ -444,7 +444,9 @@ class ControllerState:
             critical_batch_size: as measured, samples; None where it was not.
         """
         before = self.steps[-WINDOW_STEPS:]
-        losses = [s.loss for s in before[-TIMED_STEPS:] if math.isfinite(s.loss)]
+        # Losses of other batches scatter by another deviation.
+        own = [s for s in before[-TIMED_STEPS:] if s.global_batch_size == change.from_batch]
+        losses = [s.loss for s in own if math.isfinite(s.loss)]
         change.loss_before, change.loss_sd_before = _mean(losses), _sd(losses)
         change.slope_before, change.samples_per_s_before = _slope(before), _speed(before)
         self.open_change = change

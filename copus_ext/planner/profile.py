@@ -160,6 +160,23 @@ def fingerprint(parts: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+def append_lines(path: Path, text: str) -> None:
+    """Appends whole lines to a file. A line that a kill cut short ends here, so that it spoils no
+    other.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            text = text if file.read(1) == b"\n" else "\n" + text
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class ProfileStore:
     """A JSON-lines file of timings; the last good line of a configuration wins."""
 
@@ -180,12 +197,7 @@ class ProfileStore:
         known = any("machine" in r and r.get("fingerprint") == self.key for r in _lines(self.path))
         text = "" if known else json.dumps(header) + "\n"
         text += json.dumps({"fingerprint": self.key, **timing.to_json()}) + "\n"
-        cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
-        with self.path.open("a") as file:
-            # A line that a kill cut short ends here, so that it spoils no other.
-            file.write("\n" * (cut and self.path.stat().st_size > 0) + text)
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(self.path, text)
 
     def read(self) -> list[Timing]:
         """The timings of this machine.

@@ -125,12 +125,16 @@ class Planner:
         safe = self.limit_bytes / most_bytes(1.0, float(sd), Z_SURE)
         return max(safe, float(peak)) if self._measured.ran(points)[0] else safe
 
-    def retime(self, timings: Sequence[Timing], earlier: Sequence[Timing] = ()) -> None:
-        """Takes other measured times, those of an earlier time apart. What the space is made of
-        stays, unless peaks of memory, or that a run did not need more than there is, say
-        otherwise."""
+    def retime(
+        self,
+        timings: Sequence[Timing],
+        earlier: Sequence[Timing] = (),
+        peaks: Sequence[Timing] = (),
+    ) -> None:
+        """Takes other measured times, those of an earlier time apart, and peaks of memory without
+        their times. What the space is made of stays, unless the memory says otherwise."""
         self._measured = Measured(self.model, self.cluster, self.constants, timings, earlier)
-        self.set_peaks(self._measured_peaks([*timings, *earlier]))
+        self.set_peaks(self._measured_peaks([*timings, *earlier, *peaks]))
 
     def set_peaks(self, peaks: PeakCorrection) -> None:
         """Takes another correction of the memory, such as one that was measured elsewhere."""
@@ -140,10 +144,9 @@ class Planner:
 
     def _measured_peaks(self, timings: Sequence[Timing]) -> PeakCorrection:
         ran, lacked = [x.configuration for x in timings], self._too_large
-        if not ran and not lacked:
+        if not (ran or lacked):
             return AS_PREDICTED
-        gpus = [node.gpu for node in self.cluster.nodes] or [self.cluster.gpu]
-        sizes = [gpu.memory_bytes for gpu in gpus]
+        sizes = [node.gpu.memory_bytes for node in self.cluster.nodes or [self.cluster]]
         # A CPU rank may have more than the share of the memory that is thought its own, or less.
         most, least = (math.inf, -math.inf) if self.cluster.is_gloo else (max(sizes), min(sizes))
         return PeakCorrection.of(
@@ -570,10 +573,9 @@ def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Conf
     for name, ranked in zip(("network", "memory", "order", "messages"), better):
         if not (now and ranked):
             continue
-        one = ranked[0]
-        saved = 1 - now[0].prediction.samples_per_s / one.prediction.samples_per_s
+        saved = 1 - now[0].prediction.samples_per_s / ranked[0].prediction.samples_per_s
         if saved >= 0.01:
-            found[name] = saved, one.configuration
+            found[name] = saved, ranked[0].configuration
     return found
 
 

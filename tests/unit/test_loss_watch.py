@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,13 @@ ONE_SAMPLE_SD = 0.47
 
 
 def watched(
-    seed: int, *, before: int = 4, after: int = 4, rise: float = 0.0, steps: int = WATCHED_STEPS
+    seed: int,
+    *,
+    before: int = 4,
+    after: int = 4,
+    rise: float = 0.0,
+    steps: int = WATCHED_STEPS,
+    known_steps: int = TIMED_STEPS,
 ) -> LossWatch:
     """After a change between two batches, with a rise that dies out within some ten steps.
 
@@ -32,13 +39,13 @@ def watched(
         scatter = (rng.gammavariate(shape, 1.0) - shape) / math.sqrt(shape)
         return LOSS - 0.001 * step + ONE_SAMPLE_SD / math.sqrt(batch) * scatter
 
-    known = [loss(step, before) for step in range(TIMED_STEPS)]
+    known = [loss(step, before) for step in range(known_steps)]
     watch = LossWatch(
         decision=1,
         from_batch=before,
         to_batch=after,
         loss_before=statistics.fmean(known),
-        loss_sd_before=statistics.stdev(known),
+        loss_sd_before=statistics.stdev(known) if len(known) > 1 else None,
         num_losses_before=len(known),
     )
     for step in range(steps):
@@ -46,10 +53,9 @@ def watched(
     return watch
 
 
-def share_of_spikes(*, before: int, after: int, rise: float = 0.0) -> float:
+def share_of_spikes(**how: Any) -> float:
     """Of many runs."""
-    found = (watched(seed, before=before, after=after, rise=rise) for seed in range(RUNS))
-    return statistics.fmean(watch.has_spiked for watch in found)
+    return statistics.fmean(watched(seed, **how).has_spiked for seed in range(RUNS))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,13 @@ def test_the_scatter_of_a_few_samples_is_no_spike(before: int, after: int) -> No
 )
 def test_a_spike_that_stands_out_is_found(before: int, after: int, rise: float) -> None:
     assert share_of_spikes(before=before, after=after, rise=rise) >= 0.95
+
+
+@pytest.mark.parametrize("known_steps", [1, 2, 3, 5])
+def test_few_losses_before_call_for_a_larger_rise(known_steps: int) -> None:
+    ordinary = share_of_spikes(before=4, after=16, known_steps=known_steps)
+    assert ordinary <= 0.02
+    assert share_of_spikes(before=64, after=128, rise=8.0, known_steps=known_steps) >= 0.95
 
 
 def test_a_large_rise_is_seen_at_once_and_a_small_one_never() -> None:

@@ -16,6 +16,7 @@ from copus_ext.controller.out_of_memory import (
     FILE,
     OutOfMemoryCallback,
     TooLarge,
+    is_of_host,
     is_out_of_memory,
     judge_of,
     memory_history,
@@ -23,6 +24,8 @@ from copus_ext.controller.out_of_memory import (
     too_large_of,
 )
 from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
+from copus_ext.planner.plan import Ranked
+from copus_ext.planner.space import points_of, to_rows
 from megatron.training.common.errors import Relaunch
 from megatron.training.config.layout import Layout
 from megatron.training.train.callbacks import Callback, Callbacks
@@ -53,6 +56,12 @@ def test_errors_that_say_that_memory_is_used_up() -> None:
     no = [RuntimeError("shapes differ"), ValueError("out of memory"), KeyboardInterrupt()]
     no.append(Relaunch("changing the layout failed: OutOfMemoryError: CUDA out of memory"))
     assert all(map(is_out_of_memory, yes)) and not any(map(is_out_of_memory, no))
+
+
+def test_errors_of_the_host_are_told_from_those_of_a_gpu() -> None:
+    host = [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
+    gpu = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]
+    assert all(map(is_of_host, host)) and not any(map(is_of_host, gpu))
 
 
 def test_what_needs_less_is_still_tried(tmp_path: Path) -> None:
@@ -96,18 +105,24 @@ def test_it_bounds_what_other_layouts_need(tmp_path: Path) -> None:
     lacked = configuration_of_run(run, 4, 16, Layout(pp=2))
     seq_length = run.batch.seq_length
     other = replace(lacked, recompute="full")
-    longer = TooLarge.of(lacked, 2 * seq_length)
-    note(tmp_path, TooLarge.of(lacked, seq_length), TooLarge.of(other, seq_length), longer)
-    assert too_large_of(tmp_path, run) == [replace(lacked, global_batch_size=8)]
+    cut = configuration_of_run(run, 4, 16, Layout(pp=2, layer_partition=(3, 5)))
+    left_out = [TooLarge.of(other, seq_length), TooLarge.of(cut, seq_length)]
+    left_out += [TooLarge.of(lacked, 2 * seq_length)]
+    left_out += [TooLarge.of(replace(lacked, micro_batch_size=1), seq_length, of_host=True)]
+    note(tmp_path, TooLarge.of(lacked, seq_length), *left_out)
+    assert too_large_of(tmp_path, run) == [lacked]
     gpu = "NVIDIA H100 80GB HBM3", 81559.0
-    predicted: dict[bool, float] = {}
-    for is_noted in (False, True):
-        memory = memory_history(tmp_path, run) if is_noted else None
+    peaks: list[dict[int, float]] = []
+    for memory in (None, memory_history(tmp_path, run)):
         planner = ThroughputTable(run, flags(), gpu=gpu, memory=memory).planner
         assert planner is not None
-        found: Any = planner.explain(configuration_of_run(run, 1, 4))
-        predicted[is_noted] = found.prediction.peak_bytes if hasattr(found, "prediction") else 1e12
-    assert predicted[True] > 2 * predicted[False], "that half of it lacked memory says more"
+        able = [configuration_of_run(run, micro, 16) for micro in (1, 2, 4)]
+        rows = to_rows(planner.model, planner.cluster, points_of(able))
+        peaks.append(dict(zip((1, 2, 4), map(float, planner.peak_bytes_of(rows)))))
+        fits = [isinstance(planner.explain(c), Ranked) for c in able]
+        assert fits == ([True] * 3 if memory is None else [True, True, False])
+    before, after = peaks
+    assert all(after[micro] > 1.5 * before[micro] for micro in before)
 
 
 @pytest.mark.parametrize(("noted", "begins_with"), [((), 8), ((8,), 4), ((2, 8), 1), ((1,), 8)])
@@ -139,4 +154,4 @@ def test_other_errors_and_an_error_of_a_callback_leave_the_run_its_own(tmp_path:
     assert not (tmp_path / FILE).exists(), "a save, or a move"
     one.on_train_step_start(context)
     callbacks.tell_error(context, MemoryError())
-    assert remembered(tmp_path) == [too_large(4)]
+    assert remembered(tmp_path) == [replace(too_large(4), of_host=True)]

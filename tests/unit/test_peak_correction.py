@@ -74,7 +74,7 @@ def test_a_run_that_ran_bounds_the_peak() -> None:
 
 def test_a_run_that_failed_bounds_the_peak() -> None:
     one = predicted((40, 30), (40, 20))
-    found = PeakCorrection.of(one, [math.nan] * 2, at_least=[SIZE, 0.0])
+    found = PeakCorrection.of(one, [math.nan] * 2, at_least=[SIZE, -math.inf])
     peak, before = by(found, one)[0], one.peak_bytes
     assert peak[0] > 1.04 * before[0] and peak[0] > 0.93 * SIZE and peak[1] > before[1]
 
@@ -86,18 +86,47 @@ def test_a_run_that_failed_far_below_its_limit_makes_predictions_wide() -> None:
     before = 0.0
     for factor in (1.2, 1.5, 2.0, 3.0):
         lacked = factor * all_of_it.peak_bytes[0]
-        found = PeakCorrection.of(all_of_it, [math.nan] * 2, at_least=[lacked, 0.0])
+        found = PeakCorrection.of(all_of_it, [math.nan] * 2, at_least=[lacked, -math.inf])
         (kept, less), (sd, _) = by(found, all_of_it)
         assert kept > max(0.9 * lacked, before) and less < 0.7 * kept
         assert kept - 3 * sd < 1.3 * lacked, "no surer than it has to be"
         before = kept
 
 
+def test_a_bound_far_from_a_measured_peak_makes_the_others_unsure() -> None:
+    """One of 40 GB was measured as predicted, and a larger micro-batch lacked memory that it should
+    have had: the corrected peak reaches the bound, and what was measured stays."""
+    three = predicted((20, 20), (20, 40), (10, 60))
+    found = PeakCorrection.of(
+        three, [three.peak_bytes[0], math.nan, math.nan], at_least=[-math.inf, SIZE, -math.inf]
+    )
+    (first, second, third), (_, sd, doubt) = by(found, three)
+    assert first == pytest.approx(three.peak_bytes[0], rel=0.1)
+    assert second + 3 * sd > SIZE and third > three.peak_bytes[2]
+    assert doubt > 0.04 * third, "more than of a peak of which much was measured"
+
+
+def test_what_ran_still_fits_where_bounds_make_predictions_wide() -> None:
+    two = predicted((10, 30), (10, 45))
+    lacked = PeakCorrection.of(two, [math.nan] * 2, at_least=[SIZE, -math.inf])
+    both = PeakCorrection.of(
+        two, [math.nan] * 2, at_least=[SIZE, -math.inf], at_most=[math.inf, 1.2 * SIZE]
+    )
+    assert by(lacked, two)[0][1] > 1.2 * SIZE
+    assert by(both, two)[0][1] < 1.2 * SIZE
+
+
+def test_no_bound_says_nothing_of_a_small_model() -> None:
+    small = predicted((0.05, 0.05))
+    none = [-math.inf]
+    assert PeakCorrection.of(small, [math.nan], at_most=[SIZE], at_least=none) == AS_PREDICTED
+
+
 def test_a_bound_that_holds_anyway_says_nothing() -> None:
     """So that the controller's table stays as it was while its steps are timed."""
     some = predicted((20, 20), (20, 30))
     assert PeakCorrection.of(some, [math.nan] * 2, at_most=[SIZE, SIZE]) == AS_PREDICTED
-    assert PeakCorrection.of(some, [math.nan] * 2, at_least=[0.0, 10 * GB]) == AS_PREDICTED
+    assert PeakCorrection.of(some, [math.nan] * 2, at_least=[-math.inf, 10 * GB]) == AS_PREDICTED
     assert PeakCorrection.of(predicted(), []) == AS_PREDICTED
     measured = [50 * GB, math.nan]
     alone = PeakCorrection.of(some, measured)

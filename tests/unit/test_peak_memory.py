@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,24 +9,49 @@ from typing import Any
 
 import pytest
 
+from copus_ext.commands.pretrain import controllers
 from copus_ext.controller import peak_memory
-from copus_ext.controller.peak_memory import FILE, PeakMemoryCallback, name_of, peaks_of
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.peak_memory import FILE, PeakMemoryCallback, PeakStore, alike, peaks_of
+from copus_ext.controller.phase_layouts import PhaseLayouts
 from copus_ext.controller.throughput_table import (
     MemoryHistory,
     ThroughputTable,
     configuration_of_run,
 )
+from copus_ext.cost_model.peak_correction import AS_PREDICTED
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.profile import Timing
+from megatron.training.config.arguments import parse_args
 from megatron.training.config.layout import Layout
+from tests.helpers.jobs import TINY
 from tests.unit.test_controller_parts import config, flags
 
 GPU = "NVIDIA H100 80GB HBM3", 81559.0
+LARGE = (
+    "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 "
+    "--seq-length 4096 --max-position-embeddings 4096"
+)
+
+
+def on_gpus(more: str = "") -> Any:
+    """The configuration of a run that believes to be on GPUs."""
+    run = config(more)
+    return replace(run, runtime=replace(run.runtime, device="cuda"))
+
+
+@pytest.fixture(autouse=True)
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        peak_memory, "gpu_of", lambda c: GPU if c.runtime.device == "cuda" else None
+    )
 
 
 class Counters:
     """Stands for those of a GPU, which this machine lacks."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, reset_to: float = 0.0) -> None:
-        self.peak = self.reset_to = reset_to
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peak = 0.0
         self.reads, self.resets = 0, 0
         monkeypatch.setattr(peak_memory, "peak_bytes_here", self.read)
         monkeypatch.setattr(peak_memory, "forget_peaks", self.forget)
@@ -40,92 +64,140 @@ class Counters:
 
     def forget(self) -> None:
         self.resets += 1
-        self.peak = self.reset_to
+        self.peak = 0.0
 
     def step(self, callback: PeakMemoryCallback, context: Any, needs: float) -> None:
         self.peak = max(self.peak, needs)
         callback.on_train_step_end(context)
 
 
-def context_of(run_dir: Path, micro: int, *, is_cuda: bool = True) -> Any:
-    run = config()
-    runtime = replace(run.runtime, device="cuda" if is_cuda else "cpu")
-    step = SimpleNamespace(micro_batch_size=micro, global_batch_size=16)
-    return SimpleNamespace(config=replace(run, runtime=runtime), step=step, run_dir=run_dir)
+def context_of(run_dir: Path | None, micro: int, *, run: Any = None, batch: int = 16) -> Any:
+    step = SimpleNamespace(micro_batch_size=micro, global_batch_size=batch, elapsed_s=0.1)
+    return SimpleNamespace(config=run or on_gpus(), step=step, run_dir=run_dir)
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    (tmp_path / "control").mkdir()
-    return tmp_path
+def peak_of(run_dir: Path | None, c: Configuration, run: Any = None) -> float | None:
+    found = {
+        alike(one.configuration): one.peak_bytes for one in peaks_of(run_dir, run or on_gpus())()
+    }
+    return found.get(alike(c))
 
 
 def test_the_peak_of_a_configuration_is_its_own(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counters, callback, run = Counters(monkeypatch), PeakMemoryCallback(), config()
-    peaks = peaks_of(run_dir, run)
-    large, small = context_of(run_dir, 4), context_of(run_dir, 1)
+    counters, callback, run = Counters(monkeypatch), PeakMemoryCallback(), on_gpus()
+    large, small = context_of(tmp_path, 4), context_of(tmp_path, 1)
     callback.on_setup_start(large)
     for _ in range(20):
         counters.step(callback, large, 9e9)
     counters.step(callback, small, 9e9)  # the first step still has what the large one has left
     for number in range(20):
         counters.step(callback, small, 4e9 if number == 10 else 3e9)
-    assert peaks(configuration_of_run(run, 4, 16)) == 9e9
-    assert peaks(configuration_of_run(run, 1, 16)) == 4e9, "a later, higher look counts"
-    assert peaks(configuration_of_run(run, 2, 16)) is None
+    assert peak_of(tmp_path, configuration_of_run(run, 4, 16)) == 9e9
+    assert peak_of(tmp_path, configuration_of_run(run, 1, 16)) == 4e9, "a later, higher look counts"
+    assert peak_of(tmp_path, configuration_of_run(run, 1, 64)) == 4e9, "of any batch"
+    assert peak_of(tmp_path, configuration_of_run(run, 2, 16)) is None
     assert (counters.reads, counters.resets) == (4, 2)
     again = PeakMemoryCallback()
     again.on_setup_start(small)
     for _ in range(20):
         counters.step(again, small, 2e9)
-    assert peaks(configuration_of_run(run, 1, 16)) == 4e9, "of all launches"
-    assert len((run_dir / FILE).read_text().splitlines()) == 3
+    assert peak_of(tmp_path, configuration_of_run(run, 1, 16)) == 4e9, "of all launches"
+    assert peak_of(tmp_path, configuration_of_run(run, 1, 16), on_gpus(LARGE)) is None
+    assert peak_of(None, configuration_of_run(run, 1, 16)) is None
 
 
-def test_cpu_ranks_have_no_counters(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_move_and_another_batch_of_one_stage_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counters, callback = Counters(monkeypatch), PeakMemoryCallback()
-    here = context_of(run_dir, 4, is_cuda=False)
+    here = context_of(tmp_path, 1)
+    callback.on_setup_start(here)
+    for _ in range(8):
+        counters.step(callback, here, 3e9)
+    for _ in range(3):
+        counters.step(callback, context_of(tmp_path, 1, batch=64), 3e9)
+    assert counters.resets == 1, "another batch needs the same memory"
+    counters.peak = 8e9  # of the copies that a move held
+    callback.on_relayout_end(here)
+    for _ in range(20):
+        counters.step(callback, here, 3e9)
+    assert counters.resets == 2
+    assert peak_of(tmp_path, configuration_of_run(on_gpus(), 1, 16)) == 3e9
+
+
+def test_cpu_ranks_have_no_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters, callback = Counters(monkeypatch), PeakMemoryCallback()
+    here = context_of(tmp_path, 4, run=config())
     callback.on_setup_start(here)
     for _ in range(20):
         counters.step(callback, here, 9e9)
-    assert counters.reads == counters.resets == 0 and not (run_dir / FILE).exists()
+    assert counters.reads == counters.resets == 0 and not (tmp_path / FILE).exists()
+    assert peaks_of(tmp_path, config())() == []
 
 
-def test_lines_that_make_no_sense_are_left_out(run_dir: Path) -> None:
-    c = configuration_of_run(config(), 4, 16)
-    name = name_of(c, config().batch.seq_length)
-    lines = [{"configuration": name, "peak_bytes": peak} for peak in (5e9, "7", -1, 4e9)]
-    text = "".join(json.dumps(line) + "\n" for line in [*lines, [], {"configuration": name}])
-    (run_dir / FILE).write_text(text + '{"configuration": "tp1')
-    assert peaks_of(run_dir, config())(c) == 5e9
-    assert peaks_of(None, config())(c) is None
+def test_a_line_that_a_kill_cut_short_spoils_no_other(tmp_path: Path) -> None:
+    store, run = PeakStore(tmp_path, on_gpus()), on_gpus()
+    store.add(configuration_of_run(run, 4, 16), step_s=0.1, peak_bytes=5e9)
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"configuration": "tp1')
+    store.add(configuration_of_run(run, 1, 16), step_s=0.1, peak_bytes=2e9)
+    store.add(configuration_of_run(run, 1, 16), step_s=0.1, peak_bytes=1e9)
+    assert peak_of(tmp_path, configuration_of_run(run, 4, 16)) == 5e9
+    assert peak_of(tmp_path, configuration_of_run(run, 1, 16)) == 2e9
 
 
-def test_the_number_of_micro_batches_counts_with_stages_alone() -> None:
-    for layout, alike in ((Layout(dp=2), True), (Layout(pp=2), False)):
-        names = {name_of(configuration_of_run(config(), 1, b, layout), 128) for b in (4, 16)}
-        assert (len(names) == 1) == alike
+@pytest.mark.parametrize(("layout", "counts"), [(Layout(dp=2), 1), (Layout(pp=2), 3)])
+def test_the_number_of_micro_batches_counts_with_stages_alone(layout: Layout, counts: int) -> None:
+    """Up to two for each stage."""
+    batches = [layout.dp * n for n in (1, 2, 4, 8, 16)]
+    names = {alike(configuration_of_run(config(), 1, batch, layout)) for batch in batches}
+    assert len(names) == counts
 
 
 def test_a_measured_peak_shrinks_what_the_table_holds_possible() -> None:
-    large = "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16"
-    run = config(f"{large} --seq-length 4096 --max-position-embeddings 4096")
-    rows: dict[bool, set[int]] = {}
-    for is_measured in (False, True):
-        # Far more than is predicted.
-        peak = 0.6 * GPU[1] * 2**20 if is_measured else None
-        memory = MemoryHistory(peak_bytes=lambda c: peak)  # noqa: B023
+    """It counts also where nothing has been timed, and as often as it was measured."""
+    run = config(LARGE)
+    one = configuration_of_run(run, 1, 16)
+    peak = Timing(configuration=one, step_s=1.0, peak_bytes=0.6 * GPU[1] * 2**20)
+    found: dict[int, Any] = {}
+    for number in (0, 1):
+        memory = MemoryHistory(peaks=lambda: [peak] * number)  # noqa: B023
         table = ThroughputTable(run, flags(), gpu=GPU, memory=memory)
-        found, _ = table.rows(
-            [16],
-            micro_batch_size=1,
-            global_batch_size=16,
-            measured=lambda c, i=1: (0.1, 0.001, 20) if c.micro_batch_size == 1 else None,
+        rows, _ = table.rows(
+            [16, 32], micro_batch_size=1, global_batch_size=16, measured=lambda c, i=1: None
         )
-        rows[is_measured] = {row.micro_batch_size for row in found}
         assert table.planner is not None
-        corrected = table.planner.peaks
-        assert (corrected.moving > 1.5 or corrected.fixed_bytes > 1e9) == is_measured
-    assert 1 in rows[True] and rows[True] < rows[False]
+        found[number] = {row.micro_batch_size for row in rows}, table.planner.peaks
+    assert found[0][1] == AS_PREDICTED != found[1][1]
+    assert 1 in found[1][0] and found[1][0] < found[0][0]
+
+
+def test_times_of_cpu_ranks_say_nothing_of_memory() -> None:
+    """So that the space of candidates is not made anew with every time."""
+    table = ThroughputTable(config(), flags(), gpu=None)
+    assert table.planner is not None
+    table.rows(
+        [8, 16], micro_batch_size=1, global_batch_size=8, measured=lambda c, i=1: (0.1, 0.001, 20)
+    )
+    assert table.planner.peaks == AS_PREDICTED
+
+
+@pytest.mark.parametrize(
+    ("own", "names"),
+    [
+        ("", []),
+        ("--copus", ["Controller", "PeakMemoryCallback", "OutOfMemoryCallback"]),
+        ("--copus --copus-mode observe", ["Controller", "PeakMemoryCallback"]),
+        ("--copus --copus-mode off", []),
+    ],
+)
+def test_which_callbacks_a_run_has(own: str, names: list[str]) -> None:
+    words = [*TINY.split(), "--train-samples", "64", *own.split()]
+    args = parse_args(words, {"copus controller": CopusConfig})
+    found = controllers(args)
+    assert [type(one).__name__ for one in found] == names
+    args.layout_schedule = "0:tp1.pp1.dp2"
+    schedule = next(one for one in controllers(args) if isinstance(one, PhaseLayouts))
+    assert type(schedule._controller).__name__ == (names[0] if names else "NoneType")
