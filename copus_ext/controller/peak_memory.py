@@ -94,7 +94,10 @@ class PeakStore:
         return self._highest
 
     def add(self, c: Configuration, *, step_s: float, peak_bytes: float) -> None:
-        """Keeps a peak that is higher than those known of the same."""
+        """Keeps a peak that is higher than those known of the same. Uneven stages are left out, as
+        a profile knows even ones only."""
+        if c.layout.layer_partition:
+            return
         known = self.read().get(alike(c))
         if known is None or peak_bytes > (known.peak_bytes or 0.0):
             c = replace(c, pipeline_message_bits=None)

@@ -144,6 +144,9 @@ def test_a_line_that_a_kill_cut_short_spoils_no_other(tmp_path: Path) -> None:
         file.write('{"configuration": "tp1')
     store.add(configuration_of_run(run, 1, 16), step_s=0.1, peak_bytes=2e9)
     store.add(configuration_of_run(run, 1, 16), step_s=0.1, peak_bytes=1e9)
+    cut = configuration_of_run(run, 8, 16, Layout(pp=2, layer_partition=(1, 3)))
+    store.add(cut, step_s=0.1, peak_bytes=7e9)
+    assert len(PeakStore(tmp_path, on_gpus()).read()) == 2
     assert peak_of(tmp_path, configuration_of_run(run, 4, 16)) == 5e9
     assert peak_of(tmp_path, configuration_of_run(run, 1, 16)) == 2e9
 
