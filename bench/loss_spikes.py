@@ -24,7 +24,7 @@ from copus_ext.goodput.loss_watch import WATCHED_STEPS, LossWatch
 from copus_ext.goodput.state import TIMED_STEPS
 
 FILE = "loss_spikes.json"
-BATCHES = (2, 4, 8, 16)
+BATCHES = (2, 4, 8)
 RISES = (0.0, 0.5, 1.0, 2.0)
 """Of the first step after a change, nats; 0 is an ordinary run."""
 EVERY = 10
