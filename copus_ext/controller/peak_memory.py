@@ -122,8 +122,8 @@ class PeakMemoryCallback(Callback):
     def on_setup_start(self, context: CallbackContext) -> None:
         """Begins to count steps."""
         self._run_dir = broadcast_from_rank0(context.run_dir)
+        self._present, self._steps = PresentSamples(), 0
         self._now: tuple[Any, ...] | None = None
-        self._steps = 0
 
     def on_relayout_end(self, context: CallbackContext) -> None:
         """Counts anew: a move holds copies of the state, also one that fails."""
@@ -134,7 +134,7 @@ class PeakMemoryCallback(Callback):
         on all ranks."""
         if self._run_dir is None or context.config.runtime.device != "cuda":
             return
-        context = PresentSamples().of(context)
+        context = self._present.of(context)
         step, config = context.step, context.config
         assert step is not None
         c = configuration_of_run(config, step.micro_batch_size, step.global_batch_size)

@@ -305,8 +305,8 @@ class ThroughputTable:
         seen = {t.key for t in live}
         expected = {t.key for t in earlier}
         profiled = [t for t in self.profiled if t.key not in expected]
-        known = [*earlier, *profiled]
-        self.planner.retime(live, earlier=known, peaks=self._memory.peaks())
+        earlier += profiled
+        self.planner.retime(live, earlier=earlier, peaks=self._memory.peaks())
         against, rows = _even(now), []
         for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=against):
             for r in plan.ranked:
