@@ -325,6 +325,7 @@ def of_seed(rows: Rows, seed: int, noise: Noise) -> dict[str, Any]:
         row["spec"]["batch"]: _curve(row)
         for row in mine
         if row["spec"]["kind"] == "static"
+        and row["spec"].get("length", 1.0) == 1.0
         and (row["spec"]["rate"], row["spec"]["warmup"]) == (reference.rate, reference.warmup)
     }
     warmup = int(reference.warmup * S4.samples)
@@ -403,7 +404,7 @@ def main() -> None:
     seeds = []
     for seed in S4.seeds:
         if args.noise:
-            spec = real_clock.compared(S4, reference_of(rows), seed)
+            spec = real_clock.compared(S4, reference_of(rows), seed)[0]
             known["noise"][str(seed)] = vars(noise_of(seed, spec))
         one = of_seed(rows, seed, Noise(**known["noise"][str(seed)]))
         seeds.append(one)

@@ -91,6 +91,8 @@ class Spec:
     """Part of the samples."""
     layout: str = "tp1.pp1.dp2"
     micro_batch: int = 1
+    length: float = 1.0
+    """Its samples over those of the scenario."""
 
     @property
     def key(self) -> str:
@@ -98,6 +100,8 @@ class Spec:
         return (
             f"{self.scenario} {self.kind} {self.batch} in {self.micro_batch} on {self.layout} "
             f"link {self.link} rate {self.rate} warmup {self.warmup:g} seed {self.seed}"
+            + f" length {self.length:g}"
+            * (self.length != 1)
         )
 
     @property
@@ -147,9 +151,12 @@ def tuned(s: Scenario, batch: int, done: Losses) -> Search:
     return (yield from best_trial(done, [replace(best, warmup=w) for w in s.warmups]))
 
 
-def compared(s: Scenario, best: Spec, seed: int) -> Spec:
-    """The tuned static run of a batch that stands against runs under the controller."""
-    return replace(best, seed=seed, link=s.links[0] if s.counts_own_clock else NO_LIMIT)
+def compared(s: Scenario, best: Spec, seed: int) -> list[Spec]:
+    """The static runs of a batch, with its tuned rate, that stand against runs under the
+    controller: of the scenario's length first."""
+    lengths = [1.0, *(length for batch, length in s.lengths if batch == best.batch)]
+    link = s.links[0] if s.counts_own_clock else NO_LIMIT
+    return [replace(best, seed=seed, link=link, length=length) for length in lengths]
 
 
 def timings(s: Scenario, link: str, seed: int) -> Iterator[Spec]:
@@ -204,8 +211,8 @@ def _of_seed(s: Scenario, seed: int, done: Losses) -> Iterator[Spec]:
             yield from (spec for spec in runs if spec.key not in done)
     for batch in s.statics:
         best = yield from tuned(s, batch, done)
-        if best is not None and (again := compared(s, best, seed)).key not in done:
-            yield again
+        if best is not None:
+            yield from (spec for spec in compared(s, best, seed) if spec.key not in done)
 
 
 def flags_of(s: Scenario, spec: Spec) -> list[str]:
@@ -215,23 +222,23 @@ def flags_of(s: Scenario, spec: Spec) -> list[str]:
     decay per token. All runs see the same held-out samples after the same samples.
     """
     factor = math.sqrt(spec.batch / s.reference_batch)
-    lr = s.lr * 2.0**spec.rate * factor
+    lr, samples = s.lr * 2.0**spec.rate * factor, round(s.samples * spec.length)
     c = Configuration(
         layout=Layout.from_text(spec.layout),
         micro_batch_size=spec.micro_batch,
         global_batch_size=spec.batch,
     )
     evaluating = ["--eval-iters", str(s.eval_samples // spec.batch)]
-    evaluating += ["--eval-interval", str(s.samples // s.evaluations // spec.batch)]
+    evaluating += ["--eval-interval", str(samples // s.evaluations // spec.batch)]
     if spec.kind == "timing":
         evaluating = ["--eval-iters", "0", "--exit-interval", str(_TIMED_STEPS)]
     return [
         *s.model.split(),
         *_SHARED,
         *c.to_flags(),
-        *("--train-samples", str(s.samples)),
+        *("--train-samples", str(samples)),
         *("--lr", f"{lr:.9g}", "--min-lr", f"{0.1 * lr:.9g}", "--lr-decay-style", "cosine"),
-        *("--lr-warmup-samples", str(int(spec.warmup * s.samples))),
+        *("--lr-warmup-samples", str(int(spec.warmup * samples))),
         *("--weight-decay", f"{0.01 * factor:.9g}"),
         *evaluating,
         *("--seed", str(spec.seed)),
@@ -442,7 +449,8 @@ def tuned_rows(s: Scenario, rows: figures.Rows) -> list[dict[str, Any]]:
     own = [row for row in rows if row["spec"]["scenario"] == s.name]
     done = {row["key"]: row["loss"] for row in own}
     best = {batch: last_of(tuned(s, batch, done)) for batch in s.statics}
-    kept = {compared(s, spec, k).key for spec in best.values() if spec for k in s.seeds}
+    finals = [compared(s, spec, k) for spec in best.values() if spec for k in s.seeds]
+    kept = {spec.key for specs in finals for spec in specs}
     return [row for row in own if row["spec"]["kind"] != "static" or row["key"] in kept]
 
 
@@ -465,7 +473,12 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
             figures.Runs(rows=tuned_rows(x, rows), own_clock=x.counts_own_clock) for x in (s, rival)
         )
         seeds, comparisons = figures.compare(
-            own, statics, links=s.links, seeds=s.seeds, starts=s.starts, batches=rival.statics
+            own,
+            statics,
+            links=s.links,
+            seeds=s.seeds,
+            starts=s.starts,
+            batches=[*rival.statics, *(batch for batch, _ in rival.lengths)],
         )
         if not seeds:
             print(f"{name}: no seed is complete")
@@ -481,6 +494,9 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
                 f"{one.seconds:.1f} s to {one.loss:.3f}, static {one.best_batch} {one.best_s:.1f} s"
             )
         print("\n".join(figures.verdicts(name, about)))
+        if not s.counts_own_clock:
+            parts = found[name]["parts"] = figures.mean_parts(own, seeds)
+            print(f"{name} takes its time for", ", ".join(f"{k} {v:.3f}" for k, v in parts.items()))
     save(output, found)
     clocked_rows = [row for row in rows if Spec(**row["spec"]).counts_by_clock]
     busy = [r["key"] for r in clocked_rows if r["others_cpu_s"] > _BUSY * r["wall_s"]]
@@ -496,13 +512,13 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
     """
     runs = figures.Runs(rows=tuned_rows(s, rows_of(path, [s])), own_clock=s.counts_own_clock)
     seeds, found = figures.compare(
-        runs, runs, links=s.links, seeds=s.seeds, starts=s.starts, batches=s.statics
+        runs, runs, links=s.links, seeds=s.seeds, starts=s.starts, batches=list(s.statics)
     )
     if not seeds:
         raise SystemExit(f"{s.name}: no seed is complete")
     statics, ours = figures.curves_of(runs, s.links[0], seeds[0])
     loss = max(one.loss for one in found if one.seed == seeds[0])
-    figures.draw(output, statics, ours, loss)
+    figures.draw(output, {b: some[0] for b, some in statics.items()}, ours, loss)
 
 
 def main() -> None:

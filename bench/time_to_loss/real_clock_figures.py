@@ -7,7 +7,8 @@ ones. So its set-up, pauses, decisions and slow first steps count as they were.
 
 A static run trains on a link without limit, because its losses do not depend on the link. On each
 link it counts with the usual time of the fastest configuration that any run or timing had there for
-its batch. With K-FAC steps of one configuration differ in length. So runs of S4K count with their own clock.
+its batch. Some batches have runs of several lengths, and count in the best one. With K-FAC steps
+of one configuration differ in length. So runs of S4K count with their own clock.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +141,7 @@ def static_curve(row: dict[str, Any], usual_s: Mapping[Way, float]) -> Curve | N
     if none is known.
 
     It trains beside other work, which slows its set-up and some of its steps. So nothing of its own
-    clock counts. Every step takes the usual time, and the set-up of a tenth of a second is its gain.
+    clock counts. Every step takes the usual time. A set-up of a tenth of a second is its gain.
 
     Args:
         row: of the results file.
@@ -157,6 +159,47 @@ def static_curve(row: dict[str, Any], usual_s: Mapping[Way, float]) -> Curve | N
 def copus_curve(row: dict[str, Any], usual_s: Mapping[Way, float]) -> Curve:
     """A run under the controller on its link, all of it counted."""
     return curve_of(row, {way: (1 + MEASURING) * s for way, s in usual_s.items()})
+
+
+def parts_of(row: dict[str, Any], usual_s: Mapping[Way, float]) -> dict[str, float]:
+    """What a run under the controller took its time for, as parts of it all; their sum is 1.
+
+    `fastest` is what its steps take in the fastest configuration known for their batches, `slower`
+    what the configurations that it was in take beyond that. `other` is decisions and slow steps.
+
+    Args:
+        row: of the results file.
+        usual_s: of `usual`.
+    """
+    fastest: dict[int, float] = {}
+    for way, step_s in usual_s.items():
+        fastest[way[2]] = min(step_s, fastest.get(way[2], step_s))
+    own = {way_of(speed): speed["step_s"] / (1 + MEASURING) for speed in row["speeds"]}
+    parts: dict[str, float] = {"fastest": 0.0, "slower": 0.0, "measuring": 0.0}
+    starts = [*(way["samples"] for way in row["ways"]), row["curve"][-1][0]]
+    for named, (begin, end) in zip(row["ways"], itertools.pairwise(starts)):
+        way = way_of(named)
+        steps = -(-(end - begin) // way[2])
+        step_s = usual_s.get(way, own[way])
+        least_s = fastest.get(way[2], step_s)
+        parts["fastest"] += steps * least_s
+        parts["slower"] += steps * (step_s - least_s)
+        parts["measuring"] += steps * step_s * MEASURING
+    parts["pauses"] = sum(move["pause_s"] for move in row["moves"])
+    parts["set_up"] = row["set_up_s"]
+    whole_s = copus_curve(row, usual_s).seconds[-1]
+    parts["other"] = whole_s - sum(parts.values())
+    return {name: seconds / whole_s for name, seconds in parts.items()}
+
+
+def mean_parts(runs: Runs, seeds: Sequence[int]) -> dict[str, float]:
+    """`parts_of` the runs of some seeds under the controller, in the mean."""
+    found = [
+        parts_of(row, usual(runs.rows, row["spec"]["link"]))
+        for row in runs.rows
+        if row["spec"]["kind"] == "copus" and row["spec"]["seed"] in seeds
+    ]
+    return {name: statistics.fmean(parts[name] for parts in found) for name in found[0]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,21 +230,47 @@ class Comparison:
         return -self.behind
 
 
-def curves_of(runs: Runs, link: str, seed: int) -> tuple[dict[int, Curve], dict[int, Curve]]:
+Statics = Mapping[int, Sequence[Curve]]
+"""By batch: the curves of its static runs, the run of the scenario's length first."""
+
+
+def curves_of(runs: Runs, link: str, seed: int) -> tuple[Statics, dict[int, Curve]]:
     """Curves of the static runs and of the controller's, by first batch."""
-    usual_s, statics, ours = usual(runs.rows, link), {}, {}
+    usual_s = usual(runs.rows, link)
+    statics: dict[int, list[Curve]] = {}
+    ours: dict[int, Curve] = {}
     for row in runs.rows:
         spec = row["spec"]
         if spec["seed"] != seed or (runs.own_clock and spec["link"] != link):
             continue
-        if runs.own_clock:
-            found = statics if spec["kind"] == "static" else ours
-            found[spec["batch"]] = curve_of(row, {})
-        elif spec["kind"] == "static" and (curve := static_curve(row, usual_s)):
-            statics[spec["batch"]] = curve
+        if spec["kind"] == "static":
+            curve = curve_of(row, {}) if runs.own_clock else static_curve(row, usual_s)
+            if curve is not None:
+                some = statics.setdefault(spec["batch"], [])
+                some.insert(0 if spec.get("length", 1.0) == 1.0 else len(some), curve)
+        elif runs.own_clock:
+            ours[spec["batch"]] = curve_of(row, {})
         elif spec["kind"] == "copus" and spec["link"] == link:
             ours[spec["batch"]] = copus_curve(row, usual_s)
     return statics, ours
+
+
+def static_time_to(curves: Sequence[Curve], loss: float) -> float | None:
+    """Seconds in which a static batch gets to a loss, in a run of the length that is best for it;
+    None if it does not.
+
+    Args:
+        curves: of its runs of some lengths. Between the ends of two of them lie the ends of runs
+            of the lengths between, on a straight line of the loss over ln(seconds).
+        loss: to be reached.
+    """
+    times = [t for curve in curves if (t := curve.time_to(loss)) is not None]
+    ends = sorted((curve.seconds[-1], curve.losses[-1]) for curve in curves)
+    for (early_s, early), (late_s, late) in itertools.pairwise(ends):
+        if early > loss >= late:
+            part = (early - loss) / (early - late)
+            times.append(early_s * (late_s / early_s) ** part)
+    return min(times, default=None)
 
 
 def compare(
@@ -221,14 +290,15 @@ def compare(
         links: that a seed has to have.
         seeds: to look at.
         starts: first batches that a seed has to have on each link.
-        batches: whose static runs a seed has to have.
+        batches: of the static runs that a seed has to have; one with several runs comes as often.
     """
     complete, found = [], []
     for seed in seeds:
         own: list[Comparison] = []
         for link in links:
             still, ours = curves_of(static_runs, link, seed)[0], curves_of(runs, link, seed)[1]
-            if not set(starts) <= ours.keys() or not set(batches) <= still.keys():
+            lacks = any(len(still.get(b, ())) < n for b, n in Counter(batches).items())
+            if lacks or not set(starts) <= ours.keys():
                 break
             own += [_comparison(link, seed, b, ours[b], still) for b in starts]
         else:
@@ -238,11 +308,11 @@ def compare(
 
 
 def _comparison(
-    link: str, seed: int, first_batch: int, ours: Curve, statics: dict[int, Curve]
+    link: str, seed: int, first_batch: int, ours: Curve, statics: Statics
 ) -> Comparison:
-    lowest = min(min(curve.losses) for curve in statics.values())
+    lowest = min(min(curve.losses) for curves in statics.values() for curve in curves)
     loss = max(min(ours.losses), lowest)
-    times = {batch: t for batch, c in statics.items() if (t := c.time_to(loss)) is not None}
+    times = {b: t for b, some in statics.items() if (t := static_time_to(some, loss)) is not None}
     best = min(times, key=times.__getitem__)
     seconds = ours.time_to(loss)
     assert seconds is not None
@@ -323,7 +393,7 @@ def verdicts(name: str, about: dict[str, Any]) -> list[str]:
     return lines
 
 
-def draw(path: Path, statics: dict[int, Curve], ours: dict[int, Curve], loss: float) -> None:
+def draw(path: Path, statics: Mapping[int, Curve], ours: Mapping[int, Curve], loss: float) -> None:
     """Held-out loss over time: static batches on the left, the controller on the right.
 
     Args:

@@ -39,6 +39,10 @@ class Scenario:
     start_micro_batch: int
     """Largest, of a run's first steps."""
     timed_micro_batches: tuple[int, ...]
+    lengths: tuple[tuple[int, float], ...]
+    """(batch, part of the samples) of static runs of other lengths, each with a schedule of its
+    own. A run under the controller ends at a loss between those where two static batches end. The
+    one that misses it by little gets there in a longer run, and the other one in a shorter."""
     seeds: tuple[int, ...] = (1, 2, 3)
     rates: tuple[int, ...] = (-1, 0, 1)
     """Powers of 2 times the first rate that are tried at first."""
@@ -84,6 +88,7 @@ S3 = Scenario(
     layouts=("tp1.pp1.dp2", "tp1.pp2.vpp4.dp1"),
     start_micro_batch=1,
     timed_micro_batches=(2, 4, 8),
+    lengths=((8, 1.25), (4, 0.875)),
     static_layout="tp1.pp1.dp1",
 )
 S4 = Scenario(
@@ -99,6 +104,7 @@ S4 = Scenario(
     layouts=("tp1.pp1.dp2",),
     start_micro_batch=16,
     timed_micro_batches=(16, 64),
+    lengths=((64, 1.25), (64, 1.5), (32, 0.875)),
     eval_samples=256,
     evaluations=30,
 )
@@ -109,6 +115,7 @@ S4K = replace(
     statics=(64, 32, 128, 16),
     lr=2 * S4.lr,
     layouts=(),
+    lengths=((64, 1.25), (64, 1.5)),
     # A step that makes covariances takes longer.
     counts_own_clock=True,
 )
@@ -125,6 +132,7 @@ QUICK = (
         rates=(0,),
         warmups=(0.1,),
         timed_micro_batches=(64,),
+        lengths=((8, 1.25),),
         eval_samples=16,
         evaluations=16,
     ),
@@ -136,6 +144,7 @@ QUICK = (
         starts=(4,),
         statics=(4,),
         layouts=S3.layouts[:1],
+        lengths=((4, 1.25),),
         seeds=(1,),
         rates=(0,),
         warmups=(0.1,),

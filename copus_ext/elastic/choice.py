@@ -15,6 +15,7 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.launch.layout_fit import NoFit, layouts_for
 from copus_ext.reshard.relaunch import Request, merged, value_of, without_start
+from megatron.training.common import optional
 from megatron.training.common.errors import UsageError
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
@@ -155,7 +156,8 @@ class _Search:
             args = parse_args(flags, {"copus controller": CopusConfig})
             if args.use_checkpoint_args:
                 args = with_checkpoint_args(args, stored)
-            config = resolve(args, self._ranks, cuda_available=self._has_gpu)
+            engines = optional.installed() if self._has_gpu else {}
+            config = resolve(args, self._ranks, cuda_available=self._has_gpu, **engines)
             note = "" if batch == self._batch else f"batch {batch} instead of {self._batch}"
             return Choice(flags=flags, config=config, note=note)
         return None

@@ -14,6 +14,7 @@ from typing import Any
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.reshard.relaunch import Request, lost_layouts, merged, value_of
 from megatron.training.checkpoint import files
+from megatron.training.common import optional
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.layout import Layout
@@ -167,7 +168,8 @@ class LayoutFit:
         if args.use_checkpoint_args and args.load:
             args = with_checkpoint_args(args, self._of_checkpoint(Path(args.load)) or {})
         try:
-            resolve(args, ranks, cuda_available=self._has_gpu)
+            engines = optional.installed() if self._has_gpu else {}
+            resolve(args, ranks, cuda_available=self._has_gpu, **engines)
         except UsageError as error:
             return str(error).split("\n")[0]
         return None

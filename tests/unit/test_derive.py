@@ -254,6 +254,32 @@ def test_on_cpu_and_on_gpu() -> None:
     assert gloo.parallel.distributed_backend == "gloo"
 
 
+def test_a_gated_activation_is_fused_without_a_bias_too() -> None:
+    def is_fused(flags: str) -> bool | None:
+        return config_of(f"{ROPE} {flags}", **GPU).kernels.bias_activation_fusion
+
+    assert is_fused("--swiglu") and is_fused("--swiglu --disable-bias-linear") and is_fused("")
+    assert not is_fused("--disable-bias-linear"), "the kernel of a GELU needs a bias"
+    assert not is_fused("--swiglu --disable-bias-linear --no-bias-swiglu-fusion")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        ("--recompute-activations --recompute-num-layers 1", "needs --recompute-granularity full"),
+        (
+            "--bf16 --fp8-format hybrid --recompute-activations --recompute-modules layernorm",
+            "--fp8-recipe delayed excludes --recompute-modules layernorm",
+        ),
+    ],
+)
+def test_what_megatron_core_refuses_to_compute_again_is_said_at_the_start(
+    flags: str, part: str
+) -> None:
+    with pytest.raises(UsageError, match=part):
+        config_of(f"{ROPE} {flags}", **GPU)
+
+
 GPU = {"cuda_available": True, "transformer_engine_available": True, "apex_available": True}
 LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-pos-emb-head-dim 4"
 

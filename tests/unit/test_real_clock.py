@@ -199,6 +199,24 @@ def test_a_static_batch_counts_in_its_fastest_configuration_on_the_link() -> Non
     assert real_clock_figures.static_curve(row_of("static", 16), usual_s) is None
 
 
+def test_the_parts_of_a_run_are_where_its_time_went() -> None:
+    """Ten steps of 1 s and ten of .5 s, a pause of 20 s between them; .4 s a step was known."""
+    factor = 1 + real_clock_figures.MEASURING
+    usual_s = {(DP2, 1, 4): 1.0 / factor, (PP2, 1, 4): 0.5 / factor}
+    row = row_of("copus", 4, step_s=1.0, pause_s=20.0)
+    row["moves"] = [{"pause_s": 20.0}]
+    whole_s = 1.0 + 10.0 + 20.0 + 5.0
+    parts = real_clock_figures.parts_of(row, {**usual_s, (DP2, 2, 4): 0.4 / factor})
+    assert sum(parts.values()) == pytest.approx(1.0)
+    assert parts["fastest"] == pytest.approx(20 * 0.4 / factor / whole_s)
+    assert parts["slower"] == pytest.approx((10 * 0.6 + 10 * 0.1) / factor / whole_s)
+    assert parts["measuring"] == pytest.approx(15.0 * (1 - 1 / factor) / whole_s)
+    assert (parts["pauses"], parts["set_up"]) == pytest.approx((20 / whole_s, 1 / whole_s))
+    assert parts["other"] == pytest.approx(0.0, abs=1e-9)
+    runs = Runs(rows=[row, row_of("copus", 4, seed=2)])
+    assert real_clock_figures.mean_parts(runs, [1]).keys() == parts.keys()
+
+
 def test_what_measuring_takes_counts_for_the_controller() -> None:
     row = row_of("copus", 4, link="0", step_s=1.0)
     factor = 1 + real_clock_figures.MEASURING
@@ -254,6 +272,31 @@ def test_a_run_is_compared_with_the_best_static_batch_at_the_lowest_loss_of_both
     assert result["interval"]["mean"] == pytest.approx([result["mean"]] * 2), "one seed"
 
 
+def test_a_static_batch_may_have_the_length_that_is_best_for_it() -> None:
+    def run(end_s: float, end: float) -> Curve:
+        return Curve(samples=[1, 2], seconds=[end_s / 2, end_s], losses=[end + 1.0, end])
+
+    whole, longer = run(100.0, 2.0), run(150.0, 1.8)
+    found = functools.partial(real_clock_figures.static_time_to, [whole, longer])
+    assert found(1.9) == pytest.approx(math.sqrt(100.0 * 150.0)), "between the ends"
+    assert (found(2.0), found(1.8)) == pytest.approx((100.0, 150.0))
+    assert found(1.7) is None
+    assert found(2.5) == pytest.approx(75.0), "on the way"
+    assert real_clock_figures.static_time_to([whole], 1.9) is None
+    assert real_clock_figures.static_time_to([longer, whole], 1.9) == found(1.9)
+
+
+def test_runs_of_other_lengths_have_a_schedule_of_their_own() -> None:
+    spec = Spec(scenario="S4", kind="static", batch=64, link="0", seed=1, warmup=0.3)
+    flags = [flags_of(S4, one) for one in real_clock.compared(S4, spec, 1)]
+    of = lambda name: [int(f[f.index(name) + 1]) for f in flags]  # noqa: E731
+    samples = of("--train-samples")
+    assert samples == [15_360, 19_200, 23_040]
+    assert of("--lr-warmup-samples") == [int(0.3 * n) for n in samples]
+    ends = [n % (interval * 64) for n, interval in zip(samples, of("--eval-interval"))]
+    assert ends == [0, 0, 0], "the last step is evaluated"
+
+
 def test_a_seed_counts_only_when_it_is_complete() -> None:
     rows = [curve_row("static", 4, 0.6, 1.0, seed=k) for k in (1, 2)]
     rows += [curve_row("copus", 4, 0.6, 1.0, link=link) for link in ("0", "5")]
@@ -275,7 +318,7 @@ def test_static_runs_of_the_search_do_not_count() -> None:
         for key, loss in done.items()
     ]
     kept = [row["key"] for row in real_clock.tuned_rows(S4, rows) if " static " in row["key"]]
-    assert len(kept) == len(S4.statics) * len(S4.seeds)
+    assert len(kept) == (len(S4.statics) + len(S4.lengths)) * len(S4.seeds)
     assert all("rate 2 warmup 0.3" in key for key in kept if " static 8 " in key)
 
 
@@ -289,7 +332,7 @@ def test_with_kfac_compared_static_runs_count_with_their_own_clock_on_the_link()
     assert all(spec.counts_by_clock == (spec.seed in S4K.seeds) for spec in trained)
     rows = [{"key": spec.key, "loss": done[spec.key], "spec": vars(spec)} for spec in trained]
     kept = [row for row in real_clock.tuned_rows(S4K, rows) if row["spec"]["kind"] == "static"]
-    assert len(kept) == len(S4K.statics) * len(S4K.seeds)
+    assert len(kept) == (len(S4K.statics) + len(S4K.lengths)) * len(S4K.seeds)
 
 
 def test_a_run_can_stand_against_static_runs_of_another_scenario() -> None:

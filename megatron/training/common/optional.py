@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from pathlib import Path
 
 
 @functools.cache
@@ -17,6 +18,23 @@ def have_transformer_engine() -> bool:
 def have_nvidia_apex() -> bool:
     """Whether NVIDIA's apex imports; PyPI's package of that name is another project."""
     return _imports("apex.optimizers")
+
+
+def installed() -> dict[str, bool]:
+    """What ranks on GPUs will find, as arguments of `resolve`, for whoever is no rank.
+
+    It looks for the packages and imports none, since an import would occupy a GPU.
+    """
+    return {
+        "transformer_engine_available": _is_installed("transformer_engine", "pytorch"),
+        "apex_available": _is_installed("apex", "optimizers"),
+    }
+
+
+def _is_installed(package: str, part: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    places = () if spec is None else spec.submodule_search_locations or ()
+    return any((Path(place) / part).is_dir() for place in places)
 
 
 def _imports(name: str) -> bool:

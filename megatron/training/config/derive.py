@@ -99,7 +99,6 @@ _AT_LEAST_ONE = [
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
-    "num_experts",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
     "moe_router_topk",
@@ -109,6 +108,7 @@ _AT_LEAST_ONE = [
     "clip_group_size",
 ]
 _NOT_NEGATIVE = [
+    "num_experts",
     "lr",
     "lr_warmup_iters",
     "lr_warmup_samples",
@@ -494,7 +494,9 @@ def _derive_kernels(draft: Draft, environment: Environment) -> None:
         draft["apply_rope_fusion"] = False
     activation = "bias_swiglu_fusion" if draft["swiglu"] else "bias_gelu_fusion"
     is_known = not (draft["squared_relu"] or draft["quick_geglu"])
-    draft["bias_activation_fusion"] = draft[activation] and draft["add_bias_linear"] and is_known
+    # Of a gated SiLU the kernel takes no bias as well; of a GELU it needs one.
+    takes_it = draft["swiglu"] or draft["add_bias_linear"]
+    draft["bias_activation_fusion"] = draft[activation] and takes_it and is_known
     derive_moe_kernels(draft, environment)
     backend, local = draft["attention_backend"], draft["transformer_impl"] == "local"
     if draft["multi_latent_attention"] and local and backend in ("unfused", "local"):
@@ -526,6 +528,11 @@ def _derive_recompute(draft: Draft, environment: Environment) -> None:
             f"--recompute-method {method} needs --recompute-granularity full; add it or drop the "
             "method",
         )
+        draft.require(
+            draft["recompute_num_layers"] is None,
+            f"--recompute-num-layers {draft['recompute_num_layers']} needs "
+            "--recompute-granularity full; add it or drop the number of layers",
+        )
     if granularity == "full" and draft["recompute_num_layers"] is not None:
         draft.problems += recompute_problems(
             _layout_of(draft),
@@ -543,6 +550,11 @@ def _derive_recompute(draft: Draft, environment: Environment) -> None:
     draft.require(
         not bad,
         f"--recompute-modules {' '.join(bad)} is not supported; choose from {', '.join(allowed)}",
+    )
+    delayed = draft["fp8"] and draft["fp8_recipe"] == "delayed"
+    draft.require(
+        not (delayed and {"layernorm", "moe_act"} & {*draft["recompute_modules"]}),
+        "--fp8-recipe delayed excludes --recompute-modules layernorm and moe_act; drop them",
     )
 
 

@@ -246,9 +246,21 @@ def derive_moe_kernels(draft: Draft, environment: Environment) -> None:
         not is_cpu or draft["moe_token_dispatcher_type"] != "flex",
         "--moe-token-dispatcher-type flex needs a GPU; use alltoall or allgather",
     )
+    tensor = draft["expert_tensor_parallel_size"] or draft["tensor_model_parallel_size"]
+    draft.require(
+        draft["moe_token_dispatcher_type"] != "flex"
+        or tensor * draft["expert_model_parallel_size"] > 1,
+        "--moe-token-dispatcher-type flex needs experts on several ranks; raise "
+        "--expert-model-parallel-size, or use alltoall or allgather",
+    )
     draft.require(
         not draft["moe_shared_expert_overlap"] or draft["moe_token_dispatcher_type"] == "alltoall",
         "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall; give it",
+    )
+    computes_again = draft["recompute_granularity"] == "selective" or draft["recompute_activations"]
+    draft.require(
+        not (computes_again and "shared_experts" in modules and draft["moe_shared_expert_overlap"]),
+        "--recompute-modules shared_experts excludes --moe-shared-expert-overlap; drop one",
     )
 
 
