@@ -153,10 +153,10 @@ def tuned(s: Scenario, batch: int, done: Losses) -> Search:
 
 def compared(s: Scenario, best: Spec, seed: int) -> list[Spec]:
     """The static runs of a batch, with its tuned rate, that stand against runs under the
-    controller: of the scenario's length first."""
-    lengths = [1.0, *(length for batch, length in s.lengths if batch == best.batch)]
-    link = s.links[0] if s.counts_own_clock else NO_LIMIT
-    return [replace(best, seed=seed, link=link, length=length) for length in lengths]
+    controller: of the scenario's length first. The others take their time from it."""
+    whole = replace(best, seed=seed, link=s.links[0] if s.counts_own_clock else NO_LIMIT)
+    lengths = (length for batch, length in s.lengths if batch == best.batch)
+    return [whole, *(replace(whole, link=NO_LIMIT, length=length) for length in lengths)]
 
 
 def timings(s: Scenario, link: str, seed: int) -> Iterator[Spec]:

@@ -239,20 +239,36 @@ def curves_of(runs: Runs, link: str, seed: int) -> tuple[Statics, dict[int, Curv
     usual_s = usual(runs.rows, link)
     statics: dict[int, list[Curve]] = {}
     ours: dict[int, Curve] = {}
-    for row in runs.rows:
-        spec = row["spec"]
-        if spec["seed"] != seed or (runs.own_clock and spec["link"] != link):
+    for row in sorted(runs.rows, key=_length_of):
+        spec, is_other = row["spec"], _length_of(row) > 0
+        is_own = runs.own_clock and not is_other
+        if spec["seed"] != seed or (is_own and spec["link"] != link):
             continue
         if spec["kind"] == "static":
-            curve = curve_of(row, {}) if runs.own_clock else static_curve(row, usual_s)
-            if curve is not None:
-                some = statics.setdefault(spec["batch"], [])
-                some.insert(0 if spec.get("length", 1.0) == 1.0 else len(some), curve)
+            some = statics.setdefault(spec["batch"], [])
+            if not runs.own_clock:
+                some += [c for c in [static_curve(row, usual_s)] if c is not None]
+            elif is_own or some:
+                some.append(_at_pace_of(some[0], row) if is_other else curve_of(row, {}))
         elif runs.own_clock:
             ours[spec["batch"]] = curve_of(row, {})
         elif spec["kind"] == "copus" and spec["link"] == link:
             ours[spec["batch"]] = copus_curve(row, usual_s)
-    return statics, ours
+    return {batch: some for batch, some in statics.items() if some}, ours
+
+
+def _length_of(row: dict[str, Any]) -> float:
+    """How far from that of the scenario; 0 for a run of its length."""
+    return abs(row["spec"].get("length", 1.0) - 1.0)
+
+
+def _at_pace_of(whole: Curve, row: dict[str, Any]) -> Curve:
+    """A run of another length, whose samples take as long as those of a run of its batch."""
+    samples, _, losses = zip(*row["curve"])
+    pace = whole.seconds[-1] / whole.samples[-1]
+    return Curve(
+        samples=samples, seconds=[n * pace for n in samples], losses=smooth(samples, losses)
+    )
 
 
 def static_time_to(curves: Sequence[Curve], loss: float) -> float | None:

@@ -16,7 +16,7 @@ import pytest
 from bench.support import RunRecord
 from bench.time_to_loss import kfac_trainer, real_clock, real_clock_figures
 from bench.time_to_loss.real_clock import Spec, flags_of, tuned, wanted
-from bench.time_to_loss.real_clock_figures import Curve, Runs, compare
+from bench.time_to_loss.real_clock_figures import Curve, Runs, compare, curves_of
 from bench.time_to_loss.real_clock_scenarios import QUICK, S3, S4, S4K, Scenario
 from bench.time_to_loss.scenarios import save
 from copus_ext.controller.flags import CopusConfig
@@ -297,6 +297,19 @@ def test_runs_of_other_lengths_have_a_schedule_of_their_own() -> None:
     assert ends == [0, 0, 0], "the last step is evaluated"
 
 
+def test_with_its_own_clock_a_longer_run_takes_as_long_for_a_sample() -> None:
+    rows = [
+        curve_row("static", 4, 0.5, 7.0, link="0"),
+        curve_row("static", 4, 0.6, 2.0, link="100"),
+        curve_row("copus", 4, 0.6, 3.0, link="100"),
+    ]
+    rows[0]["spec"]["length"] = 1.25
+    statics, ours = curves_of(Runs(rows=rows, own_clock=True), "100", 1)
+    assert [one.seconds[-1] for one in statics[4]] == pytest.approx([2048.0, 2048.0])
+    assert statics[4][1].losses != statics[4][0].losses
+    assert ours[4].seconds[-1] == pytest.approx(3072.0)
+
+
 def test_a_seed_counts_only_when_it_is_complete() -> None:
     rows = [curve_row("static", 4, 0.6, 1.0, seed=k) for k in (1, 2)]
     rows += [curve_row("copus", 4, 0.6, 1.0, link=link) for link in ("0", "5")]
@@ -307,6 +320,9 @@ def test_a_seed_counts_only_when_it_is_complete() -> None:
     assert (seeds, len(found)) == ([1], 2)
     seeds, found = compare(Runs(rows=rows), Runs(rows=rows), links=["0"], **about)
     assert (seeds, len(found)) == ([1, 2], 2)
+    about["batches"] = [4, 4]
+    seeds, _ = compare(Runs(rows=rows), Runs(rows=rows), links=["0"], **about)
+    assert not seeds, "a second length is missing"
 
 
 def test_static_runs_of_the_search_do_not_count() -> None:
@@ -326,10 +342,12 @@ def test_with_kfac_compared_static_runs_count_with_their_own_clock_on_the_link()
     done: dict[str, float] = {}
     trained = go_on([S4K], done)
     statics = [spec for spec in trained if spec.kind == "static"]
-    assert {s.link for s in statics if s.seed in S4K.seeds} == {"100"}
+    assert {s.link for s in statics if s.seed in S4K.seeds and s.length == 1} == {"100"}
     assert {s.link for s in statics if s.seed not in S4K.seeds} == {"0"}
     assert not any(spec.kind == "timing" for spec in trained)
-    assert all(spec.counts_by_clock == (spec.seed in S4K.seeds) for spec in trained)
+    assert {s.link for s in statics if s.length != 1} == {"0"}, "they take the time of whole ones"
+    own = [spec for spec in trained if spec.length == 1]
+    assert all(spec.counts_by_clock == (spec.seed in S4K.seeds) for spec in own)
     rows = [{"key": spec.key, "loss": done[spec.key], "spec": vars(spec)} for spec in trained]
     kept = [row for row in real_clock.tuned_rows(S4K, rows) if row["spec"]["kind"] == "static"]
     assert len(kept) == (len(S4K.statics) + len(S4K.lengths)) * len(S4K.seeds)
