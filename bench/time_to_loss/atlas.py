@@ -400,15 +400,16 @@ def samples_to(
 ) -> float | None:
     """Length of the run of a static batch that ends at a loss, samples.
 
-    Between lengths the logarithm of the samples is a straight line over the loss; it goes on by
-    half of the distance beyond the ends, else the answer is None.
+    The logarithm of the samples over the loss is a parabola through three lengths, or a straight
+    line through two. Beyond the ends it goes on straight, and the curve is steeper there, so that
+    the answer is less than the truth. It goes on by half of the distance of the ends, and from two
+    lengths not to lower losses, else the answer is None.
 
     Args:
         best: best trial of every cell.
         batch: of the run.
         loss: at its end.
-        beyond: the line goes on to any higher loss. The curve is steeper there, so that the answer
-            is less than the truth.
+        beyond: whether it goes on to any higher loss.
     """
     import numpy as np
 
@@ -421,12 +422,12 @@ def samples_to(
         return None
     losses, logs = zip(*sorted(points))
     reach = (losses[-1] - losses[0]) / 2
-    most = math.inf if beyond else losses[-1] + reach
-    if not losses[0] - reach <= loss <= most:
+    least = losses[0] - reach * (len(points) > 2)
+    if not least <= loss <= (math.inf if beyond else losses[-1] + reach):
         return None
-    i = int(np.clip(np.searchsorted(losses, loss) - 1, 0, len(losses) - 2))
-    slope = (logs[i + 1] - logs[i]) / (losses[i + 1] - losses[i])
-    return float(np.exp(logs[i] + slope * (loss - losses[i])))
+    curve = np.polynomial.Polynomial.fit(losses, logs, len(points) - 1)
+    near = min(max(loss, losses[0]), losses[-1])
+    return float(np.exp(curve(near) + curve.deriv()(near) * (loss - near)))
 
 
 def main() -> None:

@@ -55,19 +55,32 @@ def test_a_run_that_a_living_process_trains_is_left_to_it(tmp_path: Path) -> Non
     assert atlas._claim(path, claims) == first
 
 
-def test_samples_between_lengths_lie_on_a_line_over_the_loss() -> None:
-    losses = {SHORT: 1.7, MIDDLE: 1.6, LONG: 1.5}
-    best = {f"cosine {n} [64]": {"mean_loss": loss} for n, loss in losses.items()}
-    for length, loss in losses.items():
-        assert atlas.samples_to(best, 64, loss) == pytest.approx(length)
-    assert atlas.samples_to(best, 64, 1.55) == pytest.approx(math.sqrt(MIDDLE * LONG))
+def test_samples_between_lengths_follow_a_curve_over_the_loss() -> None:
+    """Losses 1 + 200 / sqrt(samples): a power law, as of real runs."""
+
+    def loss_at(samples: float) -> float:
+        return 1.0 + 200 / math.sqrt(samples)
+
+    lengths = (SHORT, MIDDLE, LONG)
+    best = {f"cosine {n} [64]": {"mean_loss": loss_at(n)} for n in lengths}
+    best |= {f"cosine {n} [256]": {"mean_loss": loss_at(n)} for n in lengths[:2]}
+    for length in lengths:
+        assert atlas.samples_to(best, 64, loss_at(length)) == pytest.approx(length)
+    for length in (40_000, 58_000):
+        found = atlas.samples_to(best, 64, loss_at(length))
+        assert found == pytest.approx(length, rel=2e-3)
+        line = atlas.samples_to(best, 256, loss_at(length))
+        assert line is None if length > MIDDLE else line is not None and line > found
+    for length in (20_000, 75_000):
+        found = atlas.samples_to(best, 64, loss_at(length), beyond=True)
+        assert found is not None and found < length, "the static batch looks better than it is"
     assert atlas.samples_to(best, 64, 1.3) is None
     assert atlas.samples_to(best, 32, 1.6) is None
 
 
 def test_the_figure_tells_what_was_trained_from_what_was_not() -> None:
     losses = {(8, SHORT): 1.5, (32, SHORT): 1.6, (32, LONG): 1.4, (64, SHORT): 1.7, (64, LONG): 1.6}
-    losses |= {(128, SHORT): 1.9, (128, MIDDLE): 1.7, (256, SHORT): 2.0}
+    losses |= {(128, SHORT): 1.9, (128, MIDDLE): 1.75, (128, LONG): 1.65, (256, SHORT): 2.0}
     best = {f"cosine {n} [{batch}]": {"mean_loss": loss} for (batch, n), loss in losses.items()}
     found = {batch: (samples, kind) for batch, samples, kind in atlas._needed(best, 1.6)}
     assert found[8] == (SHORT, "most")
