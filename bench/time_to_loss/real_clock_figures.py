@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from bench.support import figure
-from bench.time_to_loss.scenarios import MEASURING, interval
+from bench.time_to_loss.scenarios import MEASURING, interval_of_few
 
 ORDINARY = 1.5
 """A step longer than this times the median of its configuration is not an ordinary one."""
@@ -389,7 +389,7 @@ def result(name: str, seeds: list[int], found: list[Comparison]) -> dict[str, An
     }
     return {
         **kept,
-        "interval": {key: interval(groups, f) for key, f in figures.items()},
+        "interval": {k: interval_of_few(groups, f) for k, f in figures.items() if k != "worst"},
         "seeds": seeds,
         "saved_by_first_batch": by_start,
         "rows": [{**vars(one), "behind": one.behind} for one in found],

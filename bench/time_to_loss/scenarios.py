@@ -325,6 +325,29 @@ def interval(
     return [float(x) for x in np.percentile(found, [2.5, 97.5])]
 
 
+_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""97.5 % quantiles of Student's t by number of values."""
+
+
+def interval_of_few(
+    values: Sequence[Any], figure: Callable[[Sequence[Any]], float]
+) -> list[float] | None:
+    """A 95 % interval of a mean of 2 to 5 values, by Student's t; None for one value.
+
+    Drawing so few anew would give no more than their range, which is too narrow.
+
+    Args:
+        values: that the figure is of, such as seeds.
+        figure: a mean over some of them.
+    """
+    each = [figure([value]) for value in values]
+    if len(each) < 2:
+        return None
+    half = _STUDENT[len(each)] * statistics.stdev(each) / math.sqrt(len(each))
+    middle = statistics.fmean(each)
+    return [middle - half, middle + half]
+
+
 BY_START = tuple(operator.attrgetter(name) for name in ("cluster", "seed", "first_batch"))
 """What a start came from. A cluster and a seed have one machine, so that seeds come first."""
 

@@ -317,7 +317,7 @@ def s5(found: list[Outcome], best: dict[str, dict[str, Any]]) -> dict[str, Any] 
 
     return {
         "figure": figure(seeds),
-        "interval": {"figure": interval(seeds, figure)},
+        "interval": {"figure": scenarios.interval_of_few(seeds, figure)},
         "seeds": seeds,
         "by_h": rows,
     }

@@ -42,6 +42,12 @@ def test_an_interval_spans_what_other_seeds_might_have_given() -> None:
     assert 1.0 <= low < 2.0 < high <= 3.0
 
 
+def test_an_interval_of_a_few_seeds_is_wider_than_their_range() -> None:
+    low, high = scenarios.interval_of_few([1.0, 2.0, 3.0], mean) or (2.0, 2.0)
+    assert (low, high) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
+    assert scenarios.interval_of_few([1.0], mean) is None
+
+
 def test_an_interval_over_clusters_is_as_wide_as_they_differ() -> None:
     cells = [(cluster, seed, float(cluster)) for cluster in (1, 2, 3) for seed in range(20)]
 
