@@ -12,6 +12,7 @@
 #   COPUS_PROGRAM        program to run instead of pretrain_gpt.py
 #   COPUS_RESTART_WAIT   seconds before starting again after a crash (5, then 15, then 45)
 set -euo pipefail
+unset CDPATH # with it cd may go elsewhere, and prints where
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 ranks=2
@@ -39,7 +40,8 @@ done
 [[ $ranks =~ ^[1-9][0-9]{0,3}$ ]] || refuse "-n $ranks must be a number of ranks"
 [ $# -gt 0 ] || refuse "no flags given"
 
-python=$(bash "$root/scripts/setup_env.sh" run)
+# CPU ranks need no CUDA.
+python=$(COPUS_TORCH=${COPUS_TORCH:-cpu} bash "$root/scripts/setup_env.sh" run)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$(uname)" = Linux ]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; fi

@@ -11,6 +11,7 @@
 #                      --moe 360); fewer steps where the batch grows
 #   QUICKSTART_DIR     where everything goes     (default runs/quickstart; made anew each time)
 set -euo pipefail
+unset CDPATH # with it cd may go elsewhere, and prints where
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "$*" in

@@ -8,7 +8,9 @@
 #
 #   COPUS_VENV    where the environment is or shall be   (default: .venv in the repository)
 #   COPUS_PYTHON  python to make it with                 (default: the first suitable one on PATH)
+#   COPUS_TORCH   build of torch, cpu or cuda            (default: cuda where nvidia-smi is)
 set -euo pipefail
+unset CDPATH # with it cd may go elsewhere, and prints where
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 profile=${1:-run}
@@ -19,6 +21,14 @@ say() { echo "setup_env: $*" >&2; }
 fail() { say "$*"; exit 2; }
 
 case $profile in run | dev) ;; *) fail "unknown profile '$profile'; use run or dev" ;; esac
+
+# On Linux the plain wheel brings gigabytes of CUDA; without a GPU the CPU wheel does.
+build=${COPUS_TORCH:-}
+if [ -z "$build" ]; then
+    build=cpu
+    if [ "$(uname -s)" = Linux ] && command -v nvidia-smi >/dev/null; then build=cuda; fi
+fi
+case $build in cpu | cuda) ;; *) fail "COPUS_TORCH=$build is unknown; use cpu or cuda" ;; esac
 
 suitable() { # exit status 0 if "$1" starts and is Python 3.10 to 3.13
     "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
@@ -62,26 +72,63 @@ pip_install() {
     "$python" -m pip install -q --disable-pip-version-check --no-input --no-compile "$@" >&2
 }
 
-install_torch() {
-    local pinned index
-    pinned=$(grep -v '^#' "$requirements/torch.txt")
-    "$python" - "$pinned" <<'PY' && return
-import importlib.metadata, sys
+torch_build() { # cpu or cuda, of a torch of the pinned version; nothing where there is none
+    "$python" - "$pinned" <<'PY'
+import importlib.metadata, runpy, sys
 try:
-    installed = importlib.metadata.version("torch")
+    torch = importlib.metadata.distribution("torch")
 except importlib.metadata.PackageNotFoundError:
-    sys.exit(1)
-sys.exit(installed.split("+")[0] != sys.argv[1].partition("==")[2])
+    sys.exit()
+if torch.version.split("+")[0] != sys.argv[1].partition("==")[2]:
+    sys.exit()
+try:
+    cuda = runpy.run_path(str(torch.locate_file("torch/version.py")))["cuda"]
+except Exception:  # somebody built it here: it stays
+    cuda = True
+print("cuda" if cuda else "cpu")
 PY
-    say "installing $pinned"
-    # On Linux the plain wheel brings gigabytes of CUDA; without a GPU the CPU wheel does.
-    if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
+}
+
+install_torch() {
+    local installed index
+    installed=$(torch_build)
+    # The build with CUDA serves CPU ranks as well.
+    if [ "$installed" = cuda ] || [ "$installed" = "$build" ]; then return; fi
+    say "installing $pinned ($build)"
+    if [ "$build" = cuda ]; then
+        install_cuda_torch "$installed"
+        return
+    fi
+    if [ "$(uname -s)" = Linux ]; then
         index=https://download.pytorch.org/whl/cpu
         pip_install "$pinned+cpu" 2>/dev/null && return
         pip_install "$pinned+cpu" --extra-index-url "$index" && return
         say "no CPU wheel of torch within reach, taking the default one"
     fi
     pip_install "$pinned" || fail "pip could not install $pinned; its message is above"
+}
+
+install_cuda_torch() { # in the place of a CPU build, if "$1" says so
+    local others="or set COPUS_TORCH=cpu if ranks shall run on CPUs"
+    # For pip 2.13.0+cpu is 2.13.0, so that it must be forced; then come the libraries of CUDA.
+    { [ -z "$1" ] || pip_install --force-reinstall --no-deps "$pinned"; } && pip_install "$pinned" ||
+        fail "pip could not install $pinned with CUDA; its message is above." \
+            "Run COPUS_TORCH=cuda bash scripts/setup_env.sh $profile where there is a network, $others"
+    [ "$(torch_build)" = cuda ] ||
+        fail "the $pinned of this package index has no CUDA; set PIP_INDEX_URL to another, $others"
+}
+
+set_up() {
+    "$python" -m pip --version >/dev/null 2>&1 || fail "$venv has no pip; remove it and try again"
+    install_torch
+    say "installing requirements/$profile.txt"
+    pip_install -r "$requirements/$profile.txt" || fail "pip could not install requirements/$profile.txt"
+    # pyright runs on node; where there is none, PyPI has one.
+    if [ "$profile" = dev ] && ! command -v node >/dev/null; then
+        pip_install "pyright[nodejs]" -c "$requirements/constraints.txt" ||
+            say "no node for pyright; it will try to fetch one"
+    fi
+    printf '%s\n' "$wanted $(torch_build)" >"$stamp"
 }
 
 python=$venv/bin/python
@@ -92,19 +139,23 @@ if [ ! -x "$python" ]; then
 fi
 suitable "$python" || fail "$python does not start or is not Python 3.10 to 3.13; remove $venv and try again"
 
+pinned=$(grep -v '^#' "$requirements/torch.txt")
 stamp=$venv/.copus-$profile
 wanted=$(cat "$requirements"/*.txt "${BASH_SOURCE[0]}" | cksum)
-done_already() { [ "$(cat "$1" 2>/dev/null)" = "$wanted" ]; }
-if ! done_already "$stamp" && ! done_already "$venv/.copus-dev"; then
-    "$python" -m pip --version >/dev/null 2>&1 || fail "$venv has no pip; remove it and try again"
-    install_torch
-    say "installing requirements/$profile.txt"
-    pip_install -r "$requirements/$profile.txt" || fail "pip could not install requirements/$profile.txt"
-    # pyright runs on node; where there is none, PyPI has one.
-    if [ "$profile" = dev ] && ! command -v node >/dev/null; then
-        pip_install "pyright[nodejs]" -c "$requirements/constraints.txt" ||
-            say "no node for pyright; it will try to fetch one"
+done_already() { # exit status 0 if "$1" is the stamp of these files, and of a torch that will do
+    case $(cat "$1" 2>/dev/null) in
+    "$wanted cuda") true ;;
+    "$wanted cpu") [ "$build" = cpu ] ;;
+    *) false ;;
+    esac
+}
+is_ready() { done_already "$stamp" || done_already "$venv/.copus-dev"; }
+if ! is_ready; then
+    # Jobs that start at once must not replace torch at once.
+    if command -v flock >/dev/null; then
+        exec 8>>"$venv/.copus-lock"
+        flock 8 || true # not every file system can
     fi
-    printf '%s\n' "$wanted" >"$stamp"
+    if ! is_ready; then set_up; fi
 fi
 echo "$python"

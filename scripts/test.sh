@@ -10,6 +10,7 @@
 # PARTS names the parts, too. As root on Debian it installs the packages of SLURM, Chromium and
 # Prometheus. Without them the last two parts, and the test of the alert rules, are skipped.
 set -euo pipefail
+unset CDPATH # with it cd may go elsewhere, and prints where
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 all=lint,unit,ranks,slurm,browser
@@ -151,7 +152,7 @@ lane waiting_lane
 lane computing_lane
 if has lint; then lane reading_lane; fi
 failed=0
-for lane in "${lanes[@]}"; do wait "$lane" || failed=1; done
+for lane in ${lanes[@]+"${lanes[@]}"}; do wait "$lane" || failed=1; done
 if has ranks && [ $failed = 0 ]; then
     # They time links and steps: nothing else runs.
     group "ranks that are timed" tests tests/distributed -m alone || failed=1

@@ -15,6 +15,7 @@ from copus_ext.launch.restart_policy import CrashLimits
 from copus_ext.launch.slurm import Step, address_of, read_step
 from copus_ext.reshard.relaunch import value_of
 from megatron.training.common.errors import UsageError
+from megatron.training.common.gpus import check_torch_build, visible_gpus
 from megatron.training.common.program import program_name
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -138,6 +139,8 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         name = program_name(_MODULE)
         raise UsageError(f"no flags of the run given; end with: -- {_TRAINER} FLAGS; see {name} -h")
     named = () if words[0].startswith("-") else (words[0],)
+    if not named or Path(*named).name == _TRAINER:
+        check_torch_build(value_of(words, "--device") or "auto", env)
     gpus = visible_gpus(env)
     nproc = (gpus or 1) if given.nproc_per_node is None else given.nproc_per_node
     step = read_step(env)
@@ -245,14 +248,3 @@ def _trainer() -> tuple[str, ...]:
     if program_name(_MODULE) == _MODULE:
         return "-m", "copus_ext.commands.pretrain"
     return "-m", "copus_ext.commands.main", "pretrain"
-
-
-def visible_gpus(env: Mapping[str, str]) -> int:
-    """Number of GPUs that this process may use. Asks no library, which would occupy them."""
-    listed = env.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return len(list(Path("/dev").glob("nvidia[0-9]*")))
-    names = [name.strip() for name in listed.split(",")]
-    # CUDA takes those before the first that makes no sense.
-    ends = [i for i, name in enumerate(names) if name in ("", "-1", "NoDevFiles")]
-    return min(ends, default=len(names))

@@ -41,6 +41,7 @@ from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common import optional
 from megatron.training.common.device import use_device
 from megatron.training.common.errors import TrainingFailure, UsageError
+from megatron.training.common.gpus import check_torch_build
 from megatron.training.common.program import other_command
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
@@ -284,13 +285,15 @@ def open_model(
         trust_unverified: `--ckpt-trust-unverified`.
 
     Raises:
-        UsageError: there is no checkpoint, or its flags or these do not fit.
+        UsageError: there is no checkpoint, its flags or these do not fit, or torch cannot use the
+            GPU.
         TrainingFailure: it is damaged or does not load.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a checkpoint is opened on one process; start it without torchrun or srun")
     if not load.is_dir():
         raise UsageError(f"--load {load} is no directory; give the --save directory of a run")
+    check_torch_build(device)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():

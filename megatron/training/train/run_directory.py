@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -32,6 +33,9 @@ from megatron.training.resilience.watchdog import EXIT_CODE, exit_immediately
 
 logger = logging.getLogger(__name__)
 
+_RUNS = Path("runs")
+"""Where runs go whose flags name no directory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunDirectory:
@@ -54,8 +58,9 @@ def hold_run(config: Config) -> Iterator[RunDirectory]:
     problem, found = None, None
     with contextlib.ExitStack() as locks:
         if dist.get_rank() == 0:
-            path, flag = folder, named = _directory_of(config)
+            folder, named = _RUNS, "--run-dir"
             try:
+                path, flag = folder, named = _directory_of(config, locks)
                 now = datetime.now(timezone.utc)
                 launch = metrics.launch_id(os.environ, now, metrics.previous_launches(path))
                 for folder, named in _to_lock(config, path, flag):
@@ -74,16 +79,37 @@ def hold_run(config: Config) -> Iterator[RunDirectory]:
         yield found
 
 
-def _directory_of(config: Config) -> tuple[Path, str]:
-    """The run directory and the flag that named it."""
+def _directory_of(config: Config, stack: contextlib.ExitStack) -> tuple[Path, str]:
+    """The run directory, made if no flag names it, and the flag that did or could name it."""
     named = {
         "--run-dir": config.runtime.run_dir,
         "--save": config.checkpoint.save,
         "--tensorboard-dir": config.logging.tensorboard_dir,
-        "": f"runs/{datetime.now(timezone.utc):%Y%m%d-%H%M%S}",
     }
-    flag, path = next((flag, path) for flag, path in named.items() if path)
-    return Path(path), flag or "--run-dir"
+    for flag, path in named.items():
+        if path:
+            return Path(path), flag
+    return stack.enter_context(_new_directory()), "--run-dir"
+
+
+@contextlib.contextmanager
+def _new_directory() -> Iterator[Path]:
+    """Makes a directory named after the time. Of two runs of one second only one can make it: the
+    other appends -2 to the name, and so on. A directory that is left empty is removed."""
+    first = _RUNS / f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    _RUNS.mkdir(exist_ok=True)
+    for number in itertools.count(1):
+        path = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        try:
+            path.mkdir()
+            break
+        except FileExistsError:
+            continue
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def _to_lock(config: Config, run_dir: Path, flag: str) -> list[tuple[Path, str]]:

@@ -1,0 +1,110 @@
+"""GPUs that this process may use, and a torch that cannot use them: refused, not trained on CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from copus_ext.commands import generate, pretrain, profile_layouts
+from copus_ext.launch import supervisor
+from copus_ext.launch.options import read_options
+from megatron.training.common import gpus
+from megatron.training.common.errors import UsageError
+from megatron.training.common.gpus import check_torch_build, visible_gpus
+from tests.helpers.launch import ROOT
+
+GPUS = "CUDA_VISIBLE_DEVICES"
+FIX = "COPUS_TORCH=cuda bash scripts/setup_env.sh run"
+
+
+@pytest.fixture
+def cpu_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, and a torch that cannot use them."""
+    monkeypatch.setenv(GPUS, "0,1")
+    monkeypatch.setattr(gpus, "torch_uses_gpus", lambda: False)
+
+
+def test_visible_gpus_are_counted_as_cuda_does() -> None:
+    listed = {"": 0, "0": 1, "0,1,2,3": 4, "-1": 0, "0,-1,1": 1, "GPU-a,GPU-b": 2, "NoDevFiles": 0}
+    for text, number in listed.items():
+        assert visible_gpus({GPUS: text}) == number, text
+
+
+@pytest.mark.parametrize(
+    ("text", "uses_gpus"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None", False),
+        ("cuda = '13.0'\nhip = None", True),
+        ("cuda = None\nhip = '7.0'", True),
+        ("cuda", True),  # whoever built it knows
+        (None, True),
+    ],
+)
+def test_torch_says_what_it_was_built_for(
+    text: str | None, uses_gpus: bool, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "version.py").write_text(f"from typing import Optional\n{text}\n")
+    assert gpus.build_uses_gpus(tmp_path) == uses_gpus
+
+
+def test_the_installed_torch_is_read_without_import() -> None:
+    assert gpus.torch_uses_gpus() == bool(torch.version.cuda or torch.version.hip)
+
+
+@pytest.mark.usefixtures("cpu_torch")
+def test_only_a_cpu_run_goes_on_with_a_cpu_build_beside_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for device in ("auto", "cuda"):
+        with pytest.raises(UsageError, match=r"2 GPUs .* --device cpu") as caught:
+            check_torch_build(device)
+        assert FIX in str(caught.value) and "\n" not in str(caught.value)
+    check_torch_build("cpu")
+    check_torch_build("auto", {GPUS: ""})
+    monkeypatch.setattr(gpus, "torch_uses_gpus", lambda: True)
+    check_torch_build("auto")
+
+
+@pytest.mark.usefixtures("cpu_torch")
+@pytest.mark.parametrize("is_cpu_run", [False, True])
+@pytest.mark.parametrize(
+    ("command", "words", "said_later"),
+    [
+        (pretrain, [], "--num-layers is required"),
+        (profile_layouts, ["--store", "times.jsonl", "--"], "--num-layers is required"),
+        (generate, ["--prompt", "a", "--load", "."], "--load . holds no checkpoint"),
+    ],
+    ids=["pretrain", "profile", "generate"],
+)
+def test_a_command_says_it_before_anything_else(
+    command: Any,
+    words: list[str],
+    said_later: str,
+    is_cpu_run: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    device = ["--device", "cpu"] if is_cpu_run else []
+    assert command.main([*words, *device]) == 2
+    said = capsys.readouterr().err
+    assert (said_later in said, FIX in said) == (is_cpu_run, not is_cpu_run), said
+
+
+@pytest.mark.usefixtures("cpu_torch")
+def test_the_supervisor_says_it_once_and_starts_no_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--", str(ROOT / "pretrain_gpt.py"), "--save", str(tmp_path / "s")]
+    assert supervisor.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert FIX in line and list(tmp_path.iterdir()) == []
+    assert read_options([*words, "--device=cpu"]).nproc_per_node == 2
+    (tmp_path / "other.py").touch()
+    other = read_options(["--", str(tmp_path / "other.py")])
+    assert other.has_gpu, "a program of the user's may want anything"
