@@ -7,6 +7,7 @@ One process per GPU (or per CPU rank), started by torchrun, by srun or alone.
 """
 
 import argparse
+import functools
 import logging
 import os
 import sys
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage, 85 to be started again.
     """
+    started_s = time.monotonic()
     # Heavy imports come after: a rank whose launcher has gone is to end at once.
     from copus_ext.launch.rank_side import adopt_srun, end_with_launcher, leave_error
 
@@ -44,19 +46,24 @@ def main(argv: list[str] | None = None) -> int:
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.elastic.messages import PIPE_VARIABLE
     from megatron.training.common.errors import TrainingFailure, UsageError
+    from megatron.training.common.gpus import check_torch_build
     from megatron.training.config.arguments import parse_args
     from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
     try:
         if PIPE_VARIABLE in os.environ:
-            parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
+            args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
             set_process_defaults()
             check_environment()
+            check_torch_build(args.device)
             from copus_ext.elastic.run import run_elastic
+            from megatron.training.resilience.determinism import prepare_early
 
-            return run_elastic(sys.argv[1:] if argv is None else argv, _train_in_generation)
+            prepare_early(args)
+            train = functools.partial(_train_in_generation, started_s=started_s)
+            return run_elastic(sys.argv[1:] if argv is None else argv, train)
         adopt_srun()
-        return _train(argv)
+        return _train(argv, started_s=started_s)
     except (UsageError, TrainingFailure) as error:
         leave_error(error, message_only=True)
         return _fail(error, error.exit_code)
@@ -65,13 +72,14 @@ def main(argv: list[str] | None = None) -> int:
         raise
 
 
-def _train_in_generation(start: "Start") -> int:
+def _train_in_generation(start: "Start", *, started_s: float) -> int:
     return _train(
         start.flags,
         stored=start.stored,
         more=start.callbacks,
         tell=start.tell,
         start_fields=start.fields,
+        started_s=started_s,
     )
 
 
@@ -82,6 +90,7 @@ def _train(
     more: "Sequence[Callback]" = (),
     tell: "Callable[[RunOutcome], None] | None" = None,
     start_fields: "Mapping[str, Any]" = MappingProxyType({}),
+    started_s: float | None = None,
 ) -> int:
     """Trains in the world that the environment describes; see `pretrain`.
 
@@ -91,8 +100,10 @@ def _train(
         more: callbacks besides those of the flags.
         tell: told how the run ends; None for the supervisor.
         start_fields: more fields of the record of the start.
+        started_s: when the process started, on the monotonic clock; None: now.
     """
     from copus_ext.controller.flags import CopusConfig
+    from megatron.training.common.gpus import check_torch_build
     from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
     from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
@@ -100,6 +111,7 @@ def _train(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     set_process_defaults()
     check_environment()
+    check_torch_build(args.device)
     import torch
 
     from copus_ext.reshard import relaunch
@@ -132,6 +144,7 @@ def _train(
         tell or relaunch.report_exit,
         stored=stored,
         start_fields=start_fields,
+        started_s=started_s,
     )
     code = max([relaunch.exit_code(outcome), *(c.exit_code for c in callbacks)])
     if os.environ.get("RANK", "0") == "0":

@@ -4,6 +4,10 @@ torchrun --nproc-per-node 2 tools/profile_layouts.py --store profile.jsonl -- FL
 
 It times two counts of micro-batches for every layout and micro-batch. The two give every global
 batch. It skips what is already in the store, so that an interrupted run goes on.
+
+A layout that runs out of memory is recorded there too. One process goes on with the next. Several
+end with 85, since the others wait for the one that ran out: start them again, or have torchrun do
+so with --max-restarts 100.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from typing import Any
 
 from megatron.training.common.program import program_name, tell
 
+_AGAIN = 85
+"""Exit code: start again, to go on after a configuration that ran out of memory."""
 _LONGEST_INTERVAL = 20
 """Steps between covariances of K-FAC up to which whole intervals are timed."""
 
@@ -50,6 +56,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     words = "with the optimizer's state on every replica"
     p.add_argument("--no-distributed-optimizer", action="store_true", help=words)
     p.add_argument("--largest", default="", help="largest sizes, such as vpp=1")
+    words = "time also what ran out of memory before or is predicted not to fit"
+    p.add_argument("--retry", action="store_true", help=words)
     args, flags = p.parse_args(argv[:at]), argv[at + 1 :]
     args.megatron_args = shlex.join(flags)
     args.use_tp_pp_dp_mapping = "--use-tp-pp-dp-mapping" in flags
@@ -57,7 +65,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
-    """One configuration per layout and micro-batch, largest throughput expected first."""
+    """One configuration per layout and micro-batch."""
     from copus_ext.planner.configuration import Configuration
     from copus_ext.planner.request import cp_comm_types_of_flags, megatron_flag, sizes
     from copus_ext.planner.space import LEGAL, Limits, enumerate_points
@@ -128,60 +136,133 @@ def time_steps(job: Any, args: argparse.Namespace) -> list[float]:
     return seconds
 
 
-def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, store: Any) -> None:
-    """Times one configuration at both counts; the job is built once."""
+class RanOut(Exception):
+    """A rank of several has no memory left for a configuration. The others may wait for it in the
+    middle of a step, so that all of them have to end."""
+
+
+def measure(
+    c: Any, flags: list[str], args: argparse.Namespace, device: Any, store: Any, attempts: Any
+) -> None:
+    """Times one configuration at both counts, or records that it has not enough memory.
+
+    Raises:
+        RanOut: on the rank that has none left, and on those whose connection to it broke.
+    """
     import torch.distributed as dist
 
-    from copus_ext.controller.peak_memory import forget_peaks, peak_bytes_here
-    from copus_ext.cost_model.kfac import usual_step_s
-    from copus_ext.planner.profile import Timing
+    from copus_ext.controller.out_of_memory import is_out_of_memory
+    from copus_ext.planner.attempts import BEGUN, DONE, DROPPED, OUT_OF_MEMORY
+    from megatron.training.common.errors import UsageError
+    from megatron.training.distributed.process_groups import destroy_groups
+    from megatron.training.train.build import abandon, tear_down
+
+    batches = schedules(c, flags, args)
+    is_first = dist.get_rank() == 0
+    if is_first:
+        attempts.note(BEGUN, c)
+    job = None
+    try:
+        job = build(c, flags, args, device)
+        for count, schedule in batches.items():
+            time_count(job, c.with_num_microbatches(count), schedule, args, store)
+    except (UsageError, KeyboardInterrupt):
+        if is_first:
+            attempts.note(DROPPED, c)
+        raise
+    except Exception as error:
+        is_known = attempts.has_run_out(c)
+        if not is_known and not is_out_of_memory(error):
+            raise
+        # Another rank writes only to a file that it shares with the first, which has begun it.
+        if not is_known and (is_first or store.path.exists()):
+            attempts.note(OUT_OF_MEMORY, c)
+        if dist.get_world_size() > 1:
+            told = "" if is_known else f"{c}: out of memory on rank {dist.get_rank()}"
+            raise RanOut(told) from None
+        if job is not None:
+            abandon(job)
+    else:
+        tear_down(job)
+        if is_first:
+            attempts.note(DONE, c)
+        return
+    # Once the exception is gone, and with it what it held of the model.
+    destroy_groups()
+    print(f"{c}: out of memory", flush=True)
+
+
+def schedules(c: Any, flags: list[str], args: argparse.Namespace) -> dict[int, Any]:
+    """The batches of a configuration by the number of micro-batches of each."""
+    from megatron.training.config.batch_schedule import BatchSchedule
+
+    return {n: BatchSchedule.of(config_of(c, n, flags)) for n in counts(c, args)}
+
+
+def config_of(c: Any, count: int, flags: list[str]) -> Any:
+    """The flags of the run, with those of a configuration of so many micro-batches."""
+    import torch.distributed as dist
+
     from copus_ext.reshard.relaunch import without_cut
+    from megatron.training.config.arguments import parse_args, resolve
+
+    # A configuration does not name sizes of 1, and the flags of the run may have others.
+    sizes = ["--context-parallel-size", str(c.layout.cp)]
+    sizes += ["--expert-model-parallel-size", str(c.layout.ep)]
+    own = [*without_cut(flags), *sizes, *c.with_num_microbatches(count).to_flags()]
+    return resolve(parse_args(own), dist.get_world_size(), **_environment())
+
+
+def build(c: Any, flags: list[str], args: argparse.Namespace, device: Any) -> Any:
+    """The job of a configuration. It serves all of its batches."""
+    from copus_ext.controller.peak_memory import forget_peaks
     from megatron.training.checkpoint.resume import merge_resume_config
     from megatron.training.common.train_state import TrainState
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.config.batch_schedule import BatchSchedule
     from megatron.training.data.tokenizer import build_tokenizer
-    from megatron.training.train.build import build_job, tear_down
+    from megatron.training.train.build import build_job
     from megatron.training.train.callbacks import Callbacks
     from megatron.training.train.job import RunServices
     from megatron.training.train.pretrain import tokenizer_flags
 
-    def config_of(count: int) -> Any:
-        # A configuration does not name sizes of 1, and the flags of the run may have others.
-        sizes = ["--context-parallel-size", str(c.layout.cp)]
-        sizes += ["--expert-model-parallel-size", str(c.layout.ep)]
-        own = [*without_cut(flags), *sizes, *c.with_num_microbatches(count).to_flags()]
-        return resolve(parse_args(own), dist.get_world_size(), **_environment())
-
-    wanted = counts(c, args)
-    config = config_of(wanted[0])
+    config = config_of(c, counts(c, args)[0], flags)
     tokenizer = build_tokenizer(**tokenizer_flags(config))
     config = merge_resume_config(config, None, vocab_size=tokenizer.vocab_size)
-    state = TrainState()
     if device.is_cuda:
         forget_peaks()
     with contextlib.redirect_stdout(io.StringIO()):
-        job = build_job(config, None, state, tokenizer, device, Callbacks(()), RunServices())
-    for count in wanted:
-        job.batch_schedule = BatchSchedule.of(config_of(count))
-        state.consumed_samples = 0
-        seconds = time_steps(job, args)
-        peak = peak_bytes_here() if device.is_cuda else None
-        middle = statistics.median(seconds)
-        optim = config.optim
-        usual = usual_step_s(seconds, optim.kfac_interval if optim.kfac else 1)
-        timing = Timing(
-            configuration=c.with_num_microbatches(count),
-            step_s=usual,
-            spread_s=statistics.median(abs(s - middle) for s in seconds),
-            num_steps=len(seconds),
-            peak_bytes=peak,
+        return build_job(
+            config, None, TrainState(), tokenizer, device, Callbacks(()), RunServices()
         )
-        if dist.get_rank() == 0:
-            store.add(timing)
-            rate = timing.configuration.global_batch_size / usual
-            print(f"{c}, {count} micro-batches: {usual:.4f} s, {rate:.2f} samples/s", flush=True)
-    tear_down(job)
+
+
+def time_count(job: Any, c: Any, schedule: Any, args: argparse.Namespace, store: Any) -> None:
+    """Times a job with one number of micro-batches, and adds that to the store."""
+    import torch.distributed as dist
+
+    from copus_ext.controller.peak_memory import peak_bytes_here
+    from copus_ext.cost_model.kfac import usual_step_s
+    from copus_ext.planner.profile import Timing
+
+    job.batch_schedule = schedule
+    job.state.consumed_samples = 0
+    seconds = time_steps(job, args)
+    peak = peak_bytes_here() if job.device.is_cuda else None
+    middle, optim = statistics.median(seconds), job.config.optim
+    usual = usual_step_s(seconds, optim.kfac_interval if optim.kfac else 1)
+    timing = Timing(
+        configuration=c,
+        step_s=usual,
+        spread_s=statistics.median(abs(s - middle) for s in seconds),
+        num_steps=len(seconds),
+        peak_bytes=peak,
+    )
+    if dist.get_rank() == 0:
+        store.add(timing)
+        rate = c.global_batch_size / usual
+        print(
+            f"{c}, {c.num_microbatches} micro-batches: {usual:.4f} s, {rate:.2f} samples/s",
+            flush=True,
+        )
 
 
 def _environment() -> dict[str, bool]:
@@ -245,12 +326,63 @@ def model_of(flags: list[str], world: int) -> Any:
     return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
 
 
+def measure_all(
+    model: Any, flags: list[str], args: argparse.Namespace, device: Any, world: int
+) -> None:
+    """Times every configuration that is not in the store.
+
+    Raises:
+        ForeignProfile: the store is of another model or machine.
+        RanOut: as `measure`.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from copus_ext.planner.attempts import Attempts, by_memory
+    from copus_ext.planner.profile import ProfileStore
+    from megatron.training.common.collectives import broadcast_from_rank0
+
+    store = ProfileStore(args.store, machine(model, world))
+    done = {t.key for t in broadcast_from_rank0(store.read() if dist.get_rank() == 0 else None)}
+    attempts = Attempts(store)
+    if args.retry and dist.get_rank() == 0 and not _goes_on():
+        attempts.forget()
+    memory = torch.cuda.get_device_properties(0).total_memory if device.is_cuda else None
+    wanted = {c: counts(c, args) for c in lines(model, args, world)}
+    left = [
+        c.with_num_microbatches(max(numbers))
+        for c, numbers in wanted.items()
+        if any((*c.line, n) not in done for n in numbers)
+    ]
+    # The first rank decides: another GPU may have another memory, and another node no store.
+    for c, lack in broadcast_from_rank0(by_memory(model, left, memory)):
+        why = None if args.retry else lack
+        if why := broadcast_from_rank0(why or attempts.why_not(c)):
+            if dist.get_rank() == 0:
+                print(f"{c}: skipped, {why} (--retry times it)", flush=True)
+        else:
+            measure(c, flags, args, device, store, attempts)
+
+
+def _goes_on() -> bool:
+    """Whether a launcher has started the ranks again, to go on after one that ran out of memory.
+    What they tried before is then part of the same run."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return restarts != "0" or "COPUS_PROFILE_GOES_ON" in os.environ
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Measures everything that is not in the store."""
+    """Measures everything that is not in the store.
+
+    Returns:
+        Exit code: 0 done, 2 wrong usage, 85 to be started again.
+    """
     from copus_ext.cost_model.spec_file import SpecError
     from copus_ext.launch.rank_side import adopt_srun
-    from copus_ext.planner.profile import ForeignProfile, ProfileStore
+    from copus_ext.planner.profile import ForeignProfile
     from megatron.training.common.errors import UsageError
+    from megatron.training.common.gpus import check_torch_build
+    from megatron.training.config.arguments import parse_args, resolve
     from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
     args, flags = parse(sys.argv[1:] if argv is None else argv)
@@ -259,30 +391,38 @@ def main(argv: list[str] | None = None) -> int:
     try:
         adopt_srun()
         check_environment()
+        check_torch_build(parse_args(flags).device)
         import torch.distributed as dist
 
         from megatron.training.common.device import use_device
         from megatron.training.distributed.process_groups import init_distributed
+        from megatron.training.resilience.determinism import deterministic_algorithms, prepare
 
         world = int(os.environ.get("WORLD_SIZE", "1"))
+        given = resolve(parse_args(flags), world, **_environment())
+        config = prepare(given)
+        if os.environ.get("RANK", "0") == "0":
+            for note in config.runtime.notes[len(given.runtime.notes) :]:
+                tell("profile_layouts.py", f"note: {note}")
         model = model_of(flags, world)
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_PORT", "0")
         kind = "cuda" if _environment()["cuda_available"] else "cpu"
-        with use_device(kind, local_rank=int(os.environ.get("LOCAL_RANK", "0"))) as device:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        with use_device(kind, local_rank=local_rank) as device, deterministic_algorithms(config):
             init_distributed(device, timeout_minutes=10)
-            store = ProfileStore(args.store, machine(model, world))
-            known: list[Any] = [store.read() if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(known, src=0)
-            done = {t.key for t in known[0]}
-            for c in lines(model, args, world):
-                if any((*c.line, n) not in done for n in counts(c, args)):
-                    measure(c, flags, args, device, store)
+            measure_all(model, flags, args, device, world)
             dist.destroy_process_group()
     except (UsageError, SpecError, ForeignProfile) as error:
         tell("profile_layouts.py", f"error: {error}")
         return 2
+    except RanOut as error:
+        if text := str(error):
+            tell("profile_layouts.py", f"{text}; start this again, and it goes on with the others")
+        sys.stdout.flush()
+        # Closing the world would wait for ranks that wait for this one.
+        os._exit(_AGAIN)
     return 0
 
 

@@ -192,11 +192,29 @@ class ProfileStore:
 
     def add(self, timing: Timing) -> None:
         """Appends a timing; a kill loses at most this line."""
+        self._append(timing.to_json())
+
+    def add_attempt(self, attempt: str, **fields: Any) -> None:
+        """Appends what became of an attempt to measure. It is no timing: `read` passes over it, as
+        do releases that do not know it.
+
+        Args:
+            attempt: what became of it.
+            fields: of what; none is called `step_s` or `machine`.
+        """
+        self._append({"attempt": attempt, **fields})
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The attempts on this machine, in their order."""
+        records = _lines(self.path)
+        return [r for r in records if "attempt" in r and r.get("fingerprint") == self.key]
+
+    def _append(self, fields: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         header = {"machine": self.parts, "fingerprint": self.key}
         known = any("machine" in r and r.get("fingerprint") == self.key for r in _lines(self.path))
         text = "" if known else json.dumps(header) + "\n"
-        text += json.dumps({"fingerprint": self.key, **timing.to_json()}) + "\n"
+        text += json.dumps({"fingerprint": self.key, **fields}) + "\n"
         append_lines(self.path, text)
 
     def read(self) -> list[Timing]:

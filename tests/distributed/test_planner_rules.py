@@ -213,3 +213,31 @@ def test_layouts_are_timed_once_and_the_planner_reads_the_times(tmp_path: Path) 
     assert sources == {1: "corrected", 2: "profiled", 4: "corrected", 8: "corrected"}
     again = run_ranks(command, 2, timeout_s=120, launcher="direct").check()
     assert "samples/s" not in again.stdout and read_profile(store)[1] == timings
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_go_on_after_a_layout_of_which_one_has_no_memory_left(
+    tmp_path: Path, rank: int
+) -> None:
+    from copus_ext.planner.profile import read_profile
+
+    store = tmp_path / "profile.jsonl"
+    own = ["--store", store, "--fix", "tp=1,pp=1", "--max-micro-batch", "4"]
+    own += ["--global-batch-size", "8", "--steps", "1", "--warm-up", "0"]
+    flags = [*own, "--", *TINY.split(), "--train-iters", "100"]
+    command = [ROOT / "tests/distributed/worker_profile.py", str(rank), "2", *flags]
+
+    def micro_batches() -> set[int]:
+        return {t.configuration.micro_batch_size for t in read_profile(store)[1]}
+
+    # No launcher ends the other rank: it has to end by itself.
+    first = run_ranks(command, 2, timeout_s=120, ends_all=False)
+    assert first.codes == (85, 85), first.tail()
+    assert "Traceback" not in first.stderr
+    told = [line for line in first.stderr.splitlines() if "out of memory" in line]
+    assert len(told) == 1 and f"out of memory on rank {rank}; start this again" in told[0]
+    assert micro_batches() == {1}
+    # It would run out again.
+    second = run_ranks(command, 2, timeout_s=120).check()
+    assert second.stdout.count("skipped, out of memory before") == 2
+    assert micro_batches() == {1} and "samples/s" not in second.stdout

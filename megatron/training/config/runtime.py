@@ -22,7 +22,8 @@ class RuntimeConfig:
     seed: int = option(1234)
     """Seed of initial weights, data order and dropout."""
     deterministic_mode: bool = option(False)
-    """Use only kernels that give the same bits every time."""
+    """Use only kernels that give the same bits every time. On GPUs this sets NCCL_ALGO to Ring,
+    unless it has a value."""
     manual_gc: bool = option(False)
     """Collect garbage at chosen iterations only."""
     manual_gc_interval: int = option(0)

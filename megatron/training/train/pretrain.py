@@ -42,6 +42,7 @@ from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.distributed.process_groups import destroy_groups, init_distributed
 from megatron.training.logging.profiler import open_trace
 from megatron.training.logging.tracker import NullTracker
+from megatron.training.resilience.determinism import deterministic_algorithms, prepare
 from megatron.training.resilience.env_checks import check_environment
 from megatron.training.resilience.exit_status import RunOutcome
 from megatron.training.resilience.watchdog import Watchdog, WatchdogLimits
@@ -61,6 +62,7 @@ def pretrain(
     *,
     stored: Stored | None = None,
     start_fields: Mapping[str, Any] = MappingProxyType({}),
+    started_s: float | None = None,
 ) -> RunOutcome:
     """Trains a GPT as configured. Every rank of the world calls it.
 
@@ -74,6 +76,7 @@ def pretrain(
             still held and the file that asked it to stop still there.
         stored: where to go on from; None as the flags say.
         start_fields: more fields of the record of the start.
+        started_s: when the process started, on the monotonic clock; None: now.
 
     Returns:
         How it ended.
@@ -82,8 +85,9 @@ def pretrain(
         UsageError: flags, data or environment are wrong (exit code 2).
         TrainingFailure: training cannot go on (exit code 1).
     """
-    started = time.monotonic()
+    started_s = time.monotonic() if started_s is None else started_s
     check_environment()
+    config = prepare(config)
     _set_logging(config)
     names = [*STOP_SIGNALS, config.batch.exit_signal]
     device = use_device(
@@ -91,7 +95,7 @@ def pretrain(
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         backend=config.parallel.distributed_backend,
     )
-    with device as opened, StopSignals(names) as signals:
+    with deterministic_algorithms(config), device as opened, StopSignals(names) as signals:
         joined = dist.is_initialized()
         for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(name, value)
@@ -99,7 +103,7 @@ def pretrain(
             os.environ.setdefault(name, value)
         init_distributed(opened, timeout_minutes=config.parallel.distributed_timeout_minutes)
         start = functools.partial(_run, stored=stored, start_fields=start_fields)
-        outcome = start(config, Callbacks(callbacks), opened, signals, started, tell)
+        outcome = start(config, Callbacks(callbacks), opened, signals, started_s, tell)
         # After an error the world goes with the process: closing it here would end the other ranks
         # with an error of theirs before this one can say what happened.
         if not joined:
@@ -112,7 +116,7 @@ def _run(
     callbacks: Callbacks,
     device: Device,
     signals: StopSignals,
-    started: float,
+    started_s: float,
     tell: Callable[[RunOutcome], None],
     *,
     stored: Stored | None,
@@ -124,7 +128,7 @@ def _run(
     tokenizer = build_tokenizer(**tokenizer_flags(config))
     with hold_run(config) as run:
         control = Control(run.path, sees_save=dist.get_rank() == 0)
-        local_stop = functools.partial(_local_stop, config, started, signals, control)
+        local_stop = functools.partial(_local_stop, config, started_s, signals, control)
         outcome = RunOutcome(
             state=TrainState(), run_dir=run.path, layout=config.layout, save=config.checkpoint.save
         )
@@ -212,12 +216,12 @@ def _train(
 
 
 def _local_stop(
-    config: Config, started: float, signals: StopSignals, control: Control, iteration: int
+    config: Config, started_s: float, signals: StopSignals, control: Control, iteration: int
 ) -> StopReason | None:
     """Why this rank alone would leave after an iteration."""
     return stop_reason(
         iteration=iteration,
-        elapsed_s=time.monotonic() - started,
+        elapsed_s=time.monotonic() - started_s,
         exit_interval=config.batch.exit_interval,
         exit_duration_in_mins=config.batch.exit_duration_in_mins,
         received=signals.received,
