@@ -25,11 +25,13 @@ from typing import Any
 import torch.distributed as dist
 
 from copus_ext.controller.decision_log import DecisionLog
+from copus_ext.controller.peak_memory import step_bytes
 from copus_ext.goodput.fork_result import Branch, BranchResult, ForkPlan, ForkResult
 from copus_ext.reshard.consensus import Consensus, Deadline, NoAnswer
 from copus_ext.reshard.kept_state import (
     KeptState,
     WeightAverage,
+    empty_host_cache,
     goes_to_host,
     keep_state,
     live_shards,
@@ -161,6 +163,13 @@ class _Fork:
             raise Relaunch(f"the state before a fork test cannot be restored: {error}") from error
         return self._result(kind, reason, kept)
 
+    def release(self) -> None:
+        """Gives back the memory of all copies, after the test."""
+        self._start = self._average = None
+        self._ends.clear()
+        if self._on_host:
+            empty_host_cache()
+
     def _problem(self) -> str | None:
         """Why the job cannot make the test; the same on every rank."""
         job, reader = self.job, self.job.valid_data
@@ -227,9 +236,10 @@ class _Fork:
         self._live = live = live_shards(job)
         self._on_host = goes_to_host(
             job,
-            live.records,
+            live,
             states=1 + plan.num_ends,
             micro_batch_size=max(branch.micro_batch_size for branch in plan.branches),
+            step_bytes=step_bytes(),
         )
         start = keep_state(job, live, on_host=self._on_host)
         self._average = WeightAverage(live, on_host=self._on_host)
@@ -378,11 +388,13 @@ def run_fork(
         on_expire=_exit_immediately,
     )
     with job.phase("fork test"), deadline:
+        fork = _Fork(job, plan, consensus, deadline, fault, patience_s)
         try:
-            result = _Fork(job, plan, consensus, deadline, fault, patience_s).run()
+            result = fork.run()
         except NoAnswer as error:
             consensus.abort()
             raise Relaunch(f"a fork test failed: {error}") from error
+        fork.release()
     job.watchdog.iteration = job.state.iteration
     seconds = _seconds_of_rank_0(consensus, time.perf_counter() - started)
     return replace(result, seconds=seconds)

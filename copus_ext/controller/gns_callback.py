@@ -57,9 +57,15 @@ class GradientNoiseCallback(Callback):
         """Checks that the layout can be measured, restores the averages of the checkpoint and adds
         the gradient hooks."""
         self._check_estimator(context.config, self.flags.copus_gns_estimator)
+        self._start_afresh(context)
         is_resumed = context.state.iteration > 0
         self._restore(context.state.callbacks.get(STATE_KEY), is_resumed=is_resumed)
         self._add_hooks(context)
+
+    def _start_afresh(self, context: CallbackContext) -> None:
+        """Begins averages of samples of the present length."""
+        self._smoothing["seq_length"] = context.config.batch.seq_length
+        self.observer = NoiseObserver(**self._smoothing)
 
     def _add_hooks(self, context: CallbackContext) -> None:
         """Adds the hooks to the model of the present layout."""
@@ -97,7 +103,7 @@ class GradientNoiseCallback(Callback):
         )
 
     def _restore(self, stored: dict[str, Any] | None, *, is_resumed: bool) -> None:
-        """Goes on with the averages of a checkpoint, or starts empty."""
+        """Goes on with the averages of a checkpoint, if it has any."""
         if stored is None:
             if is_resumed and dist.get_rank() == 0:
                 logger.warning("the checkpoint holds no noise scale: it starts afresh")
@@ -113,7 +119,7 @@ class GradientNoiseCallback(Callback):
     def on_phase_start(self, context: CallbackContext) -> None:
         """Starts afresh: the noise scale counts samples, and these have another length now."""
         is_broken = self.observer.is_broken
-        self.observer = NoiseObserver(**self._smoothing)
+        self._start_afresh(context)
         self.observer.is_broken = is_broken
         context.state.callbacks[STATE_KEY] = self.observer.to_json()
 

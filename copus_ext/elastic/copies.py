@@ -167,6 +167,14 @@ def keepers(generation: Generation) -> list[int | None]:
     return found
 
 
+def _on_host(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A state for messages to any rank: a tensor on a GPU would come out on the one with the same
+    number."""
+    if state is None:
+        return None
+    return {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in state.items()}
+
+
 @dataclass(frozen=True)
 class _Chunks:
     chunks: list[Any]
@@ -289,7 +297,7 @@ class PeerCopies(Callback):
             layout=config.layout,
             common=common_state(config, context.state, context.scheduler, []),
             step=adam_steps(context.optimizer) or 0,
-            scaler=scaler_state(context.optimizer),
+            scaler=_on_host(scaler_state(context.optimizer)),
             pieces=[Piece.of(dist.get_rank(), live)],
         )
         return moment

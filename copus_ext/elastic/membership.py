@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from copus_ext.elastic.messages import Generation, Lines, Member
 from megatron.training.common.control import GENERATION_VARIABLE
+from megatron.training.common.device import use_own_gpu
 from megatron.training.common.errors import Relaunch
 from megatron.training.distributed.process_groups import destroy_broken_world, destroy_groups
 from megatron.training.resilience.watchdog import exit_immediately
@@ -188,6 +189,7 @@ class Membership:
 
         Raises:
             RuntimeError: the members did not meet, or the world has changed again.
+            UsageError: this node has fewer GPUs than ranks.
         """
         is_newcomer = self.entered == 0 and generation.kind != "start"
         self._before, self._own = _connections(), generation
@@ -208,12 +210,16 @@ class Membership:
             MASTER_PORT=port,
         )
         os.environ[GENERATION_VARIABLE] = f"{self._launch}/{generation.number}"
+        # The first collectives come before `pretrain` takes a device: all would use the first GPU.
+        device = use_own_gpu(int(os.environ["LOCAL_RANK"])) if backend == "nccl" else None
         # Of a world that did not come about torch keeps the count, which is part of the next name.
         dist.distributed_c10d._world.group_count = 0
         meeting = datetime.timedelta(seconds=self.timeout_s)
         store = dist.TCPStore(host, int(port), is_master=False, timeout=meeting)
         named = dist.PrefixStore(f"generation-{generation.number}", store)
-        dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=meeting)
+        dist.init_process_group(
+            backend, store=named, rank=rank, world_size=size, timeout=meeting, device_id=device
+        )
         dist.barrier()
         self._is_meeting = False
         usual = datetime.timedelta(minutes=timeout_minutes)

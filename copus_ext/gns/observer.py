@@ -64,6 +64,7 @@ class NoiseObserver:
             the half-life.
         per_step: forget by a factor per measured step as arXiv 2604.26687 does: 0.95 for the first
             8 million tokens, then 0.99.
+        seq_length: tokens of a sample, which hold until its loss tokens are measured.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class NoiseObserver:
         half_life_tokens: float | None = None,
         interval: int | None = None,
         per_step: bool = False,
+        seq_length: int = 1,
     ) -> None:
         self._half_life, self._interval, self._per_step = half_life_tokens, interval, per_step
+        self._seq_length = seq_length
         self._averages: dict[str, Smoothed] = {}
         self._measured_at: dict[str, int] = {}
         self._consumed_samples = 0
@@ -170,7 +173,7 @@ class NoiseObserver:
     @property
     def half_life_samples(self) -> float:
         """Half-life of the averages, in samples of the usual number of loss tokens."""
-        return self._last_half_life / max(self._tokens_per_sample, 1.0)
+        return self._last_half_life / max(self._tokens_per_sample or self._seq_length, 1.0)
 
     def noise(self, name: str = CONTROL) -> NoiseScale:
         """The noise scale of a parameter set as known now."""
@@ -226,6 +229,7 @@ class NoiseObserver:
         half_life_tokens: float | None,
         interval: int | None = None,
         per_step: bool = False,
+        seq_length: int = 1,
     ) -> NoiseObserver:
         """Inverse of `to_json`.
 
@@ -237,7 +241,12 @@ class NoiseObserver:
             raise ValueError(f"noise record of version {data.get('version')}, not {VERSION}")
         if data["is_broken"]:
             raise ValueError("its measurement had ended with an error")
-        new = cls(half_life_tokens=half_life_tokens, interval=interval, per_step=per_step)
+        new = cls(
+            half_life_tokens=half_life_tokens,
+            interval=interval,
+            per_step=per_step,
+            seq_length=seq_length,
+        )
         new._averages = {n: Smoothed.from_json(a) for n, a in data["averages"].items()}
         new._measured_at = dict(data["measured_at"])
         new._consumed_samples, new._batch = data["consumed_samples"], data["batch"]

@@ -35,7 +35,6 @@ from megatron.training.common.errors import Relaunch
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.config import Config
 from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.relayout import with_layout
 from megatron.training.distributed.process_groups import await_closed, destroy_groups
 from megatron.training.distributed.sharding import digest
@@ -218,10 +217,7 @@ class Change:
         """All that this rank can check before: legality, the plan, memory."""
         job = self.job
         config = with_layout(job.config, self.layout)
-        micro = self.settings.micro_batch_size or config.batch.micro_batch_size
-        batch = self.settings.global_batch_size or job.global_batch_size
-        uneven = config.batch.allow_uneven_micro_batches
-        problems = batch_problems(self.layout, micro, batch, uneven=uneven)
+        problems = job.cut_problems(self.settings, self.layout)
         if problems:
             raise ValueError("; ".join(problems))
         plan = self.context.plan(job.config, self.layout)

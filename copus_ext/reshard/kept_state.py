@@ -27,7 +27,6 @@ from copus_ext.reshard.saved_state import (
     masters_to_weights,
 )
 from megatron.training.common.train_state import TrainState
-from megatron.training.distributed.sharding import Record
 from megatron.training.model.kfac import KfacState
 from megatron.training.model.shards import KINDS, Shards, own_shards, parts_of
 from megatron.training.train.job import Job
@@ -211,28 +210,43 @@ def live_shards(job: Job) -> Shards:
     return own_shards(job.model, job.optimizer, job.groups)
 
 
-def goes_to_host(job: Job, records: list[Record], *, states: int, micro_batch_size: int) -> bool:
+def goes_to_host(
+    job: Job, live: Shards, *, states: int, micro_batch_size: int, step_bytes: float
+) -> bool:
     """Decides where copies lie, from what is free on this rank. Not collective.
 
     Args:
         job: at a step boundary.
-        records: of all shards of this rank.
+        live: all shards of this rank.
         states: copies of the whole state, besides one average of the weights.
         micro_batch_size: the largest of the steps to come; a step needs memory in proportion.
+        step_bytes: memory of the GPU that a step needs now.
 
     Raises:
         TooLarge: with the bytes needed and those that are free.
     """
-    needed = sum(record.numel for record in records) * 4 * (states * len(KINDS) + 1)
-    free = free_bytes(job)
+    copies = [t[kind].nbytes for t in live.tensors for kind in (*KINDS * states, "param")]
+    needed, free = sum(copies), free_bytes(job)
     if not job.device.is_cuda:
         _check_fits(needed, free)
         return False
-    of_a_step = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    if needed + of_a_step * max(micro_batch_size / job.micro_batch_size, 1.0) <= free:
+    if needed + step_bytes * max(micro_batch_size / job.micro_batch_size, 1.0) <= free:
         return False
+    needed = sum(_page_locked_bytes(size) for size in copies)
     _check_fits(needed, psutil.virtual_memory().available / local_ranks())
     return True
+
+
+def _page_locked_bytes(size: int) -> int:
+    """What torch takes for a page-locked tensor: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def empty_host_cache() -> None:
+    """Gives page-locked memory that no tensor uses back to the system; torch would keep it. Does
+    nothing in a torch for CPUs."""
+    if (empty := getattr(torch._C, "_host_emptyCache", None)) is not None:
+        empty()
 
 
 def _check_fits(needed: float, free: float) -> None:

@@ -36,8 +36,8 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """The same list of parts on both ends. An end that holds them contiguously sends from its shard
-    or receives into it; else they go through a buffer."""
+    """The same list of parts on both ends. An end that holds them contiguously, on the device of
+    the messages, sends from its shard or receives into it; else they go through a buffer."""
 
     parts: list[_Part]
     numel: int
@@ -118,6 +118,9 @@ def _as_it_is(tensor: torch.Tensor) -> _Prepared:
 class Transfer:
     """Moves the state of one rank from its old shards into its new ones.
 
+    Messages lie on the device of the new shards, also where the old ones are copies in memory of
+    the host: NCCL sends none from there.
+
     Args:
         plan: of the whole change.
         source: shards of this rank before.
@@ -144,6 +147,7 @@ class Transfer:
         self._records = plan.source[self._rank], plan.target[self._rank]
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         backend = str(dist.get_backend(group))
+        self._device = _device_of_messages(backend, source, target)
         self._bucket = (bucket_bytes or BUCKET_BYTES[backend]) // 4
         self._is_batched = backend == "nccl" if is_batched is None else is_batched
         self._local: list[TransferOp] = []
@@ -168,12 +172,11 @@ class Transfer:
     def _buffers(
         self, messages: list[_Message], place_of: Callable[[_Message], torch.Tensor | None]
     ) -> list[torch.Tensor]:
-        """Buffers as large as needed, for messages whose elements are not contiguous."""
+        """Buffers as large as needed, for messages that no shard holds as they are sent."""
         sizes = [m.numel for m in messages if place_of(m) is None]
-        device = [t["param"].device for t in (*self._source.tensors, *self._target.tensors)]
         num = min(len(sizes), BUFFERS)
         size, dtype = max(sizes, default=0), torch.float32
-        return [torch.zeros(size, dtype=dtype, device=device[0]) for _ in range(num)]
+        return [torch.zeros(size, dtype=dtype, device=self._device) for _ in range(num)]
 
     @torch.no_grad()
     def copy_own(self) -> None:
@@ -254,12 +257,12 @@ class Transfer:
                 finish()
 
     def _sent_from(self, message: _Message) -> torch.Tensor | None:
-        """Where this rank's old shards hold the elements of a message contiguously, else None."""
-        return _contiguous(message, self._source_view)
+        """Where this rank's old shards hold a message as it is sent, else None."""
+        return _contiguous(message, self._source_view, self._device)
 
     def _received_in(self, message: _Message) -> torch.Tensor | None:
-        """Where this rank's new shards take the elements of a message contiguously, else None."""
-        return _contiguous(message, self._target_view)
+        """Where this rank's new shards take a message as it comes, else None."""
+        return _contiguous(message, self._target_view, self._device)
 
     def _outgoing(self, message: _Message) -> _Prepared | None:
         """What to send, and what to do once it is sent; None without a free buffer."""
@@ -300,14 +303,22 @@ class Transfer:
         return view_of(self._target.tensors[record.shard][part.kind], record, part.box)
 
 
+def _device_of_messages(backend: str, source: Shards, target: Shards) -> torch.device:
+    """The device of the new shards; of a rank without any, the one that the backend sends from."""
+    if not target.tensors and backend == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    held = (t["param"].device for t in (*target.tensors, *source.tensors))
+    return next(held, torch.device("cpu"))
+
+
 def _contiguous(
-    message: _Message, view_of_part: Callable[[_Part], torch.Tensor]
+    message: _Message, view_of_part: Callable[[_Part], torch.Tensor], device: torch.device
 ) -> torch.Tensor | None:
-    """A message of one part as a flat view, if its elements are contiguous."""
+    """A message of one part as a flat view, if its elements are contiguous and on a device."""
     if len(message.parts) > 1:
         return None
     view = view_of_part(message.parts[0])
-    return view.view(-1) if view.is_contiguous() else None
+    return view.view(-1) if view.is_contiguous() and view.device == device else None
 
 
 def _split(message: _Message, buffer: torch.Tensor) -> Iterator[tuple[_Part, torch.Tensor]]:

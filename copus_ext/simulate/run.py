@@ -171,7 +171,9 @@ class Runner:
         self.state = ControllerState()
         self.estimator = scenario.estimator(seed)
         is_paper = self.flags.copus_policy == "copus"
-        self.observer = NoiseObserver(interval=scenario.gns_interval, per_step=is_paper)
+        self.observer = NoiseObserver(
+            interval=scenario.gns_interval, per_step=is_paper, seq_length=scenario.seq_length
+        )
         self.measures = policies.needs_noise(self.flags.copus_policy)
         self.measures |= self.flags.copus_policy == "seesaw"
         self.fork_tests, self._forks_at = contender.fork_tests, list[int]()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from copus_ext.commands.pretrain import main
 from copus_ext.elastic.choice import BATCH_CHANGE, choose
 from copus_ext.elastic.copies import (
     CopySet,
@@ -25,9 +26,10 @@ from copus_ext.elastic.copies import (
     keepers,
     keepers_of_released,
 )
-from copus_ext.elastic.messages import Generation, Lines, Member
+from copus_ext.elastic.messages import PIPE_VARIABLE, Generation, Lines, Member
 from copus_ext.elastic.node import Agent
 from copus_ext.elastic.resize import ask_cluster, staying
+from copus_ext.elastic.run import Start
 from copus_ext.launch.options import COPY_INTERVAL, read_options
 from copus_ext.launch.workers import RELEASED, RESIZE_VARIABLE, Launch
 from megatron.training.common.control import (
@@ -39,10 +41,12 @@ from megatron.training.common.control import (
     write_ranks,
 )
 from megatron.training.common.errors import UsageError
+from megatron.training.common.train_state import TrainState
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.sharding import Record
 from megatron.training.model.shards import KINDS, Shards
+from megatron.training.resilience.exit_status import RunOutcome
 from megatron.training.resilience.lock import Holder, Lock
 from tests.helpers.jobs import TINY
 
@@ -490,3 +494,36 @@ def test_the_lock_of_a_generation_that_is_cut_off_is_taken(
         first._thread.join(10)
         assert len(lost) == 1
         assert "job.0.0/2" in (tmp_path / LOCK_FILE).read_text()
+
+
+def test_the_time_limit_counts_from_the_start_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not from that of the generation: `--exit-duration-in-mins` is given for the run."""
+    clock_s, elapsed_s = [1000.0], list[float]()
+
+    def generations(argv: Any, train: Callable[[Start], int]) -> int:
+        for waited_s in (30.0, 600.0):
+            clock_s[0] += waited_s
+            train(Start(flags=argv))
+        return 0
+
+    def run(
+        config: Any, callbacks: Any, device: Any, signals: Any, started_s: float, *_: Any, **__: Any
+    ) -> RunOutcome:
+        elapsed_s.append(time.monotonic() - started_s)
+        return RunOutcome(state=TrainState(), run_dir=tmp_path, layout=config.layout, save=None)
+
+    monkeypatch.setattr("copus_ext.elastic.run.run_elastic", generations)
+    monkeypatch.setattr(
+        "megatron.training.resilience.env_checks.set_process_defaults", lambda: None
+    )
+    for name, value in (("_run", run), ("init_distributed", lambda *_, **__: None)):
+        monkeypatch.setattr(f"megatron.training.train.pretrain.{name}", value)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, {"RANK": "0", "WORLD_SIZE": "1"}.get(name, ""))
+    monkeypatch.setenv(PIPE_VARIABLE, "0:0:0:0")
+    monkeypatch.setattr(time, "monotonic", lambda: clock_s[0])
+    assert main([*TINY.split(), "--train-iters", "2", "--run-dir", str(tmp_path)]) == 0
+    assert elapsed_s == [30.0, 630.0]

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from copus_ext.controller.flags import CopusConfig
-from copus_ext.controller.gns_callback import Contradiction, GradientNoiseCallback, noise_line
+from copus_ext.controller.gns_callback import (
+    STATE_KEY,
+    Contradiction,
+    GradientNoiseCallback,
+    noise_line,
+)
 from copus_ext.gns.estimators import Weights
 from copus_ext.gns.hooks import GROUPS, StepNorms, choose, group_of, unavailable_groups
 from copus_ext.gns.observer import NoiseObserver
@@ -211,3 +216,30 @@ def test_the_papers_averages_forget_by_step() -> None:
     assert ordinary != pytest.approx(after)
     again = NoiseObserver.from_json(observer.to_json(), half_life_tokens=None, per_step=True)
     assert again.noise().grad_norm_sq == observer.noise().grad_norm_sq
+
+
+def test_the_half_life_counts_samples_also_where_nothing_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One replica with one micro-batch a step has nothing to compare, and growth by a schedule
+    waits for a half-life."""
+    monkeypatch.setattr(GradientNoiseCallback, "_add_hooks", lambda self, context: None)
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(batch=SimpleNamespace(seq_length=2048)),
+        state=SimpleNamespace(iteration=0, callbacks={}),
+    )
+    callback = GradientNoiseCallback(CopusConfig(copus=True, copus_policy="seesaw"))
+    callback.on_setup_start(context)
+    for step in range(1, 4):
+        callback.observer.skip(8 * step)
+    assert callback.observer.half_life_samples == pytest.approx(215, abs=1)
+    context.state.callbacks[STATE_KEY] = callback.observer.to_json()
+    callback.on_setup_start(context)
+    assert callback.observer.num_skipped == 3
+    assert callback.observer.half_life_samples == pytest.approx(215, abs=1)
+    context.config.batch.seq_length = 4096
+    callback.on_phase_start(context)
+    assert callback.observer.half_life_samples == pytest.approx(107, abs=1)
+    observed(1, observer=callback.observer)
+    measured = callback.observer.to_json()["half_life_tokens"] / 32
+    assert callback.observer.half_life_samples == measured

@@ -227,6 +227,25 @@ def _with_one_worker(group: Any) -> Callable[..., None]:
     return make_with_one
 
 
+def use_own_gpu(local_rank: int) -> torch.device:
+    """Makes the GPU of this rank the current one of the process.
+
+    Args:
+        local_rank: index of the GPU on this node.
+
+    Raises:
+        UsageError: this node has fewer GPUs than ranks.
+    """
+    if local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"local rank {local_rank} has no GPU of its own, this node has "
+            f"{torch.cuda.device_count()}; start torchrun with --nproc-per-node "
+            f"{torch.cuda.device_count()}"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
 @contextlib.contextmanager
 def use_device(kind: str, *, local_rank: int = 0, backend: str | None = None) -> Iterator[Device]:
     """Opens the device of this rank and restores everything on exit.
@@ -247,14 +266,7 @@ def use_device(kind: str, *, local_rank: int = 0, backend: str | None = None) ->
     if kind not in ("cuda", "cpu"):
         raise ValueError(f"--device must be cuda or cpu here, not {kind!r}")
     if kind == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise UsageError(
-                f"local rank {local_rank} has no GPU of its own, this node has "
-                f"{torch.cuda.device_count()}; start torchrun with --nproc-per-node "
-                f"{torch.cuda.device_count()}"
-            )
-        torch.cuda.set_device(local_rank)
-        device = torch.device("cuda", local_rank)
+        device = use_own_gpu(local_rank)
         yield Device(kind="cuda", torch_device=device, backend=backend or "nccl")
         return
     if backend == "nccl":

@@ -1,0 +1,231 @@
+"""What an elastic run does on GPUs, as far as a CPU can show: where messages lie, which GPU a rank
+takes, and what goes to ranks with other GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from copus_ext.elastic import copies, membership, recover
+from copus_ext.elastic.copies import CopySet, HeldCopies, Moment, PeerCopies, Piece
+from copus_ext.elastic.membership import Membership
+from copus_ext.elastic.messages import Generation, Member
+from copus_ext.elastic.recover import Found
+from copus_ext.reshard import transfer
+from copus_ext.reshard.model_shape import ModelShape
+from copus_ext.reshard.ownership import all_of_layout
+from copus_ext.reshard.plan import make_plan
+from copus_ext.reshard.transfer import Transfer
+from megatron.training.common.errors import UsageError
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.sharding import Record
+from megatron.training.model.shards import KINDS, Shards
+
+SHAPE = ModelShape(
+    num_layers=2,
+    hidden_size=24,
+    ffn_hidden_size=72,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=6,
+    padded_vocab_size=128,
+    gated=True,
+    linear_bias=False,
+    normalization="RMSNorm",
+    tied=False,
+    ddp_bucket_size=5000,
+    overlap_grad_reduce=True,
+    use_distributed_optimizer=True,
+)
+MOMENT = Moment(1, 50)
+
+
+def room_for(records: list[Record], device: str) -> Shards:
+    """The shards of a job that was just built."""
+    sizes = [0] * (1 + max(record.shard for record in records))
+    for record in records:
+        sizes[record.shard] = max(sizes[record.shard], record.offset + record.numel)
+    tensors = [{kind: torch.zeros(size, device=device) for kind in KINDS} for size in sizes]
+    return Shards(records=records, tensors=tensors)
+
+
+class Messages:
+    """Stands for the messages of two ranks: rank 0 has all copies, and rank 1 has joined."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank, self.devices = 0, set[torch.device]()
+        self.sent: list[torch.Tensor] = []
+        for name, value in (("get_rank", lambda *_: self.rank), ("get_world_size", lambda *_: 2)):
+            monkeypatch.setattr(dist, name, value)
+        monkeypatch.setattr(dist, "get_backend", lambda *_: "gloo")
+        monkeypatch.setattr(dist, "P2POp", lambda call, tensor, **peer: (call, tensor))
+        monkeypatch.setattr(dist, "batch_isend_irecv", self.carry)
+        monkeypatch.setattr(transfer, "ALONE_BYTES", 64)
+
+    def carry(self, operations: list[tuple[Any, torch.Tensor]]) -> list[Any]:
+        for call, tensor in operations:
+            self.devices.add(tensor.device)
+            if call is dist.isend:
+                self.sent.append(tensor.clone())
+            elif not tensor.is_meta:
+                tensor.copy_(self.sent.pop(0))
+        return []
+
+    def run(self, layout: Layout, device: str) -> list[Shards]:
+        """Fills the jobs of both ranks from the copies that rank 0 has of two."""
+        then = Layout(dp=2)
+        found = Found(moment=MOMENT, layout=then, held=[[0, 1], []], common={}, step=1, scaler=None)
+        pieces = [Piece.empty(rank, own) for rank, own in enumerate(all_of_layout(SHAPE, then))]
+        start = 0
+        for piece in pieces:
+            count = piece.buffer.numel()
+            piece.buffer.copy_(torch.arange(start, start + count).view_as(piece.buffer))
+            start += count
+        held = CopySet(layout=then, common={}, step=1, scaler=None, pieces=pieces)
+        records = all_of_layout(SHAPE, layout)
+        plan, targets = make_plan(recover._sources(found, SHAPE), records), []
+        for self.rank in (0, 1):
+            own = held if self.rank == 0 else None
+            targets.append(room_for(records[self.rank], device))
+            one = Transfer(
+                plan,
+                source=recover._source(found, own),
+                target=targets[-1],
+                group=None,
+                timeout_s=1.0,
+                bucket_bytes=2000,
+                is_batched=True,
+            )
+            one.copy_own()
+            one.exchange()
+        return targets
+
+
+LAYOUTS = [Layout(tp=2), Layout(pp=2), Layout(dp=2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_no_message_of_a_recovery_lies_where_the_copies_are(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    """The copies are in memory of the host, and NCCL knows no host tensors."""
+    messages = Messages(monkeypatch)
+    messages.run(layout, "meta")
+    assert messages.sent and messages.devices == {torch.device("meta")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_state_is_the_same_by_way_of_buffers(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    """As from copies on another device than that of the messages."""
+    direct = Messages(monkeypatch).run(layout, "cpu")
+    messages = Messages(monkeypatch)
+    monkeypatch.setattr(transfer, "_contiguous", lambda *_: None)
+    staged = messages.run(layout, "cpu")
+    assert not messages.sent
+    for one, other in zip(
+        itertools.chain(*(x.tensors for x in direct)),
+        itertools.chain(*(x.tensors for x in staged)),
+        strict=True,
+    ):
+        assert all(torch.equal(one[kind], other[kind]) and one[kind].any() for kind in KINDS)
+
+
+def test_a_rank_without_new_shards_sends_from_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    none, some = Shards(records=[], tensors=[]), room_for(all_of_layout(SHAPE, Layout())[0], "cpu")
+    of = transfer._device_of_messages
+    assert of("nccl", some, none) == torch.device("cuda", 3)
+    assert of("gloo", some, none) == of("gloo", none, none) == torch.device("cpu")
+
+
+class World:
+    """Records how a rank enters its first world, on a node with four GPUs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        monkeypatch.setattr(membership, "_wait_in_slices", lambda _: None)
+        monkeypatch.setattr(Membership, "_listen", lambda _: None)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(name, "")
+        monkeypatch.setenv(membership.GENERATION_VARIABLE, "")
+        monkeypatch.setenv("LOCAL_RANK", "2")
+        store = SimpleNamespace(set_timeout=lambda _: None)
+        monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: store)
+        monkeypatch.setattr(dist, "PrefixStore", lambda *_: store)
+        monkeypatch.setattr(dist, "init_process_group", self.begin)
+        monkeypatch.setattr(dist, "barrier", lambda: self.calls.append(("barrier", None)))
+        monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda number: self.calls.append(("gpu", number))
+        )
+
+    def begin(self, backend: str, *, device_id: Any = None, **_: Any) -> None:
+        self.calls.append((backend, device_id))
+
+    def enter(self, backend: str) -> list[tuple[str, Any]]:
+        ours, theirs = socket.socketpair()
+        members = (Member(0, 1), Member(0, 2, 1))
+        joined = Generation(number=2, members=members, store="127.0.0.1:1", kind="join")
+        with contextlib.closing(ours), contextlib.closing(theirs):
+            one = Membership(ours, members[1], "launch")
+            one.enter(joined, backend=backend, timeout_minutes=1.0)
+        return self.calls
+
+
+def test_a_rank_takes_its_own_gpu_before_its_first_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that joins meets the others long before it builds a model."""
+    found = World(monkeypatch).enter("nccl")
+    assert found == [("gpu", 2), ("nccl", torch.device("cuda", 2)), ("barrier", None)]
+
+
+def test_a_rank_of_gloo_takes_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert World(monkeypatch).enter("gloo") == [("gloo", None), ("barrier", None)]
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(UsageError, match="local rank 4 has no GPU of its own"):
+        world.enter("nccl")
+    assert world.calls == []
+
+
+def test_a_loss_scale_leaves_its_gpu_before_it_goes_to_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that gets it may have no GPU of that number."""
+    with FakeTensorMode():
+        scale = torch.ones(1, device="cuda")
+    monkeypatch.setattr(copies, "scaler_state", lambda _: {"scale": scale, "growth_tracker": 3})
+    monkeypatch.setattr(copies, "own_shards", lambda *_: Shards(records=[], tensors=[]))
+    monkeypatch.setattr(copies, "common_state", lambda *_: {})
+    monkeypatch.setattr(copies, "adam_steps", lambda _: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    one = Generation(number=1, members=(Member(0, 0),), store="127.0.0.1:1", kind="start")
+    member: Any = None
+    held = HeldCopies()
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(layout=Layout()),
+        state=SimpleNamespace(iteration=50),
+        model=[],
+        optimizer=None,
+        groups=None,
+        scheduler=None,
+    )
+    PeerCopies(held, member, one, interval=25)._take(context)
+    state = held.sets[MOMENT].scaler
+    assert scale.device.type == "cuda" and state is not None
+    assert state["scale"].device.type == "cpu" and state["growth_tracker"] == 3
