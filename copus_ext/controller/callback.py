@@ -6,7 +6,6 @@ apply, record.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import time
@@ -18,13 +17,14 @@ from copus_ext.controller import rules
 from copus_ext.controller.conditions_check import have_conditions_changed
 from copus_ext.controller.current_configuration import CurrentConfiguration
 from copus_ext.controller.decision_log import DecisionLog
-from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.first_step import first_sizes, leave_batch
+from copus_ext.controller.flags import CopusConfig, plain_settings
 from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
 from copus_ext.controller.link_timing import link_of, time_machine
 from copus_ext.controller.message_trials import MessageTrials
-from copus_ext.controller.out_of_memory import memory_history, micro_batch_that_fits
+from copus_ext.controller.out_of_memory import memory_history
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.controller.present_samples import (
     PresentSamples,
@@ -44,7 +44,7 @@ from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, summary
 from copus_ext.goodput.state import ControllerState, RankChange, config_key
 from copus_ext.reshard.phases import ReshardResult
-from megatron.training.common.collectives import broadcast_from_rank0
+from megatron.training.common.collectives import broadcast_from_rank0, on_rank0
 from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.config.layout import Layout
@@ -97,7 +97,7 @@ class Controller(Callback):
 
     def settings(self) -> dict[str, Any]:
         """The controller's flags."""
-        return dataclasses.asdict(self._given)
+        return plain_settings(self._given)
 
     def tensor_parallel_sizes(self, config: Any) -> list[int]:
         """Those of the layouts that may be chosen."""
@@ -118,28 +118,12 @@ class Controller(Callback):
         self._restore(context)
         self.state.begin_launch(timings)
         self._flag_layout = config.layout
-        problem = machine = None
-        if dist.get_rank() == 0:
-            try:
-                self.table = self._open_table(context)
-                machine = machine_of(config, self.table.cluster, self.link)
-            except UsageError as error:
-                problem = str(error)
-        problem, machine = broadcast_from_rank0((problem, machine))
-        if problem is not None:
-            raise UsageError(problem)
-        self.machine = machine
+        self.machine = on_rank0("setting up the controller", lambda: self._find_machine(context))
         self._on_layout(context)
+        self.log.open(context.run_dir)
         if self._acts:
             self._set_first_step(context)
-        if dist.get_rank() == 0:
-            try:
-                self.log.open(context.run_dir)
-                self._record_start(context)
-            except OSError as error:
-                problem = str(error)
-        if problem := broadcast_from_rank0(problem):
-            raise UsageError(problem)
+        on_rank0("starting the journal", lambda: self._record_start(context))
         if self._acts and self.flags.copus_layouts == "all":
             self.layout_changes = LayoutChangeManager(
                 self.flags, self.state, self.log, prior_s=lambda to: self.pauses.to_s(to)
@@ -179,6 +163,11 @@ class Controller(Callback):
         self.pauses = PausePrior(config, self.flags, self.machine)
         self.state.layout_costs.prior_s = self.pauses.any_s
 
+    def _find_machine(self, context: CallbackContext) -> Any:
+        """Opens the table on rank 0, and returns the machine as it knows that."""
+        self.table = self._open_table(context)
+        return machine_of(context.config, self.table.cluster, self.link)
+
     def _open_table(self, context: CallbackContext) -> ThroughputTable:
         return ThroughputTable(
             context.config,
@@ -197,18 +186,22 @@ class Controller(Callback):
         if dist.get_rank() == 0:
             try:
                 self.table = self._open_table(context)
-            except UsageError as error:  # ends the decisions, not the run
+            except Exception as error:  # ends the decisions, not the run
                 self.table = None
-                logger.error("controller disabled: %s", error)
+                is_plain = isinstance(error, UsageError)
+                logger.error("controller disabled: %s", error, exc_info=not is_plain)
 
     def _set_first_step(self, context: CallbackContext) -> None:
         """Sets the batch sizes of the first step of this launch: those of the checkpoint where the
         layout allows them, else those of the flags. Rates go with the batch from the start."""
         state, config, settings = self.state, context.config, context.state.settings
-        batch = settings.global_batch_size or self.rules.first_batch
-        micro = settings.micro_batch_size or config.batch.micro_batch_size
-        micro = micro_batch_that_fits(context, micro, batch) if self.changes_micro_batch else micro
-        if state.global_batch_size not in (None, batch):
+        batch, micro = first_sizes(
+            context, self.flags, self.rules, fixed_micro_batch=not self.changes_micro_batch
+        )
+        if settings.global_batch_size not in (None, batch):
+            self._record_outcome(now=True)
+            leave_batch(state, ramp=self._new_ramp(batch, context), context=context)
+        elif state.global_batch_size not in (None, batch):
             state.ramp = None
         uneven = config.batch.allow_uneven_micro_batches
         is_given = settings.global_batch_size is not None
@@ -538,10 +531,14 @@ class Controller(Callback):
             print(*filter(None, lines), sep="\n", flush=True)
 
     def _ramp_to(self, batch: int, context: CallbackContext) -> Ramp | None:
-        """The learning rate's way to a batch; the one that it is on if the batch stays. It starts
-        at the present rate, also where the warm-up holds that."""
+        """The learning rate's way to a batch; the one that it is on if the batch stays."""
         if batch == CurrentConfiguration.of(context).global_batch_size:
             return self.state.ramp
+        return self._new_ramp(batch, context)
+
+    def _new_ramp(self, batch: int, context: CallbackContext) -> Ramp:
+        """The learning rate's way to another batch. It starts at the present rate, also where the
+        warm-up holds that."""
         state = context.state
         start = state.settings.lr_factor / self.warm_up.factor(batch, context)
         batch = self.state.batch_of_rate(batch)

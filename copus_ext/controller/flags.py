@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +80,7 @@ class CopusConfig:
     are."""
     copus_cost_of_time: float | None = option(None)
     """With --copus-ranks: what an hour of waiting is worth, in hours of a rank. 0 takes the fewest
-    rank-hours. The command `plan elastic` works one out."""
+    rank-hours, inf the least time. The command `plan elastic` works one out."""
     copus_prebuild: int = _setting(0)
     """Number of other layouts whose process groups stay built. This shortens the pause of a change.
     Each costs sockets and threads, and memory with NCCL."""
@@ -169,6 +171,15 @@ def controller_flags(args: Any) -> CopusConfig:
         given = {name for name, value in values.items() if value != getattr(defaults, name)}
     read = read_settings(Path(values["copus_config"]))
     return CopusConfig(**values | {name: v for name, v in read.items() if name not in given})
+
+
+def plain_settings(flags: CopusConfig) -> dict[str, Any]:
+    """The settings by name as plain JSON types, which know no infinity: it becomes a text that a
+    command line and a file read as the number."""
+    return {
+        name: "inf" if value == math.inf else value
+        for name, value in dataclasses.asdict(flags).items()
+    }
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import ForeignProfile, ProfileStore, Timing
 from megatron.training.common.collectives import broadcast_from_rank0
+from megatron.training.resilience.env_checks import import_core
 from megatron.training.train.callbacks import Callback, CallbackContext
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ _LOOKS_AFTER = (3, 16)
 """Steps of a configuration, besides its first, after which its peak is read. The first step has
 what an earlier configuration has left, and makes the optimizer's state in a new run. By the second
 look the noise scale has been measured, too."""
+_step_bytes_before = 0
+"""What a step needed before the peak was forgotten; 0 once steps were measured since."""
 
 
 def peak_bytes_here() -> float:
@@ -49,9 +52,23 @@ def peak_bytes_here() -> float:
 
 def forget_peaks() -> None:
     """Gives back what an earlier configuration has left in the GPU's allocator; its peak is not
-    that of the next one."""
+    that of the next one. For `step_bytes` the peak counts until `steps_were_measured`."""
+    global _step_bytes_before
+    _step_bytes_before = step_bytes()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+
+
+def step_bytes() -> int:
+    """Memory that a step needs on this GPU beside what is in use between two steps; 0 on a CPU."""
+    since = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    return max(since, _step_bytes_before)
+
+
+def steps_were_measured() -> None:
+    """Lets the peak since `forget_peaks` alone say what a step needs."""
+    global _step_bytes_before
+    _step_bytes_before = 0
 
 
 def alike(c: Configuration) -> tuple[Any, ...]:
@@ -59,6 +76,12 @@ def alike(c: Configuration) -> tuple[Any, ...]:
     before the next begins; with stages no more than two for each are in flight."""
     count = min(c.num_microbatches, 2 * c.layout.pp) if c.layout.pp > 1 else 1
     return *replace(c, pipeline_message_bits=None).line, c.layout.layer_partition, count
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what computes, by package, as profiles name them. The package of megatron-core
+    says its own: a source tree on the path has no metadata of an installed one."""
+    return {"torch": version("torch"), "megatron-core": import_core().__version__}
 
 
 class PeakStore:
@@ -74,7 +97,7 @@ class PeakStore:
         parts = {
             "model": model_of(config).to_json(),
             "gpu": gpu and gpu[0],
-            "versions": {name: version(name) for name in ("torch", "megatron-core")},
+            "versions": library_versions(),
         }
         self._file = ProfileStore(run_dir / FILE, parts)
         self._size, self._highest = -1, dict[tuple[Any, ...], Timing]()
@@ -145,6 +168,7 @@ class PeakMemoryCallback(Callback):
             return
         self._steps += 1
         if self._steps in _LOOKS_AFTER:
+            steps_were_measured()
             peak = peak_bytes_here()
             if dist.get_rank() == 0:
                 self._keep(config, c, step.elapsed_s, peak)

@@ -99,9 +99,12 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
         value = getattr(flags, field)
         if value is not None and value < 0:
             raise UsageError(f"{name_of(field)} {value} must be at least 0")
-    if not flags.copus_doubling_ratio > 1:
-        ratio = flags.copus_doubling_ratio
-        raise UsageError(f"{name_of('copus_doubling_ratio')} {ratio:g} must exceed 1")
+    if not 1 < flags.copus_doubling_ratio < math.inf:
+        name, ratio = name_of("copus_doubling_ratio"), flags.copus_doubling_ratio
+        raise UsageError(f"{name} {ratio:g} must exceed 1 and be finite")
+    if not 0 <= flags.copus_early_steps < math.inf:
+        name, steps = name_of("copus_early_steps"), flags.copus_early_steps
+        raise UsageError(f"{name} {steps:g} must be at least 0 and finite")
     if not 0 <= flags.copus_anneal_by_batch < 1:
         name, share = name_of("copus_anneal_by_batch"), flags.copus_anneal_by_batch
         raise UsageError(f"{name} {share:g} must be at least 0 and below 1")
@@ -297,6 +300,14 @@ def _bounds(flags: CopusConfig, first: int) -> tuple[int, int]:
     return least, flags.copus_max_global_batch_size or MOST_GROWTH * first
 
 
+def bounds_at_start(flags: CopusConfig, known: Rules) -> tuple[int, int]:
+    """The least and the largest batch that a launch goes on with from a checkpoint. A policy that
+    does not shrink the batch also keeps one that another policy has made smaller than the first."""
+    least, most = _bounds(flags, known.first_batch)
+    is_kept = flags.copus_min_global_batch_size is None and not known.allow_shrink
+    return 1 if is_kept else least, most
+
+
 def _allows_shrink(flags: CopusConfig) -> bool:
     if flags.copus_allow_shrink is None:
         return flags.copus_policy == "adaptive"
@@ -361,6 +372,7 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         relayout=flags.copus_layouts == "all",
         early_steps=flags.copus_early_steps if is_ours else 0.0,
         anneal_share=flags.copus_anneal_by_batch,
+        seq_length=batch.seq_length,
     )
 
 

@@ -173,6 +173,28 @@ def test_a_resumed_run_goes_on_with_the_same_decisions(results: dict[str, Any]) 
     assert later and later == numbers[-len(later) :]
 
 
+def test_a_run_that_is_resumed_with_a_lower_maximum_keeps_to_it(results: dict[str, Any]) -> None:
+    narrowed = results["narrowed"]
+    before = results["doubling"]["steps"][9]
+    assert before["global_batch_size"] == 16 and before["learning_rate"] > 1e-3
+    assert set(column(narrowed, "global_batch_size")) == {8}
+    # The rate of a record is that of the next step.
+    assert set(column(narrowed, "learning_rate")) == {1e-3}
+    notes = [line for line in narrowed["told"] if "in place of" in line]
+    assert notes == ["copus: batch 8 in place of 16, as --copus-max-global-batch-size is 8"]
+    # The outcome of the change that a lower bound has undone is as far known as it went.
+    assert kinds(narrowed)[:2] == ["outcome", "start"]
+    start = narrowed["journal"][1]
+    assert (start["global_batch_size"], start["micro_batch_size"]) == (8, 1)
+    first, second = narrowed["states"]
+    assert first == second
+
+
+def test_what_fails_on_rank_0_at_the_start_ends_all_ranks(results: dict[str, Any]) -> None:
+    failed = "setting up the controller failed: LookupError: no such package"
+    assert results["unable"] == [failed] * 2
+
+
 def test_observing_changes_no_bit(results: dict[str, Any]) -> None:
     assert results["observed"]["steps"] == results["plain"]["steps"]
     decisions = [r for r in results["observed"]["journal"] if r["kind"] == "decision"]

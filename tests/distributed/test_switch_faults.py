@@ -57,6 +57,16 @@ def test_and_it_trains_on_as_if_it_had_never_tried(many: dict[str, Any]) -> None
     assert many["experts broken"]["steps"] == many["experts whole"]["steps"]
 
 
+def test_a_layout_that_cannot_cut_a_later_batch_is_refused_at_once(
+    many: dict[str, Any],
+) -> None:
+    for (row,) in many["uncut"]["rows"]:
+        assert_untouched(row)
+        assert row["kind"] == "cancelled", row
+        assert "--global-batch-size 6 is not divisible" in row["reason"]
+    assert many["uncut"]["steps"] == many["uncut whole"]["steps"]
+
+
 def test_failed_changes_leave_nothing_behind(many: dict[str, Any]) -> None:
     for rows in many["broken"]["rows"]:
         assert len({row["num_groups"] for row in rows}) == 1

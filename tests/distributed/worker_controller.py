@@ -31,8 +31,8 @@ SHRINKS += ["--lr-warmup-samples", "200"]
 """Takes 4 steps of 32, 9 of 8, then 32 again, while the learning rate warms up over 200 samples."""
 
 
-def controllers() -> tuple[Any, Any]:
-    """The class of a controller that can be looked into, and of one with a bug; what it imports is
+def controllers() -> tuple[Any, Any, Any]:
+    """The class of a controller that can be looked into, and of two with a bug; what it imports is
     only there in the processes of a run."""
     from copus_ext.controller.callback import Controller
     from copus_ext.controller.flags import CopusConfig
@@ -64,7 +64,13 @@ def controllers() -> tuple[Any, Any]:
                 raise ZeroDivisionError("a bug")
             return super()._inputs(context)
 
-    return Noting, Failing
+    class Unable(Noting):
+        """Has a bug that shows on rank 0 when it is set up."""
+
+        def _open_table(self, context: CallbackContext) -> Any:
+            raise LookupError("no such package")
+
+    return Noting, Failing, Unable
 
 
 class Recorder:
@@ -109,12 +115,15 @@ def main(output: Path) -> Any:
     """Returns what every run did."""
     import torch.distributed as dist
 
-    noting, failing = controllers()
+    from megatron.training.common.errors import TrainingFailure
+
+    noting, failing, unable = controllers()
     record = Recorder(output)
     save = ["--save", str(output / "saved"), "--save-interval", "10"]
     record("doubling", [*save, "--log-interval", "1"], noting(**DOUBLING))
     load = ["--load", str(output / "saved"), "--ckpt-step", "10"]
     record("resumed", load, noting(**DOUBLING))
+    record("narrowed", load, noting(**DOUBLING, copus_max_global_batch_size=8))
     saved = ["--save", str(output / "shrunk saved"), "--save-interval", "8"]
     record("shrunk", [*SHRINKS, *saved], noting(**SHRINKING))
     saved = ["--load", str(output / "shrunk saved"), "--ckpt-step", "8"]
@@ -142,4 +151,10 @@ def main(output: Path) -> Any:
     record("paused", ["--exit-interval", "20"], noting(**DOUBLING))
     record("failed", [], failing(**DOUBLING))
     record("resumed plain", [*load, "--exit-interval", "14"])
-    return record.results
+    # At last, as it leaves the groups of its job.
+    ends = [None] * dist.get_world_size()
+    try:
+        record("unable", [], unable(**DOUBLING))
+    except TrainingFailure as failure:
+        dist.all_gather_object(ends, str(failure))
+    return {**record.results, "unable": ends}

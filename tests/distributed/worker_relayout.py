@@ -87,10 +87,18 @@ VARIANTS: dict[str, tuple[str, list[Any], Any]] = {
         walk(THREE),
         (1, 3, 1),
     ),
+    "own-batch": (
+        f"{TINY} --tensor-model-parallel-size 2 --micro-batch-size 4 {SHARDED}",
+        there_and_back([(2, 1, 1), (1, 1, 1), (1, 2, 2)]),
+        (1, 1, 1),
+    ),
 }
 """Flags of a model; the layouts (a text, or tp, pp, vpp and uneven layers of chunks) that it goes
 through, first to last, which are the same; and the one that it then trains on in."""
 BEFORE, AFTER = 2, 2
+SIZES = {"own-batch": (8, 2)}
+"""Batch and micro-batch that a controller has set where the changes begin. Of the layouts of this
+variant, only the first can cut the batch into the micro-batches of the flags."""
 
 
 def layout_of(place: Any, world_size: int) -> Any:
@@ -173,14 +181,17 @@ def main(output: Path, *names: str) -> Any:
     import torch.distributed as dist
 
     from copus_ext.reshard.inprocess import InProcessResharder
-    from megatron.training.common.step_settings import Request
+    from megatron.training.common.step_settings import Request, StepSettings
     from megatron.training.train.callbacks import Callback, CallbackContext
 
     class Wander(Callback):
-        """After so many steps goes through some layouts at one boundary."""
+        """After so many steps takes on some settings, and goes through some layouts at one
+        boundary."""
 
-        def __init__(self, path: list[Any], *, prebuild: int) -> None:
-            self.path, self.prebuild = path, prebuild
+        def __init__(
+            self, path: list[Any], *, prebuild: int, settings: StepSettings | None
+        ) -> None:
+            self.path, self.prebuild, self.wanted = path, prebuild, settings
             self.rows: list[dict[str, Any]] = []
             self.mover: InProcessResharder | None = None
 
@@ -190,7 +201,8 @@ def main(output: Path, *names: str) -> Any:
         def on_train_step_end(self, context: CallbackContext) -> Request | None:
             if context.state.iteration != BEFORE:
                 return None
-            return Request(kind="change", reason="test", move=self.wander)
+            asked = {"settings": self.wanted, "move": self.wander}
+            return Request(kind="change", reason="test", **asked)
 
         def on_train_end(self, context: CallbackContext) -> None:
             if self.mover is not None:
@@ -231,7 +243,11 @@ def main(output: Path, *names: str) -> Any:
         base, path, last = VARIANTS[name]
         prebuild = 2 if name.endswith("kept") else 0
         flags = ["--train-iters", str(BEFORE + AFTER), "--clip-grad", "1.0"]
-        wandering = Wander([*path[1:], last], prebuild=prebuild)
+        batch, micro = SIZES.get(name, (None, None))
+        settings = StepSettings(global_batch_size=batch, micro_batch_size=micro)
+        wandering = Wander(
+            [*path[1:], last], prebuild=prebuild, settings=settings if batch else None
+        )
         losses = {}
         for label, callbacks in (("whole", []), ("moved", [wandering])):
             steps = run(flags, output / f"{name}-{label}", callbacks, base=base)

@@ -34,6 +34,10 @@ TO = {"tp": (2, 1), "pp": (1, 2)}
 TO_EXPERTS = {"ep": (1, 1, 2), "tp and ep": (2, 1, 2)}
 """The same with expert parallel size, of a run with `EXPERTS`."""
 BEFORE, AFTER = 2, 3
+LENGTH = ("--train-iters", str(BEFORE + AFTER))
+UNCUT = """--tensor-model-parallel-size 2 --micro-batch-size 2 --rampup-batch-size 4 2 12
+--global-batch-size 6"""
+"""Batches of 4, and later of 6. On two replicas micro-batches of 2 cut only the first of them."""
 KINDS = ("raise", "memory", "oom")
 PATIENCE_S, TIMEOUT_S = 3.0, 12.0
 
@@ -142,14 +146,15 @@ def wandering(
     return Wander()
 
 
-def trained(callback: Any, folder: Path, *flags: str) -> dict[str, Any]:
+def trained(
+    callback: Any, folder: Path, *flags: str, length: tuple[str, ...] = LENGTH
+) -> dict[str, Any]:
     """Trains; the rows of all ranks and the steps."""
     import torch.distributed as dist
 
     from tests.helpers.jobs import run
 
-    both = ["--train-iters", str(BEFORE + AFTER), *flags]
-    steps = run(both, folder, [callback], base=SMALL)
+    steps = run([*length, *flags], folder, [callback], base=SMALL)
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, callback.rows)
     fields = ("losses", "grad_norm", "learning_rate", "consumed_samples")
@@ -185,6 +190,10 @@ def many(output: Path) -> dict[str, Any]:
     for name, way in (("experts whole", []), ("experts broken", cases)):
         callback = wandering(way, to, attempt, fault=fault)
         results[name] = trained(callback, output / name, *EXPERTS.split())
+    for name, way in (("uncut whole", []), ("uncut", [("", 0, "")])):
+        callback = wandering(way, [(1, 1)], attempt, fault=fault)
+        more = {"length": ("--train-samples", "26")}
+        results[name] = trained(callback, output / name, *UNCUT.split(), **more)
     return results | {"topics": sorted(seen)}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +137,24 @@ def test_cpu_ranks_have_no_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         counters.step(callback, here, 9e9)
     assert counters.reads == counters.resets == 0 and not (tmp_path / FILE).exists()
     assert peaks_of(tmp_path, config())() == []
+
+
+def test_a_source_tree_of_megatron_core_says_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = PeakStore(tmp_path, on_gpus())
+    installed.add(configuration_of_run(on_gpus(), 4, 16), step_s=0.1, peak_bytes=5e9)
+    names = "torch", "megatron-core"
+    header = json.loads((tmp_path / FILE).read_text().splitlines()[0])
+    assert header["machine"]["versions"] == {name: metadata.version(name) for name in names}
+
+    def version(name: str) -> str:
+        if name == "megatron-core":
+            raise metadata.PackageNotFoundError(name)
+        return metadata.version(name)
+
+    monkeypatch.setattr(peak_memory, "version", version)
+    assert peak_of(tmp_path, configuration_of_run(on_gpus(), 4, 16)) == 5e9, "the same machine"
 
 
 def test_a_line_that_a_kill_cut_short_spoils_no_other(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from copus_ext.controller.decision_log import NAME, DecisionLog
+from copus_ext.controller.callback import Controller
+from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
+from copus_ext.controller.flags import CopusConfig, controller_flags, read_settings
 from copus_ext.controller.rank_requests import RankRequests, rank_range
 from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.cost_model.cluster_spec import preset
@@ -21,6 +24,7 @@ from copus_ext.goodput.state import ControllerState, RankChange
 from copus_ext.planner.configuration import Configuration
 from megatron.training.common.control import GENERATION_VARIABLE, ranks_asked
 from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import parse_args
 from tests.unit.test_controller_parts import config, flags, rows_of
 from tests.unit.test_decide import situation
 
@@ -129,6 +133,25 @@ def test_costly_time_asks_for_more_and_cheap_time_for_fewer(
     cheap = Asking(tmp_path / "cheap", monkeypatch, copus_cost_of_time=0.0)
     asked = cheap.due(4.0)
     assert asked is not None and asked.after == 1
+
+
+def test_an_infinite_cost_asks_for_the_least_time_and_can_be_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = Asking(tmp_path / "fast", monkeypatch, copus_cost_of_time=1e9)
+    fastest = Asking(tmp_path / "fastest", monkeypatch, copus_cost_of_time=math.inf)
+    dear, priceless = fast.due(1e5), fastest.due(1e5)
+    assert priceless is not None and priceless == dear and priceless.after > 2
+    given = flags(copus_ranks="1-8", copus_cost_of_time=math.inf)
+    # The journal, which knows no infinity, has the flags of every launch.
+    DecisionLog(tmp_path).append("start", flags=Controller(given).settings())
+    (start,) = read_journal(tmp_path / NAME)
+    text = start["flags"]["copus_cost_of_time"]
+    words = ["--copus", "--copus-cost-of-time", text]
+    read = controller_flags(parse_args(words, {"copus controller": CopusConfig}))
+    assert read.copus_cost_of_time == math.inf
+    (tmp_path / "copus.yaml").write_text(f"cost_of_time: {text}")
+    assert read_settings(tmp_path / "copus.yaml") == {"copus_cost_of_time": math.inf}
 
 
 def test_nothing_is_asked_for_while_decisions_are_paused_or_only_watched(

@@ -135,6 +135,9 @@ def install_layout(
 ) -> None:
     """Goes on with the job under another layout. All ranks do it; none waits for another.
 
+    Nothing here can refuse the layout any more: `Job.cut_problems` tells before `release_layout`
+    whether it can cut the batch. The schedule of batches is the same under every layout.
+
     Args:
         job: after `release_layout`; its state says how the next step is taken.
         config: of the new layout.
@@ -145,7 +148,7 @@ def install_layout(
     scheduler = build_scheduler(config, optimizer, lr_samples=job.state.lr_samples)
     job.config, job.groups, job.model = config, groups, model
     job.optimizer, job.scheduler = optimizer, scheduler
-    job.batch_schedule, job.rank_times = BatchSchedule.of(config), RankTimes()
+    job.rank_times = RankTimes()
     context = job.context
     context.config, context.groups, context.model = config, groups, model.chunks
     context.optimizer, context.scheduler = optimizer, scheduler

@@ -21,6 +21,7 @@ from megatron.training.common.trace import Trace
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.batch_schedule import BatchSchedule, steps_for
+from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.data.dataloader import BatchReader
 from megatron.training.data.run_data import RunData
@@ -335,16 +336,24 @@ class Job:
         Raises:
             ValueError: the layout cannot cut the batch into such micro-batches.
         """
-        micro = settings.micro_batch_size or self.config.batch.micro_batch_size
-        wanted = settings.global_batch_size
-        sizes = self._scheduled_sizes if wanted is None else (wanted,)
-        layout, rules = self.config.layout, self.config.batch_rules
-        problems = [p for n in sizes for p in batch_problems(layout, micro, n, **rules)]
+        problems = self.cut_problems(settings, self.config.layout)
         if problems:
             raise ValueError("; ".join(problems))
         before, self.state.settings = self.state.settings, settings
         if settings.changes_rates or before.changes_rates:
             self.set_rates()
+
+    def cut_problems(self, settings: StepSettings, layout: Layout) -> list[str]:
+        """Lists why a layout cannot cut the steps that follow into micro-batches; empty if it can.
+
+        Args:
+            settings: of these steps. Where they name no batch, all of the present phase count.
+            layout: the present one, or another.
+        """
+        micro = settings.micro_batch_size or self.config.batch.micro_batch_size
+        wanted, rules = settings.global_batch_size, self.config.batch_rules
+        sizes = self._scheduled_sizes if wanted is None else (wanted,)
+        return [p for n in dict.fromkeys(sizes) for p in batch_problems(layout, micro, n, **rules)]
 
     @property
     def _scheduled_sizes(self) -> tuple[int, ...]:

@@ -1,0 +1,85 @@
+"""The batch and the micro-batch that a launch begins with."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from copus_ext.controller import rules
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.out_of_memory import micro_batch_that_fits
+from copus_ext.goodput.inputs import Rules
+from copus_ext.goodput.lr_scaling import Ramp
+from copus_ext.goodput.state import ControllerState
+from megatron.training.config.layout_rules import batch_problems
+from megatron.training.train.callbacks import CallbackContext
+
+
+def first_sizes(
+    context: CallbackContext, flags: CopusConfig, known: Rules, *, fixed_micro_batch: bool
+) -> tuple[int, int]:
+    """The sizes of the checkpoint, or else of the flags, as far as the bounds of this launch and
+    its memory allow them. Says on rank 0 what is not as the checkpoint has it. Collective.
+
+    Args:
+        context: of the start.
+        flags: of the controller, in samples of the present phase.
+        known: the rules of the launch.
+        fixed_micro_batch: the trainer cannot take another micro-batch.
+
+    Returns:
+        Global batch size and micro-batch size, samples.
+    """
+    settings, config = context.state.settings, context.config
+    micro = settings.micro_batch_size or config.batch.micro_batch_size
+    if (before := settings.global_batch_size) is None:
+        batch = known.first_batch
+    else:
+        sizes = {"batch": before, "micro": micro, "fixed_micro_batch": fixed_micro_batch}
+        batch, micro = within_bounds(context, flags, known, **sizes)
+        if batch != before and dist.get_rank() == 0:
+            least, most = rules.bounds_at_start(flags, known)
+            side, bound = ("max", most) if batch < before else ("min", least)
+            print(
+                f"copus: batch {batch} in place of {before}, as --copus-{side}-global-batch-size "
+                f"is {bound}",
+                flush=True,
+            )
+    return batch, micro if fixed_micro_batch else micro_batch_that_fits(context, micro, batch)
+
+
+def leave_batch(state: ControllerState, *, ramp: Ramp, context: CallbackContext) -> None:
+    """Goes on with another batch than the checkpoint's, as the bounds of a launch ask. The rates
+    follow as in a change of the batch. Nobody has decided this one, so that it has no outcome.
+
+    Args:
+        state: of the controller; the outcome of its last change is recorded.
+        ramp: the learning rate's way to the new batch.
+        context: of the start.
+    """
+    state.loss_watch, state.steps_after_change = None, 0
+    state.last_change_samples, state.ramp = context.state.consumed_samples, ramp
+
+
+def within_bounds(
+    context: CallbackContext,
+    flags: CopusConfig,
+    known: Rules,
+    *,
+    batch: int,
+    micro: int,
+    fixed_micro_batch: bool,
+) -> tuple[int, int]:
+    """The sizes to go on with from those of a checkpoint. An earlier launch may have had wider
+    bounds: its batch then goes to the nearest one of the grid, in micro-batches of the same size
+    or the largest smaller one. A schedule knows its own batches, and the batch stays where the
+    layout can cut none of the grid."""
+    least, most = rules.bounds_at_start(flags, known)
+    if known.schedule or least <= batch <= most:
+        return batch, micro
+    layout, uneven = context.config.layout, context.config.batch.allow_uneven_micro_batches
+    smaller = [micro] if fixed_micro_batch else range(micro, 0, -1)
+    for size in sorted(known.grid, key=lambda size: abs(size - batch)):
+        for n in smaller:
+            if not batch_problems(layout, n, size, uneven=uneven):
+                return size, n
+    return batch, micro

@@ -1,0 +1,71 @@
+"""What rank 0 does for all ranks ends all of them where it goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron.training.common import collectives
+from megatron.training.common.collectives import on_rank0
+from megatron.training.common.errors import TrainingFailure, UsageError
+
+
+class Ranks:
+    """Lets one rank after the other come to a call, rank 0 first.
+
+    Args:
+        monkeypatch: stands in for the world.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank, self.sent = 0, None
+        monkeypatch.setattr(collectives.dist, "get_rank", lambda: self.rank)
+        monkeypatch.setattr(collectives, "broadcast_from_rank0", self.broadcast)
+
+    def broadcast(self, value: Any) -> Any:
+        self.sent = value if self.rank == 0 else self.sent
+        return self.sent
+
+    def outcomes(self, act: Callable[[], Any]) -> list[Any]:
+        """The result of each rank, or its error."""
+        found: list[Any] = []
+        for self.rank in (0, 1):
+            try:
+                found.append(on_rank0("the test", act))
+            except Exception as error:
+                found.append(error)
+        return found
+
+
+def test_every_rank_has_the_result_and_only_rank_0_made_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    ranks = Ranks(monkeypatch)
+
+    def act() -> int:
+        calls.append(ranks.rank)
+        return 7
+
+    assert ranks.outcomes(act) == [7, 7] and calls == [0]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (UsageError("--copus-profile x: no profile"), UsageError, "--copus-profile x: no profile"),
+        (PermissionError(13, "Permission denied"), UsageError, "[Errno 13] Permission denied"),
+        (LookupError("megatron"), TrainingFailure, "the test failed: LookupError: megatron"),
+        (ZeroDivisionError("a bug"), TrainingFailure, "the test failed: ZeroDivisionError: a bug"),
+    ],
+)
+def test_every_rank_ends_with_the_error_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], text: str
+) -> None:
+    def act() -> Any:
+        raise error
+
+    found = Ranks(monkeypatch).outcomes(act)
+    assert [(type(one), str(one)) for one in found] == [(kind, text)] * 2
