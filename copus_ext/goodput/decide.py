@@ -367,7 +367,10 @@ def critical_batch_size_words(s: DecisionInputs) -> str:
     critical, multiplier = s.critical_batch_size, s.noise_scale_multiplier
     assert critical is not None
     if s.is_critical_batch_size_bound:
-        source = f"{critical * s.rules.early_steps:.0f} samples / {s.rules.early_steps:g}"
+        trained, steps = s.trained_samples, s.rules.early_steps
+        source = f"{trained:.0f} samples / {steps:g}"
+        if s.rules.seq_length and critical * steps > trained:
+            source = f"half of a published law at {trained * s.rules.seq_length:.0f} tokens"
     else:
         source = f"{multiplier:g} x noise scale {critical / multiplier:.1f}"
     least = "at least " if s.noise.status == "lower_bound_only" else ""

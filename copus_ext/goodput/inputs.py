@@ -99,6 +99,32 @@ EARLY_SHARE = 0.03
 size. Smaller batches than it gives cost steps and gain nothing."""
 
 
+_EARLY_TOKENS, _EARLY_EXPONENT = 11.5, 0.47
+"""Critical batch size in tokens over a power of the tokens trained. The power is published (arXiv
+2410.21676, and 0.46 in 2505.13738), over the lengths of runs. The level is that of the static
+batches of three small models, a third to a half of the published one."""
+
+
+def most_critical_batch_size(trained: float, early_steps: float, seq_length: int | None) -> float:
+    """An upper bound of the critical batch size that needs no measurement, samples.
+
+    By definition it is the samples over the steps that one could not do without (arXiv 1812.06162).
+    A run needs some steps to get anywhere, so early on it is small. Where samples are short, a law
+    of the tokens trained says more than these steps, and counts.
+
+    Args:
+        trained: samples.
+        early_steps: steps that a run needs; 0 knows no bound.
+        seq_length: tokens of a sample; None if unknown, which leaves the steps.
+    """
+    if not early_steps:
+        return math.inf
+    by_steps = trained / early_steps
+    if not seq_length:
+        return by_steps
+    return max(by_steps, _EARLY_TOKENS * (trained * seq_length) ** _EARLY_EXPONENT / seq_length)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """How to decide, fixed for a launch. `copus_ext.controller.rules` makes it of the flags."""
@@ -134,9 +160,11 @@ class Rules:
     relayout: bool
     """Whether the layout may change."""
     early_steps: float
-    """The critical batch size is at most the samples trained over this; 0 knows no such bound."""
+    """Steps of `most_critical_batch_size`; 0 knows no such bound."""
     anneal_share: float
     """Part of the run, at its end, over which the batch grows in place of the rate's decay."""
+    seq_length: int | None
+    """Tokens of a sample; None in a journal that does not hold them."""
 
 
 def annealing_batch(first: int, part: float, left: int) -> float:
@@ -260,15 +288,15 @@ class DecisionInputs:
         return self.noise.low_samples if is_bound else self.noise.phi_samples
 
     @property
-    def most_critical_batch_size(self) -> float:
-        """An upper bound of the critical batch size that needs no measurement, samples.
+    def trained_samples(self) -> float:
+        """Samples that count as trained for the bound of the critical batch size."""
+        return max(self.consumed_samples, EARLY_SHARE * self.total_samples)
 
-        By definition it is the samples over the steps that one could not do without (arXiv
-        1812.06162). A run needs some steps to get anywhere, so early on it is small.
-        """
-        early = self.rules.early_steps
-        trained = max(self.consumed_samples, EARLY_SHARE * self.total_samples)
-        return trained / early if early else math.inf
+    @property
+    def most_critical_batch_size(self) -> float:
+        """The function of this name, of the run as it is."""
+        rules = self.rules
+        return most_critical_batch_size(self.trained_samples, rules.early_steps, rules.seq_length)
 
     @property
     def critical_batch_size(self) -> float | None:
@@ -352,7 +380,7 @@ class DecisionInputs:
             TypeError, KeyError: a record of another form.
         """
         # Older journals know no bound, and no annealing by batch.
-        rules = {"early_steps": 0.0, "anneal_share": 0.0, **data["rules"]}
+        rules = {"early_steps": 0.0, "anneal_share": 0.0, "seq_length": None, **data["rules"]}
         rules = {name: value for name, value in rules.items() if name not in _RETIRED}
         rules["grid"] = tuple(rules["grid"])
         rules["schedule"] = tuple((int(a), int(b)) for a, b in rules["schedule"])

@@ -15,7 +15,13 @@ from functools import cached_property
 import numpy as np
 
 from copus_ext.goodput.headroom import Course
-from copus_ext.goodput.inputs import EARLY_SHARE, ConfigThroughput, Decision, DecisionInputs
+from copus_ext.goodput.inputs import (
+    EARLY_SHARE,
+    ConfigThroughput,
+    Decision,
+    DecisionInputs,
+    most_critical_batch_size,
+)
 from copus_ext.goodput.ranks import (
     ELASTIC_S,
     RankChange,
@@ -185,7 +191,8 @@ class _RankRunner(Runner):
             for row in self.machines.rows
             if row.global_batch_size == batch and ranks_of(row) in able
         ]
-        bound = EARLY_SHARE * any_one.total_samples / early
+        trained = EARLY_SHARE * any_one.total_samples
+        bound = most_critical_batch_size(trained, early, any_one.seq_length)
         return choices[ranks_of(best_row(rows, bound, self.cost_of_time))]
 
     def _decide(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,9 @@ def flags(**values: Any) -> CopusConfig:
         ({"copus_max_global_batch_size": 0}, "--copus-max-global-batch-size 0"),
         ({"copus_batch_grid": "8,x"}, "--copus-config: batch_grid 8,x"),
         ({"copus_doubling_ratio": 1.0}, "--copus-config: doubling_ratio 1"),
+        ({"copus_doubling_ratio": math.inf}, "--copus-config: doubling_ratio inf must exceed 1"),
+        ({"copus_early_steps": math.inf}, "--copus-config: early_steps inf must be"),
+        ({"copus_early_steps": -1.0}, "--copus-config: early_steps -1 must be"),
         ({"copus_lr_ramp_steps": -1}, "--copus-config: lr_ramp_steps -1"),
         ({"copus_switch_checkpoint_tokens": 0.0}, "--copus-config: switch_checkpoint_tokens 0"),
         ({"copus_gns_interval": 0}, "--copus-config: gns_interval 0"),
@@ -156,6 +160,7 @@ SHIPPED = [
     ("doubling_ratio", 3.0, "copus_ext/controller/flags.py"),
     ("relayout", False, "docs/decisions/016-layouts-change-on-request.md"),
     ("anneal_share", 0.0, "docs/decisions/034-annealing-by-batch.md"),
+    ("seq_length", 32, "docs/decisions/057-early-batches-of-short-samples.md"),
 ]
 SHIPPED_RATES = [
     ("lr", "sqrt", CONTROLLER),

@@ -96,7 +96,8 @@ def test_early_in_a_run_the_critical_batch_is_small(known: bool) -> None:
     """At most the samples over 100 steps, whatever was measured; growth waits for the noise."""
     measured = noise(4000.0) if known else noise(None)
     for consumed, best in ((1_000, 16), (6_000, 32), (30_000, 64)):
-        s = situation(512, measured=measured, consumed_samples=consumed, total_samples=33_000)
+        long = {"measured": measured, "rules": {"seq_length": 2048}}
+        s = situation(512, consumed_samples=consumed, total_samples=33_000, **long)
         assert s.critical_batch_size == consumed / 100
         assert decide(s).measured_critical_batch_size is None
         assert math.isclose(best, math.sqrt(24 * consumed / 100), rel_tol=0.42)
@@ -111,6 +112,20 @@ def test_early_in_a_run_the_critical_batch_is_small(known: bool) -> None:
     assert not unsure.is_critical_batch_size_bound, "a published policy knows no bound"
     published = situation(8, 4000.0, flags={"copus_policy": "copus"}, consumed_samples=30_000)
     assert published.critical_batch_size == 8000.0
+
+
+def test_of_short_samples_a_law_of_tokens_bounds_the_critical_batch() -> None:
+    def bound(samples: int, seq_length: int | None) -> float:
+        run = {"consumed_samples": samples, "total_samples": 33_000}
+        return situation(8, rules={"seq_length": seq_length}, **run).most_critical_batch_size
+
+    assert bound(1_000, None) == bound(1_000, 4096) == 10.0
+    assert bound(2_000, 64) == pytest.approx(11.5 * (2_000 * 64) ** 0.47 / 64)
+    assert bound(30_000, 64) == 300.0, "later the steps say more"
+    assert bound(10, 64) == bound(900, 64), "of the first 3 %"
+    run = {"consumed_samples": 2_000, "total_samples": 33_000, "rules": {"seq_length": 64}}
+    s = situation(512, measured=noise(640.0), **run)
+    assert "= half of a published law at 128000 tokens" in decide(s).reason
 
 
 def test_a_decision_says_what_its_critical_batch_size_comes_from() -> None:
