@@ -8,7 +8,8 @@ to change), and links are the usual ones (`bench.planner_accuracy.USUAL_LINKS`).
 are predicted: without any measured time, and, where groups have more than two runs, with two of
 each group, which the planner has proposed. A group is of one model on one number of GPUs, with one
 batch: runs of other models have an order that says nothing of layouts. The worst group is told,
-too, and how often a prediction is within its stated doubt. Writes
+too, what the choice loses among runs that were not timed (`of_others`), and how often a prediction
+is within its stated doubt. Writes
 docs/results/planner_clusters.json and .svg in a minute.
 """
 
@@ -83,6 +84,19 @@ def pairs_in_order(runs: list[Any], found: validation.Predictions) -> tuple[int,
     return int(right), total
 
 
+def choice_of_others(runs: list[Any], found: validation.Predictions) -> list[float]:
+    """Of every group: what the best predicted run costs over the fastest, among those whose times
+    were not used."""
+    lost = []
+    for at in validation.groups(runs).values():
+        others = [i for i in at if not found.known[i]]
+        if len(others) > 1 and found.fits[others].any():
+            seconds = np.array([float(runs[i].step_s or 0.0) for i in others])
+            choice = np.argmin(np.where(found.fits[others], found.step_s[others], np.inf))
+            lost.append(float(seconds[choice] / seconds.min() - 1))
+    return lost
+
+
 def judged(name: str, constants: Constants, known: int) -> tuple[dict[str, Any], Any]:
     """Figures of a table, and its scores."""
     runs = planner_tables.read(name)
@@ -92,8 +106,11 @@ def judged(name: str, constants: Constants, known: int) -> tuple[dict[str, Any],
         (g["mean"], group) for group, g in result["groups"].items() if g["mean"] is not None
     )
     z, pairs = scores(runs, found), pairs_in_order(runs, found)
+    others = choice_of_others(runs, found)
     return {
         **result["in_all"],
+        "mean_regret_of_others": float(np.mean(others)) if others else None,
+        "worst_regret_of_others": max(others, default=None),
         "worst_group": worst[1],
         "worst_mean": worst[0],
         "within_99_percent": normal_share(z, 0.99),

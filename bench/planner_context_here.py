@@ -5,10 +5,11 @@
 Two CPU ranks train a small GPT at two lengths of samples. Every layout of tensor, context (both
 exchanges), pipeline and data parallelism with micro-batches of 1 and 2 is timed at one batch. The
 planner orders them from the constants that ship alone, which were fitted at 128 tokens without
-context parallelism, and with the times of two of each length known, which it has proposed and which
-are then left out. A configuration counts with the least of its rounds, minutes
-apart, as other programs only ever slow it down. Writes docs/results/planner_context_here.json in
-some minutes a round. It needs a core per rank and nothing else running.
+context parallelism, and with the times of two of each length known, which it has proposed. These
+are left out of errors and order, and of `regret_of_others`. A configuration counts with the least
+of its rounds, minutes apart, as other programs only ever slow it down. Writes
+docs/results/planner_context_here.json in some minutes a round; `--again` of a result and `--rounds
+0` predict its times anew. It needs a core per rank and nothing else running.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.planner_clusters import choice_of_others
 from bench.support import ROOT, arguments, launch, origin, write
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import ModelSpec
@@ -109,7 +111,9 @@ def judged(runs: list[validation.MeasuredRun], known: int) -> dict[str, Any]:
     """Error, order and choice of each length."""
     found = validation.predict(runs, num_known=known)
     result = validation.judge(runs, found)
-    for name, at in validation.groups(runs).items():
+    others = choice_of_others(runs, found)
+    for (name, at), lost in zip(validation.groups(runs).items(), others, strict=True):
+        result["groups"][name]["regret_of_others"] = lost
         result["groups"][name]["kendall_tau_apart"] = tau_apart(runs, found, at)
         result["groups"][name]["predicted"] = {
             str(runs[i].configuration): [float(found.step_s[i]), runs[i].step_s] for i in at

@@ -4,7 +4,8 @@
 
 Two CPU ranks train the quickstart's model. `tools/profile_layouts.py` times two micro-batch counts
 of every layout and micro-batch. From these the planner predicts every configuration of three
-batches (vpp up to 2, micro-batch up to 4). Then all of them are measured. The times also give the
+batches (vpp up to 2, micro-batch up to 4). Then all of them are measured; `--again` of a result
+predicts its times anew. The times also give the
 constants that ship for CPU ranks (copus_ext/cost_model/data/cpu.json). Writes
 docs/results/planner_here.json and .svg in about 8 minutes. It needs a core per rank and nothing
 else running.
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench.planner_accuracy import errors, ship
+from bench.planner_tables import Table
 from bench.support import QUICKSTART_MODEL, ROOT, arguments, figure, launch, origin, write
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
@@ -66,8 +68,8 @@ def measured_before(path: Path) -> tuple[Any, list[Any], list[Any]]:
     return ModelSpec.from_json(record["model"]), timings, truth
 
 
-def fit_here(timings: list[Any], model: Any) -> Any:
-    """Constants of these ranks from all measured times."""
+def fit_here(timings: list[Any], model: Any) -> tuple[Constants, Table]:
+    """Constants of these ranks from all measured times, and these."""
     prior = Constants(
         launch_s=5e-6,
         step_s=5e-3,
@@ -80,7 +82,8 @@ def fit_here(timings: list[Any], model: Any) -> Any:
     )
     rows = to_rows(model, preset("cpu:2"), points_of([t.configuration for t in timings])).full()
     seconds = np.array([t.step_s for t in timings])
-    return fit_constants(rows, seconds, prior=prior)
+    found = fit_constants(rows, seconds, prior=prior).constants
+    return found, Table(name="planner here", rows=rows, seconds=seconds)
 
 
 def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, Any]]:
@@ -107,8 +110,20 @@ def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, 
 
 
 def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors, and whether the fastest of each batch is among the two predicted fastest."""
+    """Errors, and whether the fastest of each batch is among the two predicted fastest: of all, and
+    of those that were not profiled."""
     new, old = ([r for r in rows if r["was_profiled"] is was] for was in (False, True))
+    return {
+        "not_measured_before": _errors(new, "predicted_s"),
+        "measured_again": _errors(old, "predicted_s"),
+        "constants_alone": _errors(rows, "constants_alone_s"),
+        "constants_alone_not_measured_before": _errors(new, "constants_alone_s"),
+        "choice": _choice(rows),
+        "choice_not_measured_before": _choice(new),
+    }
+
+
+def _choice(rows: list[dict[str, Any]]) -> dict[int, Any]:
     top = {}
     for batch in sorted({r["global_batch_size"] for r in rows}):
         mine = [r for r in rows if r["global_batch_size"] == batch]
@@ -117,15 +132,11 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
         top[batch] = {
             "configurations": len(mine),
             "fastest": best["configuration"],
+            "was_profiled": best["was_profiled"],
             "predicted_rank_of_fastest": order.index(best) + 1,
             "regret": order[0]["measured_s"] / best["measured_s"] - 1,
         }
-    return {
-        "not_measured_before": _errors(new, "predicted_s"),
-        "measured_again": _errors(old, "predicted_s"),
-        "constants_alone": _errors(rows, "constants_alone_s"),
-        "choice": top,
-    }
+    return top
 
 
 def _errors(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
@@ -162,10 +173,9 @@ def main() -> None:
     args.data_path = str(Path(args.data_path).resolve())
     before = origin()
     model, timings, truth = measured_before(args.again) if args.again else measure(args)
-    found = fit_here(timings, model)
-    residual = errors(np.exp(found.residuals), 1.0)
+    found, table = fit_here(timings, model)
     source = f"{len(timings)} times of bench/planner_here.py on {before['nproc']} cores"
-    ship(args.output, "cpu", found.constants, source, residual)
+    residual = ship(args.output, "cpu", found, source, [table])
     rows = compare(model, timings, truth)
     result = {
         "what": "step times on two CPU ranks, predicted from two counts per layout and micro-batch",

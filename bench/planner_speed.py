@@ -55,6 +55,7 @@ def space(gpus: int, batches: list[int]) -> dict[str, Any]:
         "first_s": cold,
         "again_s": warm,
         "configurations_per_s": count / warm,
+        "first_configurations_per_s": count / cold,
         "best": [str(p.ranked[0].configuration) if p.ranked else p.status for p in plans],
     }
 

@@ -60,6 +60,8 @@ SEEDS, LOSS_STEPS, EVERY = (1, 2, 3), 300, 25
 """Of the runs for the loss."""
 TRIED_STEPS, TRIED_SEEDS = 1600, SEEDS[:1]
 """Of the runs under the controller."""
+INTERVAL = 2.07
+"""Standard errors of a 95 % interval, by Student's t for the pairs of steps of a point."""
 
 
 def share_of(stages: int) -> float:
@@ -250,6 +252,10 @@ def summary(points: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[st
         "chosen_is_best": sum(p["chosen_is_best"] for p in points),
         "worst_chosen_over_whole": max(p["chosen_over_whole"] for p in points),
         "share_of_predicted_saving_200_mbit_pp2": [p["saved"] / p["predicted_saved"] for p in slow],
+        "seconds_saved_over_predicted_200_mbit_pp2": [
+            (p["whole_s"] - p["short_s"]) / (p["predicted_whole_s"] - p["predicted_short_s"])
+            for p in slow
+        ],
         "times_faster": [r["times_faster"] for r in runs],
         "last_loss_short_minus_whole": apart,
         "last_loss_sd_over_seeds": statistics.stdev(spread) if len(spread) > 1 else None,
@@ -257,18 +263,24 @@ def summary(points: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[st
 
 
 def table(result: dict[str, Any]) -> str:
-    """Markdown."""
-    lines = ["| stages | micro-batches | link, Mbit/s | whole, s | 8 bits, s | saved | predicted |"]
-    lines.append("|" + "---|" * 7)
+    """Markdown. Measured, then predicted in parentheses; savings with their 95 % interval."""
+    heads = "stages", "micro-batches", "link, Mbit/s", "whole, s", "8 bits, s", "saved, ms", "saved"
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for p in result["points"]:
-        sizes = f"| {p['stages']} | {p['num_microbatches']} | {p['rate_mbit']:g}"
-        saved = f"{100 * p['saved']:.1f} ± {100 * p['saved_error']:.1f} %"
-        times = f"{p['whole_s']:.3f} | {p['short_s']:.3f}"
-        lines.append(f"{sizes} | {times} | {saved} | {100 * p['predicted_saved']:.1f} % |")
+        told, said = (
+            [p[f"{of}{way}_s"] for way in ("whole", "short")] for of in ("", "predicted_")
+        )
+        cells = [str(p["stages"]), str(p["num_microbatches"]), f"{p['rate_mbit']:g}"]
+        cells += [f"{x:.3f} ({y:.3f})" for x, y in zip(told, said)]
+        cells.append(f"{1e3 * (told[0] - told[1]):.0f} ({1e3 * (said[0] - said[1]):.0f})")
+        half = 100 * INTERVAL * p["saved_error"]
+        cells.append(f"{100 * p['saved']:.1f} ± {half:.1f} % ({100 * p['predicted_saved']:.1f})")
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| seed | last loss, whole | 8 bits | times faster |", "|---|---|---|---|"]
     for r in result["losses"]:
         both = " | ".join(f"{loss:.4f}" for loss in r["last_losses"])
-        lines.append(f"| {r['seed']} | {both} | {r['times_faster']:.2f} |")
+        prolonged = " (prolonged)" if r["last_losses"][1] > r["target_loss"] else ""
+        lines.append(f"| {r['seed']} | {both} | {r['times_faster']:.2f}{prolonged} |")
     return "\n".join(lines)
 
 
