@@ -278,6 +278,7 @@ def test_what_megatron_core_refuses_to_compute_again_is_said_at_the_start(
 ) -> None:
     with pytest.raises(UsageError, match=part):
         config_of(f"{ROPE} {flags}", **GPU)
+    config_of(f"{ROPE} --recompute-num-layers 1", **GPU)
 
 
 GPU = {"cuda_available": True, "transformer_engine_available": True, "apex_available": True}

@@ -529,7 +529,7 @@ def _derive_recompute(draft: Draft, environment: Environment) -> None:
             "method",
         )
         draft.require(
-            draft["recompute_num_layers"] is None,
+            granularity is None or draft["recompute_num_layers"] is None,
             f"--recompute-num-layers {draft['recompute_num_layers']} needs "
             "--recompute-granularity full; add it or drop the number of layers",
         )
