@@ -24,7 +24,7 @@ def main(folder: Path, *more: str) -> Any:
 
     from copus_ext.controller.out_of_memory import OutOfMemoryCallback
 
-    noting, _ = controllers()
+    noting, *_ = controllers()
 
     class Small(noting):
         """A GPU that is full with two samples."""

@@ -68,7 +68,7 @@ def test_samples_between_lengths_follow_a_curve_over_the_loss() -> None:
         assert atlas.samples_to(best, 64, loss_at(length)) == pytest.approx(length)
     for length in (40_000, 58_000):
         found = atlas.samples_to(best, 64, loss_at(length))
-        assert found == pytest.approx(length, rel=2e-3)
+        assert found is not None and found == pytest.approx(length, rel=2e-3)
         line = atlas.samples_to(best, 256, loss_at(length))
         assert line is None if length > MIDDLE else line is not None and line > found
     for length in (20_000, 75_000):

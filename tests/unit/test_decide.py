@@ -116,7 +116,7 @@ def test_early_in_a_run_the_critical_batch_is_small(known: bool) -> None:
 
 def test_of_short_samples_a_law_of_tokens_bounds_the_critical_batch() -> None:
     def bound(samples: int, seq_length: int | None) -> float:
-        run = {"consumed_samples": samples, "total_samples": 33_000}
+        run: dict[str, Any] = {"consumed_samples": samples, "total_samples": 33_000}
         return situation(8, rules={"seq_length": seq_length}, **run).most_critical_batch_size
 
     assert bound(1_000, None) == bound(1_000, 4096) == 10.0
