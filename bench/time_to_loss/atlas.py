@@ -401,9 +401,9 @@ def samples_to(
     """Length of the run of a static batch that ends at a loss, samples.
 
     The logarithm of the samples over the loss is a parabola through three lengths, or a straight
-    line through two. Beyond the ends it goes on straight, and the curve is steeper there, so that
-    the answer is less than the truth. It goes on by half of the distance of the ends, and from two
-    lengths not to lower losses, else the answer is None.
+    line through two. Beyond the ends it goes on straight. The truth is convex and lies above such a
+    line, so that the answer is less than it. It goes on by half of the distance of the ends, and
+    from two lengths not to lower losses, else the answer is None.
 
     Args:
         best: best trial of every cell.
@@ -427,7 +427,9 @@ def samples_to(
         return None
     curve = np.polynomial.Polynomial.fit(losses, logs, len(points) - 1)
     near = min(max(loss, losses[0]), losses[-1])
-    return float(np.exp(curve(near) + curve.deriv()(near) * (loss - near)))
+    # A higher loss takes less, however the noise of three runs bends the curve.
+    slope = min(curve.deriv()(near), 0.0)
+    return float(np.exp(curve(near) + slope * (loss - near)))
 
 
 def main() -> None:

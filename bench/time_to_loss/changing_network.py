@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.support import arguments, origin
 from bench.time_to_loss import scenarios
+from bench.time_to_loss.intervals import interval_of_few
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.simulate.conditions import Event, World
 from copus_ext.simulate.contenders import Contender
@@ -108,7 +109,7 @@ def s7(seeds: Sequence[int]) -> dict[str, Any]:
     return {
         **{key: against(name, best, seen) for key, name in names.items()},
         "interval": {
-            key: scenarios.interval_of_few(seen, functools.partial(against, name, best))
+            key: interval_of_few(seen, functools.partial(against, name, best))
             for key, name in names.items()
         },
         "overhead": scenarios.of_all(

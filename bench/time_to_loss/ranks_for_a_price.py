@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from bench.time_to_loss import scenarios
+from bench.time_to_loss.intervals import interval
 from copus_ext.goodput import ranks
 from copus_ext.simulate.contenders import Contender
 from copus_ext.simulate.ranks import Machines, course_of, simulate_ranks
@@ -361,6 +362,6 @@ def summary(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> dict[str, A
     }
     return {
         **{key: mean(cells(key)) for key in keys},
-        "interval": {key: scenarios.interval(cells(key), mean, by) for key in keys},
+        "interval": {key: interval(cells(key), mean, by) for key in keys},
         "by_growth_and_number": tables,
     }

@@ -153,7 +153,7 @@ def tuned(s: Scenario, batch: int, done: Losses) -> Search:
 
 def compared(s: Scenario, best: Spec, seed: int) -> list[Spec]:
     """The static runs of a batch, with its tuned rate, that stand against runs under the
-    controller: of the scenario's length first. The others take their time from it."""
+    controller: of the scenario's length first. The others train without a link."""
     whole = replace(best, seed=seed, link=s.links[0] if s.counts_own_clock else NO_LIMIT)
     lengths = (length for batch, length in s.lengths if batch == best.batch)
     return [whole, *(replace(whole, link=NO_LIMIT, length=length) for length in lengths)]
@@ -219,7 +219,7 @@ def flags_of(s: Scenario, spec: Spec) -> list[str]:
     """The trainer's flags of a run, without data and directories.
 
     Rates go with the batch as the controller would change them: learning rate by the root, weight
-    decay per token. All runs see the same held-out samples after the same samples.
+    decay per token. All runs of one length see the same held-out samples after the same samples.
     """
     factor = math.sqrt(spec.batch / s.reference_batch)
     lr, samples = s.lr * 2.0**spec.rate * factor, round(s.samples * spec.length)

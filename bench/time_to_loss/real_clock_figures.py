@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from bench.support import figure
-from bench.time_to_loss.scenarios import MEASURING, interval_of_few
+from bench.time_to_loss.intervals import interval_of_few
+from bench.time_to_loss.scenarios import MEASURING
 
 ORDINARY = 1.5
 """A step longer than this times the median of its configuration is not an ordinary one."""
@@ -275,12 +276,17 @@ def static_time_to(curves: Sequence[Curve], loss: float) -> float | None:
     """Seconds in which a static batch gets to a loss, in a run of the length that is best for it;
     None if it does not.
 
+    It gets there on the way in the run of the scenario's length, or at the end of another one. What
+    a longer run has on its way does not count, since runs under the controller have no other length
+    either.
+
     Args:
-        curves: of its runs of some lengths. Between the ends of two of them lie the ends of runs
-            of the lengths between, on a straight line of the loss over ln(seconds).
+        curves: of its runs, that of the scenario's length first. Between the ends of two of them
+            lie the ends of runs of the lengths between, on a straight line of the loss over
+            ln(seconds).
         loss: to be reached.
     """
-    times = [t for curve in curves if (t := curve.time_to(loss)) is not None]
+    times = [t for curve in curves[:1] if (t := curve.time_to(loss)) is not None]
     ends = sorted((curve.seconds[-1], curve.losses[-1]) for curve in curves)
     for (early_s, early), (late_s, late) in itertools.pairwise(ends):
         if early > loss >= late:

@@ -34,7 +34,8 @@ from typing import Any
 
 from bench.support import RESULTS, arguments, origin
 from bench.time_to_loss import atlas, scenarios
-from bench.time_to_loss.scenarios import MEASURING, interval
+from bench.time_to_loss.intervals import interval, interval_of_few
+from bench.time_to_loss.scenarios import MEASURING
 from bench.time_to_loss.small_gpt import REFERENCE_BATCH, SEQ_LENGTH, Recipe, SmallRun
 from copus_ext.cost_model.cluster_spec import preset as cluster
 from copus_ext.gns.estimators import Estimate
@@ -317,7 +318,7 @@ def s5(found: list[Outcome], best: dict[str, dict[str, Any]]) -> dict[str, Any] 
 
     return {
         "figure": figure(seeds),
-        "interval": {"figure": scenarios.interval_of_few(seeds, figure)},
+        "interval": {"figure": interval_of_few(seeds, figure)},
         "seeds": seeds,
         "by_h": rows,
     }

@@ -280,9 +280,10 @@ def _environment() -> dict[str, bool]:
 def machine(model: Any, world: int) -> dict[str, Any]:
     """What the times belong to."""
     import platform
-    from importlib.metadata import version
 
     import torch
+
+    from copus_ext.controller.peak_memory import library_versions
 
     return {
         "model": model.to_json(),
@@ -291,7 +292,7 @@ def machine(model: Any, world: int) -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+        "versions": library_versions(),
     }
 
 
@@ -419,7 +420,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except RanOut as error:
         if text := str(error):
-            tell("profile_layouts.py", f"{text}; start this again, and it goes on with the others")
+            again = "start this again without --retry" if args.retry else "start this again"
+            tell("profile_layouts.py", f"{text}; {again}, and it goes on with the others")
         sys.stdout.flush()
         # Closing the world would wait for ranks that wait for this one.
         os._exit(_AGAIN)

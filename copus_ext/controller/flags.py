@@ -97,7 +97,7 @@ class CopusConfig:
     """Let the batch shrink. Default: yes with adaptive, no with the published policies."""
     copus_early_steps: float = _setting(EARLY_STEPS)
     """For adaptive: the critical batch size is at most the samples trained over this, and of the
-    first 3 % of the run that many. 0: no such bound."""
+    first 3 % of the run that many; or half of a published law of tokens, if more. 0: no bound."""
     copus_anneal_by_batch: float = _setting(0.0)
     """For adaptive and --lr-decay-style constant: over this part of the run, at its end, the batch
     grows as far as the learning rate would fall to 0, and the rate stays. 0: no such growth."""

@@ -369,7 +369,7 @@ def critical_batch_size_words(s: DecisionInputs) -> str:
     if s.is_critical_batch_size_bound:
         trained, steps = s.trained_samples, s.rules.early_steps
         source = f"{trained:.0f} samples / {steps:g}"
-        if s.rules.seq_length and critical * steps > trained:
+        if s.rules.seq_length and s.most_critical_batch_size > trained / steps:
             source = f"half of a published law at {trained * s.rules.seq_length:.0f} tokens"
     else:
         source = f"{multiplier:g} x noise scale {critical / multiplier:.1f}"

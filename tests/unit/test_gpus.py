@@ -25,6 +25,7 @@ def cpu_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs, and a torch that cannot use them."""
     monkeypatch.setenv(GPUS, "0,1")
     monkeypatch.setattr(gpus, "torch_uses_gpus", lambda: False)
+    monkeypatch.setattr(gpus, "_has_gpu_nodes", lambda: True)
 
 
 def test_visible_gpus_are_counted_as_cuda_does() -> None:
@@ -65,6 +66,9 @@ def test_only_a_cpu_run_goes_on_with_a_cpu_build_beside_gpus(
         assert FIX in str(caught.value) and "\n" not in str(caught.value)
     check_torch_build("cpu")
     check_torch_build("auto", {GPUS: ""})
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(gpus, "_has_gpu_nodes", lambda: False)
+        check_torch_build("auto")
     monkeypatch.setattr(gpus, "torch_uses_gpus", lambda: True)
     check_torch_build("auto")
 

@@ -282,8 +282,9 @@ def test_a_static_batch_may_have_the_length_that_is_best_for_it() -> None:
     assert (found(2.0), found(1.8)) == pytest.approx((100.0, 150.0))
     assert found(1.7) is None
     assert found(2.5) == pytest.approx(75.0), "on the way"
+    early = Curve(samples=[1, 2], seconds=[10.0, 150.0], losses=[1.9, 1.8])
+    assert real_clock_figures.static_time_to([whole, early], 1.9) == found(1.9), "not at its end"
     assert real_clock_figures.static_time_to([whole], 1.9) is None
-    assert real_clock_figures.static_time_to([longer, whole], 1.9) == found(1.9)
 
 
 def test_runs_of_other_lengths_have_a_schedule_of_their_own() -> None:

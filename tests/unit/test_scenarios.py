@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bench.support import RESULTS
-from bench.time_to_loss import changing_network, scenarios, small_runs
+from bench.time_to_loss import changing_network, intervals, scenarios, small_runs
 from bench.time_to_loss.atlas import LONG, SHORT
 from bench.time_to_loss.unprofiled import Machine
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
@@ -37,15 +37,15 @@ def mean(values: Any) -> float:
 
 
 def test_an_interval_spans_what_other_seeds_might_have_given() -> None:
-    assert scenarios.interval([2.0, 2.0, 2.0], mean) == [2.0, 2.0]
-    low, high = scenarios.interval([1.0, 2.0, 3.0], mean)
+    assert intervals.interval([2.0, 2.0, 2.0], mean) == [2.0, 2.0]
+    low, high = intervals.interval([1.0, 2.0, 3.0], mean)
     assert 1.0 <= low < 2.0 < high <= 3.0
 
 
 def test_an_interval_of_a_few_seeds_is_wider_than_their_range() -> None:
-    low, high = scenarios.interval_of_few([1.0, 2.0, 3.0], mean) or (2.0, 2.0)
+    low, high = intervals.interval_of_few([1.0, 2.0, 3.0], mean) or (2.0, 2.0)
     assert (low, high) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
-    assert scenarios.interval_of_few([1.0], mean) is None
+    assert intervals.interval_of_few([1.0], mean) is None
 
 
 def test_an_interval_over_clusters_is_as_wide_as_they_differ() -> None:
@@ -55,8 +55,8 @@ def test_an_interval_over_clusters_is_as_wide_as_they_differ() -> None:
         return mean([value for *_, value in some])
 
     by_cluster, by_seed = operator.itemgetter(0), operator.itemgetter(1)
-    assert scenarios.interval(cells, figure, [by_seed]) == [2.0, 2.0]
-    low, high = scenarios.interval(cells, figure, [by_cluster, by_seed])
+    assert intervals.interval(cells, figure, [by_seed]) == [2.0, 2.0]
+    low, high = intervals.interval(cells, figure, [by_cluster, by_seed])
     assert low == 1.0 and high == 3.0
 
 

@@ -24,6 +24,11 @@ def visible_gpus(env: Mapping[str, str]) -> int:
     return min(ends, default=len(names))
 
 
+def _has_gpu_nodes() -> bool:
+    """Whether the system shows a GPU of any kind."""
+    return any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
+
+
 @functools.cache
 def torch_uses_gpus() -> bool:
     """Whether the installed torch is built for GPUs; True where that is not known."""
@@ -57,7 +62,8 @@ def check_torch_build(device: str, env: Mapping[str, str] | None = None) -> None
         UsageError: the installed torch cannot use the GPUs that this process sees.
     """
     number = visible_gpus(os.environ if env is None else env)
-    if device == "cpu" or number == 0 or torch_uses_gpus():
+    # Some set CUDA_VISIBLE_DEVICES on machines without GPUs, too.
+    if device == "cpu" or number == 0 or not _has_gpu_nodes() or torch_uses_gpus():
         return
     shown = "1 GPU is" if number == 1 else f"{number} GPUs are"
     raise UsageError(

@@ -357,11 +357,19 @@ def _config_of(stored: Stored, flags: Sequence[str]) -> Config:
             "its model cannot be built; continue the run once, which writes them"
         )
     precision = [f"--{name}" for name in ("bf16", "fp16") if stored.arguments.get(name)]
-    own = [*flags, *precision, "--seq-length", str(length), "--finetune", "--mock-data"]
+    # What flex needs, one rank does not have. All dispatchers give the same numbers.
+    is_flex = stored.arguments.get("moe_token_dispatcher_type") == "flex"
+    dispatcher = ["--moe-token-dispatcher-type", "alltoall"] if is_flex else []
+    own = [
+        *dispatcher,
+        *flags,
+        *precision,
+        "--seq-length",
+        str(length),
+        "--finetune",
+        "--mock-data",
+    ]
     own += ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "0"]
-    if stored.arguments.get("num_experts"):
-        # The dispatcher of training may need a GPU or several ranks; all give the same numbers.
-        own += ["--moe-token-dispatcher-type", "allgather"]
     args = with_checkpoint_args(parse_args(own), stored.arguments)
     return resolve(
         args,
