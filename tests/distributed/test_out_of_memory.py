@@ -16,21 +16,27 @@ pytestmark = pytest.mark.timeout(200)
 
 
 def test_a_micro_batch_that_did_not_fit_is_not_tried_again(tmp_path: Path) -> None:
-    first, again = (on_ranks("worker_out_of_memory", tmp_path, 2, timeout_s=90) for _ in range(2))
-    assert first["ran_out"], "the controller tries a larger micro-batch"
+    launches = [on_ranks("worker_out_of_memory", tmp_path, 2, timeout_s=90)]
+    while launches[-1]["ran_out"] and len(launches) < 5:
+        launches.append(on_ranks("worker_out_of_memory", tmp_path, 2, timeout_s=90))
+    assert launches[0]["ran_out"], "the controller tries a larger micro-batch"
+    assert not launches[-1]["ran_out"]
     lines = [json.loads(line) for line in (tmp_path / "run" / FILE).read_text().splitlines()]
-    assert len(lines) == 2 and lines[0] == lines[1], "one of each rank"
-    assert lines[0]["micro_batch_size"] > 1 and lines[0]["seq_length"] == 32
+    assert lines[::2] == lines[1::2], "one of each rank"
+    sizes = [line["micro_batch_size"] for line in lines[::2]]
+    assert len(sizes) == len(launches) - 1
+    assert sizes == sorted(set(sizes), reverse=True), "each launch tries less than those before"
+    assert sizes[-1] > 1 and lines[-1]["seq_length"] == 32
 
-    assert not again["ran_out"]
-    told = [line for line in again["told"] if "ran out of memory before" in line]
-    assert len(told) == 1 and f"micro-batch {lines[0]['micro_batch_size']} of 32 tokens" in told[0]
+    told = [line for line in launches[-1]["told"] if "ran out of memory before" in line]
+    assert len(told) == len(sizes)
+    assert all(f"micro-batch {size} of 32 tokens" in line for size, line in zip(sizes, told))
     steps = steps_of(tmp_path / "run")
     assert steps[-1]["consumed_samples"] == 360
     assert {step["micro_batch_size"] for step in steps} == {1}
     decisions = [r for r in read_journal(tmp_path / "run" / NAME) if r["kind"] == "decision"]
     rows = decisions[-1]["situation"]["rows"]
-    assert max(row["micro_batch_size"] for row in rows) < lines[0]["micro_batch_size"]
+    assert max(row["micro_batch_size"] for row in rows) < sizes[-1]
 
 
 def test_a_launch_begins_with_less_than_what_did_not_fit(tmp_path: Path) -> None:
