@@ -325,7 +325,7 @@ def of_seed(rows: Rows, seed: int, noise: Noise) -> dict[str, Any]:
         row["spec"]["batch"]: _curve(row)
         for row in mine
         if row["spec"]["kind"] == "static"
-        and row["spec"].get("length", 1.0) == 1.0
+        and not real_clock_figures.other_length(row)
         and (row["spec"]["rate"], row["spec"]["warmup"]) == (reference.rate, reference.warmup)
     }
     warmup = int(reference.warmup * S4.samples)

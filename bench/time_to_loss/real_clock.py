@@ -512,7 +512,7 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
     """
     runs = figures.Runs(rows=tuned_rows(s, rows_of(path, [s])), own_clock=s.counts_own_clock)
     seeds, found = figures.compare(
-        runs, runs, links=s.links, seeds=s.seeds, starts=s.starts, batches=list(s.statics)
+        runs, runs, links=s.links, seeds=s.seeds, starts=s.starts, batches=s.statics
     )
     if not seeds:
         raise SystemExit(f"{s.name}: no seed is complete")

@@ -240,8 +240,8 @@ def curves_of(runs: Runs, link: str, seed: int) -> tuple[Statics, dict[int, Curv
     usual_s = usual(runs.rows, link)
     statics: dict[int, list[Curve]] = {}
     ours: dict[int, Curve] = {}
-    for row in sorted(runs.rows, key=_length_of):
-        spec, is_other = row["spec"], _length_of(row) > 0
+    for row in sorted(runs.rows, key=other_length):
+        spec, is_other = row["spec"], other_length(row) > 0
         is_own = runs.own_clock and not is_other
         if spec["seed"] != seed or (is_own and spec["link"] != link):
             continue
@@ -258,8 +258,8 @@ def curves_of(runs: Runs, link: str, seed: int) -> tuple[Statics, dict[int, Curv
     return {batch: some for batch, some in statics.items() if some}, ours
 
 
-def _length_of(row: dict[str, Any]) -> float:
-    """How far from that of the scenario; 0 for a run of its length."""
+def other_length(row: dict[str, Any]) -> float:
+    """How far the length of a run is from that of the scenario; 0 for the same."""
     return abs(row["spec"].get("length", 1.0) - 1.0)
 
 
