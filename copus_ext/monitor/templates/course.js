@@ -55,6 +55,9 @@ function plotPlace(figure) {
   return byId(`p-${figure.id}`);
 }
 
+// What Plotly still draws: it ends later than the call that asks for it.
+const drawing = [];
+
 function drawFigure(figure) {
   const isEmpty = !figure.data.some((trace) => trace.y && trace.y.length);
   byId(`f-${figure.id}`).hidden = isEmpty;
@@ -70,5 +73,6 @@ function drawFigure(figure) {
   }
   layout.annotations = (layout.annotations || []).map(
     (note) => ({ ...note, text: plain(note.text) }));
-  Plotly.react(place, figure.data.map((trace) => dressed(trace, unit)), layout, config());
+  drawing.push(
+    Plotly.react(place, figure.data.map((trace) => dressed(trace, unit)), layout, config()));
 }

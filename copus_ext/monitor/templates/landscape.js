@@ -111,11 +111,11 @@ function drawLandscape(item) {
     if (goes) data.push(mark(goal, item.applied ? "taken" : "would be taken", "star", 12));
     const ticks = (names) => ({ tickmode: "array", tickvals: names.map((_, i) => i),
       ticktext: plainAll(names), showgrid: false, range: [-0.5, names.length - 0.5] });
-    Plotly.react(place, data, layoutOf({
+    drawing.push(Plotly.react(place, data, layoutOf({
       xaxis: { ...ticks(item.batches.map(String)), title: { text: "batch, samples" } },
       yaxis: { ...ticks(item.layouts), automargin: true },
       uirevision: `${chosen.run} ${item.iteration}`,
-    }, 170 + 44 * item.layouts.length), config());
+    }, 170 + 44 * item.layouts.length), config()));
   }
   const left = item.left_out > 0 ? ` ${item.left_out} more layouts were worth less.` : "";
   byId("c-landscape").textContent = !hasCells ? "" : (item.by_goodput

@@ -1,6 +1,7 @@
 // All of it: draws everything, listens to the reader, and follows a run.
 
 function drawAll() {
+  drawing.length = 0;
   page.figures.forEach(drawFigure);
   fillLandscape();
 }
@@ -122,4 +123,4 @@ if (page.reload_s !== null) {
   tellAge();
   window.setInterval(follow, Math.min(1000 * page.reload_s, 1000));
 }
-document.documentElement.dataset.ready = "yes";
+Promise.allSettled(drawing).then(() => { document.documentElement.dataset.ready = "yes"; });
