@@ -8,7 +8,7 @@ row of the results file is one run; a killed command goes on where it was. S3: t
 model, three links, `--copus --copus-layouts all` from five first batches on data parallelism,
 behind the best static batch. S4: a small model on data parallelism over 100 Mbit/s, `--copus` from
 four first batches, saved over the best static batch. S4K: the same with `--kfac` in all runs, saved
-over the best static batch with it, and over the best one of S4.
+over the best static batch with it.
 
 Rates are tuned on seed 0 for each static batch: three rates a factor of 2 apart, more while the
 best one is at an end, then the longer warm-up. Runs under the controller have the rate and warm-up
@@ -466,25 +466,21 @@ def last_of(search: Search) -> Spec | None:
 def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
     """Prints the figures of every scenario that has a complete seed, and writes them."""
     rows, found = rows_of(path, scenarios), {}
-    pairs = [(s, s) for s in scenarios] + [(S4K, S4)] * ({S4K, S4} <= set(scenarios))
-    for s, rival in pairs:
-        name = s.name if rival is s else f"{s.name} over {rival.name}"
-        own, statics = (
-            figures.Runs(rows=tuned_rows(x, rows), own_clock=x.counts_own_clock) for x in (s, rival)
-        )
+    for s in scenarios:
+        name = s.name
+        own = figures.Runs(rows=tuned_rows(s, rows), own_clock=s.counts_own_clock)
         seeds, comparisons = figures.compare(
             own,
-            statics,
             links=s.links,
             seeds=s.seeds,
             starts=s.starts,
-            batches=[*rival.statics, *(batch for batch, _ in rival.lengths)],
+            batches=[*s.statics, *(batch for batch, _ in s.lengths)],
         )
         if not seeds:
             print(f"{name}: no seed is complete")
             continue
         command = "sudo python -m bench.time_to_loss.real_clock; ... --summary"
-        commits = sorted({row["commit"] for row in [*own.rows, *statics.rows]})
+        commits = sorted({row["commit"] for row in own.rows})
         about = figures.result(name, seeds, comparisons)
         made = {"command": command, "commits": commits, "date": origin()["date"]}
         found[name] = {**about, **made}
@@ -512,7 +508,7 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
     """
     runs = figures.Runs(rows=tuned_rows(s, rows_of(path, [s])), own_clock=s.counts_own_clock)
     seeds, found = figures.compare(
-        runs, runs, links=s.links, seeds=s.seeds, starts=s.starts, batches=s.statics
+        runs, links=s.links, seeds=s.seeds, starts=s.starts, batches=s.statics
     )
     if not seeds:
         raise SystemExit(f"{s.name}: no seed is complete")

@@ -297,7 +297,6 @@ def static_time_to(curves: Sequence[Curve], loss: float) -> float | None:
 
 def compare(
     runs: Runs,
-    static_runs: Runs,
     *,
     links: Iterable[str],
     seeds: Iterable[int],
@@ -308,7 +307,6 @@ def compare(
 
     Args:
         runs: of one scenario.
-        static_runs: of the one whose static runs they stand against; may be the same.
         links: that a seed has to have.
         seeds: to look at.
         starts: first batches that a seed has to have on each link.
@@ -318,7 +316,7 @@ def compare(
     for seed in seeds:
         own: list[Comparison] = []
         for link in links:
-            still, ours = curves_of(static_runs, link, seed)[0], curves_of(runs, link, seed)[1]
+            still, ours = curves_of(runs, link, seed)
             lacks = any(len(still.get(b, ())) < n for b, n in Counter(batches).items())
             if lacks or not set(starts) <= ours.keys():
                 break
@@ -373,7 +371,6 @@ FIGURES: dict[str, dict[str, Figure]] = {
     "S3": {"mean": mean_behind, "worst": worst_behind},
     "S4": _SAVED,
     "S4K": _SAVED,
-    "S4K over S4": _SAVED,
 }
 GOALS = {"S3": {"mean": 0.03, "worst": 0.06}, "S4": {"figure": 0.06}}
 
