@@ -467,7 +467,6 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
     """Prints the figures of every scenario that has a complete seed, and writes them."""
     rows, found = rows_of(path, scenarios), {}
     for s in scenarios:
-        name = s.name
         own = figures.Runs(rows=tuned_rows(s, rows), own_clock=s.counts_own_clock)
         seeds, comparisons = figures.compare(
             own,
@@ -477,22 +476,24 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
             batches=[*s.statics, *(batch for batch, _ in s.lengths)],
         )
         if not seeds:
-            print(f"{name}: no seed is complete")
+            print(f"{s.name}: no seed is complete")
             continue
         command = "sudo python -m bench.time_to_loss.real_clock; ... --summary"
         commits = sorted({row["commit"] for row in own.rows})
-        about = figures.result(name, seeds, comparisons)
+        about = figures.result(s.name, seeds, comparisons)
         made = {"command": command, "commits": commits, "date": origin()["date"]}
-        found[name] = {**about, **made}
+        found[s.name] = {**about, **made}
         for one in comparisons:
             print(
-                f"{name} link {one.link} seed {one.seed} from {one.first_batch}: "
+                f"{s.name} link {one.link} seed {one.seed} from {one.first_batch}: "
                 f"{one.seconds:.1f} s to {one.loss:.3f}, static {one.best_batch} {one.best_s:.1f} s"
             )
-        print("\n".join(figures.verdicts(name, about)))
+        print("\n".join(figures.verdicts(s.name, about)))
         if not s.counts_own_clock:
-            parts = found[name]["parts"] = figures.mean_parts(own, seeds)
-            print(f"{name} takes its time for", ", ".join(f"{k} {v:.3f}" for k, v in parts.items()))
+            parts = found[s.name]["parts"] = figures.mean_parts(own, seeds)
+            print(
+                f"{s.name} takes its time for", ", ".join(f"{k} {v:.3f}" for k, v in parts.items())
+            )
     save(output, found)
     clocked_rows = [row for row in rows if Spec(**row["spec"]).counts_by_clock]
     busy = [r["key"] for r in clocked_rows if r["others_cpu_s"] > _BUSY * r["wall_s"]]

@@ -56,7 +56,11 @@ function plotPlace(figure) {
 }
 
 // What Plotly still draws: it ends later than the call that asks for it.
-const drawing = [];
+const drawing = new Set();
+function untilDrawn(drawn) {
+  drawing.add(drawn);
+  drawn.finally(() => drawing.delete(drawn));
+}
 
 function drawFigure(figure) {
   const isEmpty = !figure.data.some((trace) => trace.y && trace.y.length);
@@ -73,6 +77,6 @@ function drawFigure(figure) {
   }
   layout.annotations = (layout.annotations || []).map(
     (note) => ({ ...note, text: plain(note.text) }));
-  drawing.push(
+  untilDrawn(
     Plotly.react(place, figure.data.map((trace) => dressed(trace, unit)), layout, config()));
 }

@@ -111,7 +111,7 @@ function drawLandscape(item) {
     if (goes) data.push(mark(goal, item.applied ? "taken" : "would be taken", "star", 12));
     const ticks = (names) => ({ tickmode: "array", tickvals: names.map((_, i) => i),
       ticktext: plainAll(names), showgrid: false, range: [-0.5, names.length - 0.5] });
-    drawing.push(Plotly.react(place, data, layoutOf({
+    untilDrawn(Plotly.react(place, data, layoutOf({
       xaxis: { ...ticks(item.batches.map(String)), title: { text: "batch, samples" } },
       yaxis: { ...ticks(item.layouts), automargin: true },
       uirevision: `${chosen.run} ${item.iteration}`,

@@ -1,7 +1,6 @@
 // All of it: draws everything, listens to the reader, and follows a run.
 
 function drawAll() {
-  drawing.length = 0;
   page.figures.forEach(drawFigure);
   fillLandscape();
 }
@@ -91,7 +90,7 @@ function restore() {
   fillAll();
   document.querySelectorAll("#facts details").forEach((box, i) => { box.open = kept.opened[i]; });
   for (const [id, ranges] of kept.zooms) {
-    if (ranges.length && byId(id)) Plotly.relayout(id, Object.fromEntries(ranges));
+    if (ranges.length && byId(id)) untilDrawn(Plotly.relayout(id, Object.fromEntries(ranges)));
   }
   window.scrollTo(0, kept.y);
 }
@@ -123,4 +122,4 @@ if (page.reload_s !== null) {
   tellAge();
   window.setInterval(follow, Math.min(1000 * page.reload_s, 1000));
 }
-Promise.allSettled(drawing).then(() => { document.documentElement.dataset.ready = "yes"; });
+Promise.allSettled([...drawing]).then(() => { document.documentElement.dataset.ready = "yes"; });
