@@ -338,7 +338,7 @@ def summarize(path: Path, atlas_file: Path, output: Path) -> None:
     results = {"S10": s10(found)}
     if (share := s5(found, best)) is not None:
         results["S5"] = share
-    commits = sorted({row["commit"] for row in atlas.read(path) if "commit" in row})
+    commits = sorted({row["commit"] for row in atlas.read(path)})
     for one in results.values():
         one |= scenarios.about("small_runs --summary", one["seeds"]) | {"commits": commits}
     scenarios.save(output, results)
