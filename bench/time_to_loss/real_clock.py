@@ -6,7 +6,7 @@
 Two network namespaces have one core and one rank each, and run `pretrain_gpt.py` as it is. Every
 row of the results file is one run; a killed command goes on where it was. S3: the quickstart's
 model, three links, `--copus --copus-layouts all` from five first batches on data parallelism,
-behind the best static batch. S4: a small model on data parallelism over 100 Mbit/s, `--copus` from
+behind the best static batch. Seeds 2 and 3 share those runs between them. S4: a small model on data parallelism over 100 Mbit/s, `--copus` from
 four first batches, saved over the best static batch. S4K: the same with `--kfac` in all runs, saved
 over the best static batch with it.
 
@@ -21,7 +21,7 @@ go on beside other work.
 
 On a quiet machine a run of S4 takes about 100 s (75 to 130 by its clock, 150 with start and
 evaluations), one of S3 about 280 s. The first seed of S4 is there after 70 minutes, all of S4 after
-2 hours, all of S4K in 70 minutes, all of S3 in 7 to 8 hours. `--losses` holds 70 minutes of S4, 15
+2 hours, all of S4K in 70 minutes, all of S3 in 6 hours. `--losses` holds 70 minutes of S4, 15
 of S4K and 2.5 hours of S3. S4 has 0.4M parameters: with 1M and five tokens for each a run would
 take ten minutes.
 """
@@ -193,7 +193,7 @@ def wanted(scenarios: Sequence[Scenario], done: Losses) -> Iterator[Spec]:
 def _of_seed(s: Scenario, seed: int, done: Losses) -> Iterator[Spec]:
     best = yield from tuned(s, s.reference_batch, done)
     if best is not None:
-        for link in s.links:
+        for link, starts in s.starts_of(seed).items():
             own = [
                 Spec(
                     scenario=s.name,
@@ -205,9 +205,9 @@ def _of_seed(s: Scenario, seed: int, done: Losses) -> Iterator[Spec]:
                     warmup=best.warmup,
                     micro_batch=max(min(batch // 2, s.start_micro_batch), 1),
                 )
-                for batch in s.starts
+                for batch in starts
             ]
-            runs = [*own, *timings(s, link, seed)]
+            runs = [*own, *(() if seed in s.sharing else timings(s, link, seed))]
             yield from (spec for spec in runs if spec.key not in done)
     for batch in s.statics:
         best = yield from tuned(s, batch, done)
@@ -470,9 +470,7 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
         own = figures.Runs(rows=tuned_rows(s, rows), own_clock=s.counts_own_clock)
         seeds, comparisons = figures.compare(
             own,
-            links=s.links,
-            seeds=s.seeds,
-            starts=s.starts,
+            {seed: s.starts_of(seed) for seed in s.seeds},
             batches=[*s.statics, *(batch for batch, _ in s.lengths)],
         )
         if not seeds:
@@ -509,7 +507,7 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
     """
     runs = figures.Runs(rows=tuned_rows(s, rows_of(path, [s])), own_clock=s.counts_own_clock)
     seeds, found = figures.compare(
-        runs, links=s.links, seeds=s.seeds, starts=s.starts, batches=s.statics
+        runs, {seed: s.starts_of(seed) for seed in s.seeds}, batches=s.statics
     )
     if not seeds:
         raise SystemExit(f"{s.name}: no seed is complete")

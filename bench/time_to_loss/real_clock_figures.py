@@ -17,7 +17,7 @@ import functools
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -297,30 +297,26 @@ def static_time_to(curves: Sequence[Curve], loss: float) -> float | None:
 
 def compare(
     runs: Runs,
+    starts: Mapping[int, Mapping[str, Sequence[int]]],
     *,
-    links: Iterable[str],
-    seeds: Iterable[int],
-    starts: Sequence[int],
     batches: Sequence[int],
 ) -> tuple[list[int], list[Comparison]]:
     """Every run under the controller of the seeds that are complete, and those seeds.
 
     Args:
         runs: of one scenario.
-        links: that a seed has to have.
-        seeds: to look at.
-        starts: first batches that a seed has to have on each link.
+        starts: by seed and link, the first batches that a seed has to have there.
         batches: of the static runs that a seed has to have; one with several runs comes as often.
     """
     complete, found = [], []
-    for seed in seeds:
+    for seed, by_link in starts.items():
         own: list[Comparison] = []
-        for link in links:
+        for link, firsts in by_link.items():
             still, ours = curves_of(runs, link, seed)
             lacks = any(len(still.get(b, ())) < n for b, n in Counter(batches).items())
-            if lacks or not set(starts) <= ours.keys():
+            if lacks or not set(firsts) <= ours.keys():
                 break
-            own += [_comparison(link, seed, b, ours[b], still) for b in starts]
+            own += [_comparison(link, seed, b, ours[b], still) for b in firsts]
         else:
             complete.append(seed)
             found += own

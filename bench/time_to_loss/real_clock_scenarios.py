@@ -44,6 +44,8 @@ class Scenario:
     own. A run under the controller ends at a loss between those where two static batches end. The
     one that misses it by little gets there in a longer run, and the other one in a shorter."""
     seeds: tuple[int, ...] = (1, 2, 3)
+    sharing: tuple[int, ...] = ()
+    """Seeds that share the runs under the controller between them, and have no timings."""
     rates: tuple[int, ...] = (-1, 0, 1)
     """Powers of 2 times the first rate that are tried at first."""
     warmups: tuple[float, ...] = (0.1, 0.3)
@@ -57,6 +59,14 @@ class Scenario:
     """Whether runs count with their own clock alone, and so compared static runs are trained on
     the link, of which there is one. Needed where steps of one configuration differ in length. Else
     static runs train without a link, and count with steps as timed on each."""
+
+    def starts_of(self, seed: int) -> dict[str, list[int]]:
+        """First batches of a seed's runs under the controller, by link. Seeds that share them take
+        turns, so that each has every first batch and every link about equally often."""
+        runs = [(link, batch) for link in self.links for batch in self.starts]
+        if seed in self.sharing:
+            runs = runs[self.sharing.index(seed) :: len(self.sharing)]
+        return {link: [b for at, b in runs if at == link] for link in self.links}
 
     @property
     def digest(self) -> str:
@@ -89,6 +99,7 @@ S3 = Scenario(
     start_micro_batch=1,
     timed_micro_batches=(2, 4, 8),
     lengths=((8, 1.25), (4, 0.875)),
+    sharing=(2, 3),
     static_layout="tp1.pp1.dp1",
 )
 S4 = Scenario(
@@ -146,6 +157,7 @@ QUICK = (
         layouts=S3.layouts[:1],
         lengths=((4, 1.25),),
         seeds=(1,),
+        sharing=(),
         rates=(0,),
         warmups=(0.1,),
         eval_samples=16,

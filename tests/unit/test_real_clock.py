@@ -70,9 +70,12 @@ def test_one_seed_of_s4_comes_first_and_every_run_comes() -> None:
     for s in BOTH:
         own = [spec for spec in whole if spec.scenario == s.name and spec.seed in s.seeds]
         copus = {(x.batch, x.link, x.seed) for x in own if x.kind == "copus"}
-        assert copus == {(b, link, k) for b in s.starts for link in s.links for k in s.seeds}
+        assert copus == {
+            (b, link, k) for k in s.seeds for link, some in s.starts_of(k).items() for b in some
+        }
         timed = {(x.batch, x.link, x.seed) for x in own if x.kind == "timing"}
-        assert timed == {(b, link, k) for b in s.statics for link in s.links for k in s.seeds}
+        timing = set(s.seeds) - set(s.sharing)
+        assert timed == {(b, link, k) for b in s.statics for link in s.links for k in timing}
 
 
 def test_rates_are_tuned_on_the_tuning_seed_and_used_on_the_others() -> None:
@@ -254,7 +257,7 @@ def seconds_to(drop: float, loss: float, batch: int, step_s: float) -> float:
 def test_a_run_is_compared_with_the_best_static_batch_at_the_lowest_loss_of_both() -> None:
     rows = [curve_row("static", 4, 0.6, 1.0), curve_row("static", 8, 0.5, 1.5)]
     rows += [curve_row("copus", 16, 0.4, 1.0), curve_row("copus", 2, 0.7, 0.4)]
-    about: dict[str, Any] = {"links": ["0"], "seeds": [1], "starts": [16, 2], "batches": [4, 8]}
+    about: dict[str, Any] = {"starts": {1: {"0": [16, 2]}}, "batches": [4, 8]}
     seeds, (early, late) = compare(Runs(rows=rows), **about)
     assert seeds == [1]
     end = 4.0 - 0.4 * math.log(40.96)
@@ -316,13 +319,13 @@ def test_a_seed_counts_only_when_it_is_complete() -> None:
     rows += [curve_row("copus", 4, 0.6, 1.0, link=link) for link in ("0", "5")]
     rows += [curve_row("copus", 4, 0.6, 1.0, seed=2)]
     rows += [curve_row("timing", 4, 0.6, 1.0, link="5")]
-    about: dict[str, Any] = {"seeds": [1, 2], "starts": [4], "batches": [4]}
-    seeds, found = compare(Runs(rows=rows), links=["0", "5"], **about)
+    about: dict[str, Any] = {"batches": [4]}
+    seeds, found = compare(Runs(rows=rows), {k: {"0": [4], "5": [4]} for k in (1, 2)}, **about)
     assert (seeds, len(found)) == ([1], 2)
-    seeds, found = compare(Runs(rows=rows), links=["0"], **about)
+    seeds, found = compare(Runs(rows=rows), {k: {"0": [4]} for k in (1, 2)}, **about)
     assert (seeds, len(found)) == ([1, 2], 2)
     about["batches"] = [4, 4]
-    seeds, _ = compare(Runs(rows=rows), links=["0"], **about)
+    seeds, _ = compare(Runs(rows=rows), {k: {"0": [4]} for k in (1, 2)}, **about)
     assert not seeds, "a second length is missing"
 
 
@@ -372,11 +375,24 @@ def test_the_time_to_adams_loss_lies_between_two_runs() -> None:
 def test_own_clocks_need_no_usual_time() -> None:
     rows = [curve_row("copus", 4, 0.7, 3.0, link="5"), curve_row("static", 4, 0.7, 2.0, link="5")]
     rows += [curve_row("static", 8, 0.9, 0.1, link="0")]
-    about: dict[str, Any] = {"links": ["5"], "seeds": [1], "starts": [4], "batches": [4]}
+    about: dict[str, Any] = {"starts": {1: {"5": [4]}}, "batches": [4]}
     runs = Runs(rows=rows, own_clock=True)
     _, (one,) = compare(runs, **about)
     assert (one.seconds, one.best_s) == (pytest.approx(3072), pytest.approx(2048))
     assert one.best_batch == 4, "nothing from another link counts"
+
+
+def test_seeds_that_share_have_every_run_once_and_all_starts() -> None:
+    everything = {(link, b) for link in S3.links for b in S3.starts}
+    assert sum(len(some) for some in S3.starts_of(1).values()) == len(everything)
+    shared = [
+        [(link, b) for link, some in S3.starts_of(seed).items() for b in some]
+        for seed in S3.sharing
+    ]
+    assert sorted(run for some in shared for run in some) == sorted(everything)
+    for some in shared:
+        assert {b for _, b in some} == set(S3.starts)
+        assert {link for link, _ in some} == set(S3.links)
 
 
 def test_other_scenarios_stay_in_the_summary(tmp_path: Path) -> None:
