@@ -6,9 +6,9 @@
 Two network namespaces have one core and one rank each, and run `pretrain_gpt.py` as it is. Every
 row of the results file is one run; a killed command goes on where it was. S3: the quickstart's
 model, three links, `--copus --copus-layouts all` from five first batches on data parallelism,
-behind the best static batch. Seeds 2 and 3 share those runs between them. S4: a small model on data parallelism over 100 Mbit/s, `--copus` from
-four first batches, saved over the best static batch. S4K: the same with `--kfac` in all runs, saved
-over the best static batch with it.
+behind the best static batch. Seeds 2 and 3 share those runs between them. S4: a small model on
+data parallelism over 100 Mbit/s, `--copus` from four first batches, saved over the best static
+batch. S4K: the same with `--kfac` in all runs, saved over the best static batch with it.
 
 Rates are tuned on seed 0 for each static batch: three rates a factor of 2 apart, more while the
 best one is at an end, then the longer warm-up. Runs under the controller have the rate and warm-up
