@@ -12,7 +12,6 @@ round moves every clock by the same amount, all later rounds do, and the rest is
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -170,8 +169,6 @@ def _stage_program(r: int, pp: int, count: int) -> list[tuple[str, int]]:
     return program + ([*down, ("b", r), *up]) * warm
 
 
-_Pass = tuple[int, int, int, int]
-"""Stage, direction (0 forward, 1 backward), chunk, micro-batch."""
 _FEW_COLUMNS = 4
 """Up to so many are simulated one by one."""
 _FEW_GROUPS = 4
@@ -201,130 +198,147 @@ def _by_count(
     return clocks
 
 
-@functools.lru_cache(maxsize=64)
-def _interleaved_order(pp: int, vpp: int, count: int) -> list[list[_Pass]]:
-    """All passes in an order that respects every need, cut where a group of the steady phase ends.
+_Operation = tuple[int, int, int, int, int, int]
+"""One pass: its stage, direction (0 forward, 1 backward) and chunk; the row of the message that it
+waits for; the boundary over which its result goes; the row of the message that it sends. -1 stands
+for none. Rows are those of a table of arrival times."""
 
-    At such a cut stage r has done r pairs more than stage 0, which is what the messages between
-    them ask for.
+
+class _Passes:
+    """The passes of the interleaved schedule as whole numbers.
+
+    A pass is kind + period * micro-batch, and its kind (chunk * 2 + direction) * pp + stage.
     """
-    total = count * vpp
-    passes = [
-        (chunk, m)
-        for group in range(0, count, pp)
-        for chunk in range(vpp)
-        for m in range(group, group + pp)
-    ]
-    programs, warm = [], []
-    for r in range(pp):
-        early = min(2 * (pp - r - 1) + (vpp - 1) * pp, total)
-        program = [(0, *passes[q]) for q in range(early)]
-        for q in range(total - early):
-            program.append((0, *passes[q + early]))
-            program.append((1, vpp - 1 - passes[q][0], passes[q][1]))
-        program += [(1, vpp - 1 - c, m) for c, m in passes[total - early :]]
-        programs.append(program)
-        warm.append(early)
-    rounds = min((total - warm[r] - r) // (pp * vpp) for r in range(pp))
-    at, done = [0] * pp, set()
-    segments = []
-    for k in range(rounds + 1):
-        until = [warm[r] + 2 * (k * pp * vpp + r) for r in range(pp)]
-        segments.append(_merge(programs, at, until, done, pp, vpp))
-    segments.append(_merge(programs, at, [len(p) for p in programs], done, pp, vpp))
-    return segments
 
+    def __init__(self, pp: int, vpp: int) -> None:
+        self.pp, self.vpp, self.period = pp, vpp, 2 * vpp * pp
+        kinds = [(c, d, r) for c in range(vpp) for d in (0, 1) for r in range(pp)]
+        self.kinds = [(d, c, self._needed(r, d, c), self._boundary(r, d, c)) for c, d, r in kinds]
+        """Direction, chunk, what to add for the pass that it waits for (0 for none), and the
+        boundary over which its result goes (-1 at the ends of the model)."""
 
-def _merge(
-    programs: list[Any], at: list[int], until: list[int], done: set[_Pass], pp: int, vpp: int
-) -> list[_Pass]:
-    """Passes of all stages up to some place in each, in an order that respects every need."""
-    merged: list[_Pass] = []
-    while any(a < b for a, b in zip(at, until)):
-        before = len(merged)
-        for r in range(pp):
-            while at[r] < until[r]:
-                direction, chunk, m = programs[r][at[r]]
-                one = (r, direction, chunk, m)
-                need = _needed(*one, pp, vpp)
-                if need is not None and need not in done:
-                    break
-                done.add(one)
-                merged.append(one)
-                at[r] += 1
-        if len(merged) == before:
-            raise AssertionError(f"pp {pp}, vpp {vpp}: the schedule waits for itself")
-    return merged
+    def _needed(self, r: int, direction: int, chunk: int) -> int:
+        pp = self.pp
+        if direction == 0:
+            if r > 0:
+                return -1
+            return -1 - pp if chunk > 0 else 0
+        if r < pp - 1:
+            return 1
+        return 1 + pp if chunk < self.vpp - 1 else -pp
 
-
-def _needed(r: int, direction: int, chunk: int, m: int, pp: int, vpp: int) -> _Pass | None:
-    """The pass whose result a pass waits for."""
-    if direction == 0:
+    def _boundary(self, r: int, direction: int, chunk: int) -> int:
+        last = self.pp - 1
+        if direction == 0:
+            return r if r < last or chunk < self.vpp - 1 else -1
         if r > 0:
-            return (r - 1, 0, chunk, m)
-        return (pp - 1, 0, chunk - 1, m) if chunk > 0 else None
-    if r < pp - 1:
-        return (r + 1, 1, chunk, m)
-    return (0, 1, chunk + 1, m) if chunk < vpp - 1 else (r, 0, chunk, m)
+            return r - 1
+        return last if chunk > 0 else -1
 
+    def programs(self, count: int) -> tuple[list[list[int]], list[list[int]]]:
+        """The passes of every stage in its own order; and how many each has done at the end of each
+        segment.
 
-@dataclass(frozen=True, kw_only=True)
-class _Operation:
-    """One pass, with the places of its messages in a table of arrival times."""
-
-    stage: int
-    direction: int
-    chunk: int
-    waits_for: int
-    """Row of the message it waits for, or -1."""
-    boundary: int
-    """Boundary over which its result goes, or -1 at the ends of the model."""
-    sends_to: int
-    """Row of the message it sends, or -1."""
+        Segments end where a group of the steady phase does, and with the schedule. There stage r
+        has done r pairs more than stage 0, which is what the messages between them ask for.
+        """
+        pp, vpp, total = self.pp, self.vpp, count * self.vpp
+        places = [
+            (chunk, self.period * m)
+            for group in range(0, count, pp)
+            for chunk in range(vpp)
+            for m in range(group, group + pp)
+        ]
+        ahead = [2 * chunk * pp + m for chunk, m in places]
+        back = [(2 * (vpp - 1 - chunk) + 1) * pp + m for chunk, m in places]
+        programs, warm = [], []
+        for r in range(pp):
+            early = min(2 * (pp - r - 1) + (vpp - 1) * pp, total)
+            program = ahead[:early]
+            for pair in zip(ahead[early:], back):
+                program += pair
+            program += back[total - early :]
+            programs.append([r + one for one in program])
+            warm.append(early)
+        rounds = min((total - warm[r] - r) // (pp * vpp) for r in range(pp))
+        ends = [[warm[r] + 2 * (k * pp * vpp + r) for r in range(pp)] for k in range(rounds + 1)]
+        return programs, [*ends, [len(program) for program in programs]]
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled(pp: int, vpp: int, count: int) -> tuple[list[list[_Operation]], list[Any], int]:
-    """The passes of `_interleaved_order` with their messages in numbered rows.
+    """All passes in an order that respects every need, with their messages in numbered rows.
 
     Returns:
-        Operations by segment; at each cut the rows under way in an order that repeats from cut to
-        cut (None where it does not); the number of rows.
+        Operations by segment of `_Passes.programs`; at each cut between two the messages under way
+        by name, and their rows (names repeat from cut to cut once growth is steady); the number of
+        rows.
     """
-    rows: dict[_Pass, int] = {}
-    free: list[int] = []
-    num_rows = 0
+    passes = _Passes(pp, vpp)
+    programs, ends = passes.programs(count)
+    merge = _Merge(passes, count)
     segments, cuts = [], []
-    for number, segment in enumerate(_interleaved_order(pp, vpp, count)):
-        operations = []
-        for r, direction, chunk, m in segment:
-            need = _needed(r, direction, chunk, m, pp, vpp)
-            waits_for = -1
-            if need is not None and need[0] != r:
-                waits_for = rows.pop(need)
-                free.append(waits_for)
-            boundary = _boundary_out(r, direction, chunk, pp, vpp)
-            sends_to = -1
-            if boundary is not None:
+    for number, until in enumerate(ends):
+        segments.append(merge.until(programs, until))
+        shift = number * pp * passes.period
+        under_way = [(one - shift, row) for one, row in enumerate(merge.rows) if row >= 0]
+        cuts.append(([name for name, _ in under_way], [row for _, row in under_way]))
+    return segments, cuts[:-1], merge.num_rows
+
+
+_TO_COME = -2
+_NO_MESSAGE = -1
+
+
+class _Merge:
+    """Brings the passes of all stages into one order, and gives their messages rows."""
+
+    def __init__(self, passes: _Passes, count: int) -> None:
+        self._passes, self._at = passes, [0] * passes.pp
+        self.rows = [_TO_COME] * (passes.period * count)
+        """By pass: the row of its message while that is under way."""
+        self.num_rows = 0
+        self._free: list[int] = []
+
+    def until(self, programs: list[list[int]], until: list[int]) -> list[_Operation]:
+        """The operations of all stages up to some place in each.
+
+        Raises:
+            AssertionError: the schedule waits for itself.
+        """
+        operations: list[_Operation] = []
+        while any(at < end for at, end in zip(self._at, until)):
+            before = len(operations)
+            for r, program in enumerate(programs):
+                self._go_on(r, program, until[r], operations)
+            assert len(operations) > before, "the schedule waits for itself"
+        return operations
+
+    def _go_on(self, r: int, program: list[int], end: int, operations: list[_Operation]) -> None:
+        """Runs a stage until it has to wait."""
+        rows, free = self.rows, self._free
+        kinds, period = self._passes.kinds, self._passes.period
+        at = self._at[r]
+        while at < end:
+            one = program[at]
+            direction, chunk, needed, boundary = kinds[one % period]
+            waits_for = sends_to = _NO_MESSAGE
+            if needed:
+                waits_for = rows[one + needed]
+                if waits_for == _TO_COME:
+                    break
+                if waits_for >= 0:
+                    free.append(waits_for)
+                    rows[one + needed] = _NO_MESSAGE
+            if boundary >= 0:
                 if free:
                     sends_to = free.pop()
                 else:
-                    sends_to, num_rows = num_rows, num_rows + 1
-                rows[r, direction, chunk, m] = sends_to
-            operations.append(
-                _Operation(
-                    stage=r,
-                    direction=direction,
-                    chunk=chunk,
-                    waits_for=waits_for,
-                    boundary=-1 if boundary is None else boundary,
-                    sends_to=sends_to,
-                )
-            )
-        segments.append(operations)
-        shifted = {(r, d, k, m - number * pp): row for (r, d, k, m), row in rows.items()}
-        cuts.append((sorted(shifted), [shifted[key] for key in sorted(shifted)]))
-    return segments, cuts[:-1], num_rows
+                    sends_to, self.num_rows = self.num_rows, self.num_rows + 1
+            rows[one] = sends_to
+            operations.append((r, direction, chunk, waits_for, boundary, sends_to))
+            at += 1
+        self._at[r] = at
 
 
 def _interleaved(forward: Array, backward: Array, hop: Array, count: int) -> tuple[Array, Array]:
@@ -355,31 +369,28 @@ def _play_together(
     """Moves clocks and messages of all columns by some passes."""
     clock, message, hops, pp = list(x), list(arrivals), list(hop), len(x) // 2
     parts = [[list(chunks) for chunks in part] for part in work]
-    for o in operations:
-        now = clock[o.stage]
-        if o.waits_for >= 0:
-            np.maximum(now, message[o.waits_for], out=now)
-        now += parts[o.direction][o.stage][o.chunk]
-        if o.sends_to >= 0:
-            link = clock[pp + o.stage]
+    for stage, direction, chunk, waits_for, boundary, sends_to in operations:
+        now = clock[stage]
+        if waits_for >= 0:
+            np.maximum(now, message[waits_for], out=now)
+        now += parts[direction][stage][chunk]
+        if sends_to >= 0:
+            link = clock[pp + stage]
             np.maximum(link, now, out=link)
-            link += hops[o.boundary]
-            message[o.sends_to][:] = link
+            link += hops[boundary]
+            message[sends_to][:] = link
 
 
 def _play_alone(
     operations: list[_Operation], x: Array, arrivals: Array, work: tuple[Array, Array], hop: Array
 ) -> None:
     """The same column by column: sooner for few, as a number costs less than a short array."""
-    flat = [
-        (o.stage, o.direction, o.chunk, o.waits_for, o.boundary, o.sends_to) for o in operations
-    ]
     pp = len(x) // 2
     for column in range(x.shape[1]):
         clock, message = x[:, column].tolist(), arrivals[:, column].tolist()
         hops = hop[:, column].tolist()
         parts = [part[..., column].tolist() for part in work]
-        for stage, direction, chunk, waits_for, boundary, sends_to in flat:
+        for stage, direction, chunk, waits_for, boundary, sends_to in operations:
             now = clock[stage]
             if waits_for >= 0 and message[waits_for] > now:
                 now = message[waits_for]
@@ -390,14 +401,3 @@ def _play_alone(
                 link = (link if link > now else now) + hops[boundary]
                 clock[pp + stage] = message[sends_to] = link
         x[:, column], arrivals[:, column] = clock, message
-
-
-def _boundary_out(r: int, direction: int, chunk: int, pp: int, vpp: int) -> int | None:
-    """The boundary a pass sends its result over; None for the ends of the model."""
-    if direction == 0:
-        if r < pp - 1:
-            return r
-        return pp - 1 if chunk < vpp - 1 else None
-    if r > 0:
-        return r - 1
-    return pp - 1 if chunk > 0 else None

@@ -26,7 +26,7 @@ from copus_ext.elastic.recover import find, stored_in_memory
 from copus_ext.launch.layout_fit import LayoutFit, NoFit
 from copus_ext.launch.options import COPY_INTERVAL
 from copus_ext.launch.workers import COPY_INTERVAL_VARIABLE
-from copus_ext.reshard.relaunch import LAUNCH_VARIABLE, report_exit, resumed
+from copus_ext.reshard.relaunch import LAUNCH_VARIABLE, report_exit, resumed, value_of
 from megatron.training.checkpoint.load import Stored, read_arguments
 from megatron.training.common.collectives import all_gather_object, broadcast_from_rank0
 from megatron.training.common.errors import Relaunch, TrainingFailure, UsageError
@@ -116,6 +116,11 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
         generation = membership.wait_newer(AGREE_S)
 
 
+def trains_on_gpu(flags: Sequence[str]) -> bool:
+    """Whether the run is on GPUs: there are some, and its flags do not ask for the CPU."""
+    return value_of(flags, "--device") != "cpu" and torch.cuda.is_available()
+
+
 def _train_in(
     membership: Membership,
     generation: Generation,
@@ -126,7 +131,7 @@ def _train_in(
 ) -> int:
     """Trains in one generation; returns when the run ends."""
     times_s = [time.monotonic()]
-    has_gpu = torch.cuda.is_available()
+    has_gpu = trains_on_gpu(flags)
     membership.enter(
         generation, backend="nccl" if has_gpu else "gloo", timeout_minutes=_TIMEOUT_MINUTES
     )
@@ -170,7 +175,7 @@ def _start(
     }
     if found is None:
         if generation.number > 1:
-            flags = _flags_without_copies(flags, had_copies=had_copies)
+            flags = _flags_without_copies(flags, had_copies=had_copies, has_gpu=has_gpu)
         return Start(flags=flags, fields=fields)
     stored = stored_in_memory(found, held)
     choice, problem = None, ""
@@ -193,7 +198,7 @@ def _start(
     return Start(flags=words, stored=stored, fields=fields)
 
 
-def _flags_without_copies(flags: Sequence[str], *, had_copies: bool) -> list[str]:
+def _flags_without_copies(flags: Sequence[str], *, had_copies: bool, has_gpu: bool) -> list[str]:
     """Flags to go on with from the latest checkpoint, or from the start. Collective.
 
     Raises:
@@ -208,7 +213,7 @@ def _flags_without_copies(flags: Sequence[str], *, had_copies: bool) -> list[str
     _say(f"{why}: the run goes on from its checkpoint, or from the start without one")
     if dist.get_rank() == 0:
         try:
-            fit = LayoutFit(words, stored=_stored_flags, has_gpu=torch.cuda.is_available())
+            fit = LayoutFit(words, stored=_stored_flags, has_gpu=has_gpu)
             words, line = fit.first_flags(dist.get_world_size())
             if line:
                 _say(line)

@@ -138,9 +138,10 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
     if not words:
         name = program_name(_MODULE)
         raise UsageError(f"no flags of the run given; end with: -- {_TRAINER} FLAGS; see {name} -h")
+    device = value_of(words, "--device") or "auto"
     named = () if words[0].startswith("-") else (words[0],)
     if not named or Path(*named).name == _TRAINER:
-        check_torch_build(value_of(words, "--device") or "auto", env)
+        check_torch_build(device, env)
     gpus = visible_gpus(env)
     nproc = (gpus or 1) if given.nproc_per_node is None else given.nproc_per_node
     step = read_step(env)
@@ -172,7 +173,7 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         program=_program(*named) if named else _trainer(),
         flags=tuple(words[len(named) :]),
         called_as=given.called or shlex.join([*program_name(_MODULE).split(), *own, "--", *named]),
-        has_gpu=gpus > 0,
+        has_gpu=gpus > 0 and device != "cpu",
         copy_interval=_copy_interval(given),
         resize_command=given.resize_command,
         step=step,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from copus_ext.commands import generate, pretrain, profile_layouts
+from copus_ext.elastic.run import trains_on_gpu
 from copus_ext.launch import supervisor
 from copus_ext.launch.options import read_options
 from megatron.training.common import gpus
@@ -100,6 +101,12 @@ def test_a_command_says_it_before_anything_else(
     assert (said_later in said, FIX in said) == (is_cpu_run, not is_cpu_run), said
 
 
+def test_a_cpu_run_beside_gpus_meets_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [trains_on_gpu(words) for words in ([], ["--device", "cuda"])] == [True, True]
+    assert not trains_on_gpu(["--device=cuda", "--device", "cpu"])
+
+
 @pytest.mark.usefixtures("cpu_torch")
 def test_the_supervisor_says_it_once_and_starts_no_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -108,7 +115,8 @@ def test_the_supervisor_says_it_once_and_starts_no_rank(
     assert supervisor.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert FIX in line and list(tmp_path.iterdir()) == []
-    assert read_options([*words, "--device=cpu"]).nproc_per_node == 2
+    on_cpu = read_options([*words, "--device=cpu"])
+    assert (on_cpu.nproc_per_node, on_cpu.has_gpu) == (2, False)
     (tmp_path / "other.py").touch()
     other = read_options(["--", str(tmp_path / "other.py")])
     assert other.has_gpu, "a program of the user's may want anything"
