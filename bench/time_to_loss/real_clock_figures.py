@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from bench.support import figure
-from bench.time_to_loss.intervals import interval_of_few
+from bench.time_to_loss.intervals import interval, interval_of_few
 from bench.time_to_loss.scenarios import MEASURING
 
 ORDINARY = 1.5
@@ -193,12 +193,14 @@ def parts_of(row: dict[str, Any], usual_s: Mapping[Way, float]) -> dict[str, flo
     return {name: seconds / whole_s for name, seconds in parts.items()}
 
 
-def mean_parts(runs: Runs, seeds: Sequence[int]) -> dict[str, float]:
-    """`parts_of` the runs of some seeds under the controller, in the mean."""
+def mean_parts(runs: Runs, compared: Sequence[Comparison]) -> dict[str, float]:
+    """`parts_of` the runs under the controller that were compared, in the mean."""
+    keys = {(one.link, one.seed, one.first_batch) for one in compared}
     found = [
-        parts_of(row, usual(runs.rows, row["spec"]["link"]))
+        parts_of(row, usual(runs.rows, spec["link"]))
         for row in runs.rows
-        if row["spec"]["kind"] == "copus" and row["spec"]["seed"] in seeds
+        if (spec := row["spec"])["kind"] == "copus"
+        and (spec["link"], spec["seed"], spec["batch"]) in keys
     ]
     return {name: statistics.fmean(parts[name] for parts in found) for name in found[0]}
 
@@ -348,17 +350,17 @@ Figure = Callable[[Sequence[list[Comparison]]], float]
 
 
 def mean_behind(groups: Sequence[list[Comparison]]) -> float:
-    """Mean over seeds, links and starts."""
+    """Mean over all runs."""
     return statistics.fmean(one.behind for group in groups for one in group)
 
 
 def worst_behind(groups: Sequence[list[Comparison]]) -> float:
-    """Worst of seeds, links and starts."""
+    """Worst of all runs."""
     return max(one.behind for group in groups for one in group)
 
 
 def mean_saved(groups: Sequence[list[Comparison]]) -> float:
-    """Mean over seeds, links and starts."""
+    """Mean over all runs."""
     return -mean_behind(groups)
 
 
@@ -371,28 +373,53 @@ FIGURES: dict[str, dict[str, Figure]] = {
 GOALS = {"S3": {"mean": 0.03, "worst": 0.06}, "S4": {"figure": 0.06}}
 
 
-def result(name: str, seeds: list[int], found: list[Comparison]) -> dict[str, Any]:
-    """Figures of a scenario with their intervals over the seeds, and the rows that they come from.
+def result(
+    name: str,
+    found: Sequence[Comparison],
+    *,
+    seen: Sequence[int] = (),
+    sharing: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Figures of a scenario with their intervals, and the rows that they come from.
 
     Args:
         name: of `FIGURES`.
-        seeds: those that are complete, at least one.
-        found: of `compare`.
+        found: of `compare`, at least one.
+        seen: seeds whose figures stand apart, unless there are no others.
+        sharing: seeds that have every first batch on every link once between them. Means of such
+            seeds differ by what each has. So where there are no others, the interval is by drawing
+            runs anew, as if seeds made no difference. Else it is Student's t over the seeds.
     """
-    groups = [[one for one in found if one.seed == seed] for seed in seeds]
-    figures = FIGURES[name]
-    kept = {key: f(groups) for key, f in figures.items()}
-    starts = list(dict.fromkeys(one.first_batch for one in found))
-    by_start = {
-        str(b): statistics.fmean(one.saved for one in found if one.first_batch == b) for b in starts
+    counted = [one for one in found if one.seed not in seen] or found
+    groups = _by_seed(counted)
+    figures, starts = FIGURES[name], list(dict.fromkeys(one.first_batch for one in counted))
+    draws_runs = len(groups) > 1 and {one.seed for one in counted} <= {*sharing}
+    intervals = {
+        key: interval(counted, lambda some, f=f: f([list(some)]))
+        if draws_runs
+        else interval_of_few(groups, f)
+        for key, f in figures.items()
+        if key != "worst"
     }
+    apart = [] if counted is found else _by_seed([one for one in found if one.seed in seen])
     return {
-        **kept,
-        "interval": {k: interval_of_few(groups, f) for k, f in figures.items() if k != "worst"},
-        "seeds": seeds,
-        "saved_by_first_batch": by_start,
+        **{key: f(groups) for key, f in figures.items()},
+        "interval": intervals,
+        "seeds": [group[0].seed for group in groups],
+        "seen": {
+            str(group[0].seed): {key: f([group]) for key, f in figures.items()} for group in apart
+        },
+        "saved_by_first_batch": {
+            str(b): statistics.fmean(one.saved for one in counted if one.first_batch == b)
+            for b in starts
+        },
         "rows": [{**vars(one), "behind": one.behind} for one in found],
     }
+
+
+def _by_seed(found: Sequence[Comparison]) -> list[list[Comparison]]:
+    seeds = dict.fromkeys(one.seed for one in found)
+    return [[one for one in found if one.seed == seed] for seed in seeds]
 
 
 def verdicts(name: str, about: dict[str, Any]) -> list[str]:

@@ -44,8 +44,11 @@ class Scenario:
     own. A run under the controller ends at a loss between those where two static batches end. The
     one that misses it by little gets there in a longer run, and the other one in a shorter."""
     seeds: tuple[int, ...] = (1, 2, 3)
+    seen: tuple[int, ...] = ()
+    """Seeds that were in view when the rule was chosen. They are shown apart."""
     sharing: tuple[int, ...] = ()
-    """Seeds that share the runs under the controller between them, and have no timings."""
+    """Seeds that share the runs under the controller and the timings between them. They count when
+    all of them are complete."""
     rates: tuple[int, ...] = (-1, 0, 1)
     """Powers of 2 times the first rate that are tried at first."""
     warmups: tuple[float, ...] = (0.1, 0.3)
@@ -61,8 +64,11 @@ class Scenario:
     static runs train without a link, and count with steps as timed on each."""
 
     def starts_of(self, seed: int) -> dict[str, list[int]]:
-        """First batches of a seed's runs under the controller, by link. Seeds that share them take
-        turns, so that each has every first batch and every link about equally often."""
+        """First batches of a seed's runs under the controller, by link.
+
+        Seeds that share them take turns. So each has every first batch and every link about equally
+        often, where the number of first batches is not a multiple of that of the seeds.
+        """
         runs = [(link, batch) for link in self.links for batch in self.starts]
         if seed in self.sharing:
             runs = runs[self.sharing.index(seed) :: len(self.sharing)]
@@ -99,6 +105,7 @@ S3 = Scenario(
     start_micro_batch=1,
     timed_micro_batches=(2, 4, 8),
     lengths=((8, 1.25), (4, 0.875)),
+    seen=(1,),
     sharing=(2, 3),
     static_layout="tp1.pp1.dp1",
 )
@@ -157,6 +164,7 @@ QUICK = (
         layouts=S3.layouts[:1],
         lengths=((4, 1.25),),
         seeds=(1,),
+        seen=(),
         sharing=(),
         rates=(0,),
         warmups=(0.1,),

@@ -12,7 +12,7 @@ round moves every clock by the same amount, all later rounds do, and the rest is
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,24 +198,34 @@ def _by_count(
     return clocks
 
 
-_Operation = tuple[int, int, int, int, int, int]
-"""One pass: its stage, direction (0 forward, 1 backward) and chunk; the row of the message that it
-waits for; the boundary over which its result goes; the row of the message that it sends. -1 stands
-for none. Rows are those of a table of arrival times."""
+class _Operation(NamedTuple):
+    """One pass, with the places of its messages in a table of arrival times."""
+
+    stage: int
+    direction: int
+    """0 forward, 1 backward."""
+    chunk: int
+    waits_for: int
+    """Row of the message that it waits for, or -1."""
+    boundary: int
+    """Boundary over which its result goes, or -1 at the ends of the model."""
+    sends_to: int
+    """Row of the message that it sends, or -1."""
 
 
 class _Passes:
     """The passes of the interleaved schedule as whole numbers.
 
-    A pass is kind + period * micro-batch, and its kind (chunk * 2 + direction) * pp + stage.
+    The number of a pass is kind + num_kinds * micro-batch. Its kind is
+    (2 * chunk + direction) * pp + stage.
     """
 
     def __init__(self, pp: int, vpp: int) -> None:
-        self.pp, self.vpp, self.period = pp, vpp, 2 * vpp * pp
-        kinds = [(c, d, r) for c in range(vpp) for d in (0, 1) for r in range(pp)]
-        self.kinds = [(d, c, self._needed(r, d, c), self._boundary(r, d, c)) for c, d, r in kinds]
-        """Direction, chunk, what to add for the pass that it waits for (0 for none), and the
-        boundary over which its result goes (-1 at the ends of the model)."""
+        self.pp, self.vpp, self.num_kinds = pp, vpp, 2 * vpp * pp
+        kinds = [(r, d, c) for c in range(vpp) for d in (0, 1) for r in range(pp)]
+        self.kinds = [(d, c, self._needed(r, d, c), self._boundary(r, d, c)) for r, d, c in kinds]
+        """By kind: direction, chunk, what to add for the number of the pass that it waits for (0
+        for none), and the boundary over which its result goes (-1 at the ends of the model)."""
 
     def _needed(self, r: int, direction: int, chunk: int) -> int:
         pp = self.pp
@@ -239,25 +249,26 @@ class _Passes:
         """The passes of every stage in its own order; and how many each has done at the end of each
         segment.
 
-        Segments end where a group of the steady phase does, and with the schedule. There stage r
-        has done r pairs more than stage 0, which is what the messages between them ask for.
+        A segment ends with each group of the steady phase, and the last one with the schedule.
+        Where a group ends, stage r has done r pairs more than stage 0, which is what the messages
+        between them ask for.
         """
         pp, vpp, total = self.pp, self.vpp, count * self.vpp
-        places = [
-            (chunk, self.period * m)
+        passes = [
+            (chunk, self.num_kinds * m)
             for group in range(0, count, pp)
             for chunk in range(vpp)
             for m in range(group, group + pp)
         ]
-        ahead = [2 * chunk * pp + m for chunk, m in places]
-        back = [(2 * (vpp - 1 - chunk) + 1) * pp + m for chunk, m in places]
+        forward = [2 * chunk * pp + at for chunk, at in passes]
+        backward = [(2 * (vpp - 1 - chunk) + 1) * pp + at for chunk, at in passes]
         programs, warm = [], []
         for r in range(pp):
             early = min(2 * (pp - r - 1) + (vpp - 1) * pp, total)
-            program = ahead[:early]
-            for pair in zip(ahead[early:], back):
+            program = forward[:early]
+            for pair in zip(forward[early:], backward):
                 program += pair
-            program += back[total - early :]
+            program += backward[total - early :]
             programs.append([r + one for one in program])
             warm.append(early)
         rounds = min((total - warm[r] - r) // (pp * vpp) for r in range(pp))
@@ -270,58 +281,65 @@ def _compiled(pp: int, vpp: int, count: int) -> tuple[list[list[_Operation]], li
     """All passes in an order that respects every need, with their messages in numbered rows.
 
     Returns:
-        Operations by segment of `_Passes.programs`; at each cut between two the messages under way
-        by name, and their rows (names repeat from cut to cut once growth is steady); the number of
+        Operations by segment of `_Passes.programs`. At the end of each segment but the last, the
+        passes whose messages are under way, numbered from the first micro-batch of the next group,
+        and the rows of these messages: two ends with equal numbers can be compared. The number of
         rows.
     """
     passes = _Passes(pp, vpp)
     programs, ends = passes.programs(count)
-    merge = _Merge(passes, count)
+    merge = _Merge(passes, programs, count)
+    group = pp * passes.num_kinds
     segments, cuts = [], []
-    for number, until in enumerate(ends):
-        segments.append(merge.until(programs, until))
-        shift = number * pp * passes.period
-        under_way = [(one - shift, row) for one, row in enumerate(merge.rows) if row >= 0]
-        cuts.append(([name for name, _ in under_way], [row for _, row in under_way]))
+    for number, end in enumerate(ends):
+        segments.append(merge.until(end))
+        # What is under way belongs to the next group or the two after it.
+        rows = merge.rows[number * group : (number + 3) * group]
+        under_way = [one for one, row in enumerate(rows) if row >= 0]
+        cuts.append((under_way, [rows[one] for one in under_way]))
     return segments, cuts[:-1], merge.num_rows
 
 
 _TO_COME = -2
+"""In place of a row: the pass has not run."""
 _NO_MESSAGE = -1
+"""In place of a row: the pass has run, and no message of it is under way."""
 
 
 class _Merge:
     """Brings the passes of all stages into one order, and gives their messages rows."""
 
-    def __init__(self, passes: _Passes, count: int) -> None:
-        self._passes, self._at = passes, [0] * passes.pp
-        self.rows = [_TO_COME] * (passes.period * count)
+    def __init__(self, passes: _Passes, programs: list[list[int]], count: int) -> None:
+        self._passes, self._programs, self._at = passes, programs, [0] * passes.pp
+        self.rows = [_TO_COME] * (passes.num_kinds * count)
         """By pass: the row of its message while that is under way."""
         self.num_rows = 0
         self._free: list[int] = []
 
-    def until(self, programs: list[list[int]], until: list[int]) -> list[_Operation]:
-        """The operations of all stages up to some place in each.
+    def until(self, ends: list[int]) -> list[_Operation]:
+        """Goes on to a place in the program of each stage; returns the operations on the way.
 
         Raises:
             AssertionError: the schedule waits for itself.
         """
         operations: list[_Operation] = []
-        while any(at < end for at, end in zip(self._at, until)):
+        while any(at < end for at, end in zip(self._at, ends)):
             before = len(operations)
-            for r, program in enumerate(programs):
-                self._go_on(r, program, until[r], operations)
-            assert len(operations) > before, "the schedule waits for itself"
+            for r, end in enumerate(ends):
+                self._go_on(r, end, operations)
+            if len(operations) == before:
+                pp, vpp = self._passes.pp, self._passes.vpp
+                raise AssertionError(f"pp {pp}, vpp {vpp}: the schedule waits for itself")
         return operations
 
-    def _go_on(self, r: int, program: list[int], end: int, operations: list[_Operation]) -> None:
-        """Runs a stage until it has to wait."""
-        rows, free = self.rows, self._free
-        kinds, period = self._passes.kinds, self._passes.period
+    def _go_on(self, r: int, end: int, operations: list[_Operation]) -> None:
+        """Runs a stage until it has to wait or is at a place of its program."""
+        rows, free, program = self.rows, self._free, self._programs[r]
+        kinds, num_kinds = self._passes.kinds, self._passes.num_kinds
         at = self._at[r]
         while at < end:
             one = program[at]
-            direction, chunk, needed, boundary = kinds[one % period]
+            direction, chunk, needed, boundary = kinds[one % num_kinds]
             waits_for = sends_to = _NO_MESSAGE
             if needed:
                 waits_for = rows[one + needed]
@@ -336,7 +354,7 @@ class _Merge:
                 else:
                     sends_to, self.num_rows = self.num_rows, self.num_rows + 1
             rows[one] = sends_to
-            operations.append((r, direction, chunk, waits_for, boundary, sends_to))
+            operations.append(_Operation(r, direction, chunk, waits_for, boundary, sends_to))
             at += 1
         self._at[r] = at
 

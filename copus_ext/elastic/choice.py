@@ -50,7 +50,7 @@ def choose(
         flags: of the program, as the user gave them.
         stored: flags of the state to go on from, as a checkpoint holds them.
         ranks: all of them are used.
-        has_gpu: whether ranks have a GPU.
+        has_gpu: whether ranks train on GPUs.
         why: one line for the record.
 
     Raises:

@@ -57,7 +57,7 @@ class Options:
     called_as: str
     """The user's command without the flags."""
     has_gpu: bool
-    """Whether ranks have a GPU."""
+    """Whether ranks train on GPUs."""
     copy_interval: int | None = None
     """Steps between two copies of the state in memory; None where a lost rank ends the launch."""
     resize_command: str | None = None
@@ -173,6 +173,7 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         program=_program(*named) if named else _trainer(),
         flags=tuple(words[len(named) :]),
         called_as=given.called or shlex.join([*program_name(_MODULE).split(), *own, "--", *named]),
+        # A program of the user's that has this flag means the same by it.
         has_gpu=gpus > 0 and device != "cpu",
         copy_interval=_copy_interval(given),
         resize_command=given.resize_command,

@@ -247,7 +247,7 @@ class RestartPolicy:
         flags: of the program, as the user gave them.
         stored: reads the flags of the latest checkpoint in a folder.
         limits: crashes after which it goes on.
-        has_gpu: whether ranks have a GPU.
+        has_gpu: whether ranks train on GPUs.
     """
 
     def __init__(

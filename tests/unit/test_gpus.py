@@ -101,7 +101,7 @@ def test_a_command_says_it_before_anything_else(
     assert (said_later in said, FIX in said) == (is_cpu_run, not is_cpu_run), said
 
 
-def test_a_cpu_run_beside_gpus_meets_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_run_beside_gpus_is_known_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [trains_on_gpu(words) for words in ([], ["--device", "cuda"])] == [True, True]
     assert not trains_on_gpu(["--device=cuda", "--device", "cpu"])

@@ -16,7 +16,7 @@ import pytest
 from bench.support import RunRecord
 from bench.time_to_loss import kfac_trainer, real_clock, real_clock_figures
 from bench.time_to_loss.real_clock import Spec, flags_of, tuned, wanted
-from bench.time_to_loss.real_clock_figures import Curve, Runs, compare, curves_of
+from bench.time_to_loss.real_clock_figures import Comparison, Curve, Runs, compare, curves_of
 from bench.time_to_loss.real_clock_scenarios import QUICK, S3, S4, S4K, Scenario
 from bench.time_to_loss.scenarios import save
 from copus_ext.controller.flags import CopusConfig
@@ -74,7 +74,7 @@ def test_one_seed_of_s4_comes_first_and_every_run_comes() -> None:
             (b, link, k) for k in s.seeds for link, some in s.starts_of(k).items() for b in some
         }
         timed = {(x.batch, x.link, x.seed) for x in own if x.kind == "timing"}
-        timing = set(s.seeds) - set(s.sharing)
+        timing = set(s.seeds) - {*s.sharing[1:]}
         assert timed == {(b, link, k) for b in s.statics for link in s.links for k in timing}
 
 
@@ -268,11 +268,30 @@ def test_a_run_is_compared_with_the_best_static_batch_at_the_lowest_loss_of_both
     assert late.loss == pytest.approx(end, abs=0.01), "no static run goes lower"
     assert (late.best_batch, late.best_s) == (4, pytest.approx(1024, rel=0.01))
     assert late.saved == pytest.approx(1 - seconds_to(0.7, end, 2, 0.4) / 1024, rel=0.05)
-    result = real_clock_figures.result("S4", seeds, [early, late])
+    result = real_clock_figures.result("S4", [early, late])
     assert result["figure"] == pytest.approx((early.saved + late.saved) / 2)
-    result = real_clock_figures.result("S3", seeds, [early, late])
+    result = real_clock_figures.result("S3", [early, late])
     assert result["worst"] == max(early.behind, late.behind)
     assert result["interval"] == {"mean": None}, "one seed"
+
+
+def test_seeds_that_share_are_one_figure_and_a_seen_seed_stands_apart() -> None:
+    def behind(seed: int, parts: list[float]) -> list[Comparison]:
+        about: dict[str, Any] = {"link": "0", "loss": 1.0, "best_batch": 8, "same_s": None}
+        return [
+            Comparison(**about, seed=seed, first_batch=n, seconds=100.0 * (1 + part), best_s=100.0)
+            for n, part in enumerate(parts)
+        ]
+
+    found = [*behind(1, [0.5, 0.7]), *behind(2, [0.1, 0.2, 0.3]), *behind(3, [0.0])]
+    result = real_clock_figures.result("S3", found, seen=[1], sharing=[2, 3])
+    assert (result["mean"], result["worst"]) == (pytest.approx(0.15), pytest.approx(0.3))
+    assert result["seen"] == {"1": {"mean": pytest.approx(0.6), "worst": pytest.approx(0.7)}}
+    assert result["seeds"] == [2, 3] and len(result["rows"]) == 6
+    low, high = result["interval"]["mean"]
+    assert 0.0 <= low < 0.15 < high <= 0.3, "of runs drawn anew"
+    alone = real_clock_figures.result("S3", found[:2], seen=[1], sharing=[2, 3])
+    assert (alone["mean"], alone["seeds"], alone["seen"]) == (pytest.approx(0.6), [1], {})
 
 
 def test_a_static_batch_may_have_the_length_that_is_best_for_it() -> None:

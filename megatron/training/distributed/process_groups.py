@@ -190,7 +190,7 @@ def destroy_broken_world() -> None:
     await_closed()
     world = dist.distributed_c10d._world
     groups = [group for group in world.pg_map if dist.get_backend(group) == "gloo"]
-    if torch.cuda.is_available():
+    if dist.get_backend() == "nccl":
         with contextlib.suppress(Exception):  # before anything waits for the GPU
             dist.distributed_c10d._abort_process_group()
     _forget_model()
@@ -211,7 +211,7 @@ def destroy_broken_world() -> None:
 def _forget_model() -> None:
     """Frees what a model leaves behind in this process."""
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a CPU run beside GPUs does not touch them
         torch.cuda.synchronize()
     RotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
     YarnRotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
