@@ -216,8 +216,15 @@ def test_the_parts_of_a_run_are_where_its_time_went() -> None:
     assert parts["measuring"] == pytest.approx(15.0 * (1 - 1 / factor) / whole_s)
     assert (parts["pauses"], parts["set_up"]) == pytest.approx((20 / whole_s, 1 / whole_s))
     assert parts["other"] == pytest.approx(0.0, abs=1e-9)
+    about: dict[str, Any] = {"loss": 1.0, "seconds": 1.0, "best_batch": 4, "best_s": 1.0}
+    spec = row["spec"]
+    one = Comparison(
+        link=spec["link"], seed=spec["seed"], first_batch=spec["batch"], same_s=None, **about
+    )
     runs = Runs(rows=[row, row_of("copus", 4, seed=2)])
-    assert real_clock_figures.mean_parts(runs, [1]).keys() == parts.keys()
+    usual_s = real_clock_figures.usual(runs.rows, spec["link"])
+    found = real_clock_figures.mean_parts(runs, [one])
+    assert found == real_clock_figures.parts_of(row, usual_s), "the other seed does not count"
 
 
 def test_what_measuring_takes_counts_for_the_controller() -> None:
