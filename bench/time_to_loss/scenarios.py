@@ -53,7 +53,7 @@ FILE = "time_to_loss_scenarios.json"
 MEASURING, DECIDING_S = 0.011, 0.02
 """Share of a measured step that measuring takes, docs/results/noise_overhead.json, and mean seconds
 of a decision in docs/results/time_to_loss_real_clock.jsonl, rounded up; with all layouts of many
-GPUs a new plan takes up to .08 s more (planner_speed.json), which few of them need."""
+GPUs a new plan takes up to .09 s more (planner_speed.json), which few of them need."""
 LITTLE = 0.02
 """A headroom below this is little."""
 GROWTHS = {"P^.46": (0.46,), "P^.63": (0.63,), "P^.9": (0.9,), "level": (0.9, 1 / 6)}
