@@ -208,8 +208,8 @@ def _of_seed(s: Scenario, seed: int, done: Losses) -> Iterator[Spec]:
                 )
                 for batch in starts
             ]
-            # A timing has nothing of its seed.
-            runs = [*own, *(() if seed in s.sharing[1:] else timings(s, link, seed))]
+            # A timing has nothing of its seed: those of the others do.
+            runs = [*own, *(() if seed in s.sharing else timings(s, link, seed))]
             yield from (spec for spec in runs if spec.key not in done)
     for batch in s.statics:
         best = yield from tuned(s, batch, done)

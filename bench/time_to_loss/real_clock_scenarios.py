@@ -47,8 +47,8 @@ class Scenario:
     seen: tuple[int, ...] = ()
     """Seeds that were in view when the rule was chosen. They are shown apart."""
     sharing: tuple[int, ...] = ()
-    """Seeds that share the runs under the controller and the timings between them. They count when
-    all of them are complete."""
+    """Seeds that share the runs under the controller between them, and have no timings. They count
+    when all of them are complete."""
     rates: tuple[int, ...] = (-1, 0, 1)
     """Powers of 2 times the first rate that are tried at first."""
     warmups: tuple[float, ...] = (0.1, 0.3)

@@ -74,7 +74,7 @@ def test_one_seed_of_s4_comes_first_and_every_run_comes() -> None:
             (b, link, k) for k in s.seeds for link, some in s.starts_of(k).items() for b in some
         }
         timed = {(x.batch, x.link, x.seed) for x in own if x.kind == "timing"}
-        timing = set(s.seeds) - {*s.sharing[1:]}
+        timing = set(s.seeds) - set(s.sharing)
         assert timed == {(b, link, k) for b in s.statics for link in s.links for k in timing}
 
 
