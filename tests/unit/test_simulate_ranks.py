@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
@@ -113,3 +114,22 @@ def test_in_theory_ranks_save_more_the_larger_the_fixed_cost(growth: tuple[float
     assert saved == sorted(saved)
     assert abs(saved[0]) < 0.003
     assert saved[-1] < 0.2
+
+
+def test_a_fixed_number_that_misses_the_last_target_has_no_figure() -> None:
+    """As where large batches use up the samples before the last loss."""
+    case = object.__new__(s9.Case)  # making one takes a minute
+    of_plan = {"perfect": 0.1, "perfect_of_mixing": 0.1, "plan": [], "cost_of_time": COST}
+    vars(case).update(
+        **of_plan,
+        fixed_nodes=2,
+        rival_ranks=16,
+        machines=SimpleNamespace(by_ranks={}),
+        rival=lambda seed: None,
+        static=lambda: s9.Point(seconds=3.0, gpu_s=9.0),
+        tuned=lambda cost: None,
+    )
+    row = case.row([10])
+    assert [row[key] for key in ("saved", "faster", "saved_over_static")] == [None] * 3
+    assert (row["rival_s"], row["static_s"]) == ([], 3.0)
+    assert s9.summary([{"cluster": "8xh100-3b", "growth": "level", "times": 1, **row}], [10])
