@@ -132,4 +132,5 @@ def test_a_fixed_number_that_misses_the_last_target_has_no_figure() -> None:
     row = case.row([10])
     assert [row[key] for key in ("saved", "faster", "saved_over_static")] == [None] * 3
     assert (row["rival_s"], row["static_s"]) == ([], 3.0)
-    assert s9.summary([{"cluster": "8xh100-3b", "growth": "level", "times": 1, **row}], [10])
+    found = s9.summary([{"cluster": "8xh100-3b", "growth": "level", "times": 1, **row}], [10])
+    assert found["by_growth_and_number"]["level, x1"]["perfect"] == pytest.approx(0.1)
