@@ -3,14 +3,15 @@
     sudo python -m bench.planner_slow_links
 
 Network namespaces on this machine are nodes with one rank each, 2 and 4 of them, and 2, 1 and .2
-Gbit/s between any two. Every rank has a quota of processor time (cgroup), so that none slows down
-another: most of a core where there are two. With less a rank stands still within every period, and
-so do its messages. `tools/profile_layouts.py` times the quickstart's model in every layout and two
-micro-batches. The planner predicts all of them from the constants that ship and the rate of the
-links alone; then from two measured times of each group, which it has proposed. The choice counts
-these two, and once more without them. Writes docs/results/planner_slow_links.json. `--only 2`
-measures one number of nodes, and keeps the others of the file. `--draw` prints the table of that
-file. It needs root, iproute2, two cores and nothing else running, and takes about 15 minutes.
+Gbit/s between any two. The link cuts messages into packets, and no core does. Every rank has a
+quota of processor time (cgroup), so that none slows down another: most of a core where there are
+two. With less a rank stands still within every period, and so do its messages.
+`tools/profile_layouts.py` times the quickstart's model in every layout and two micro-batches. The
+planner predicts all of them from the constants that ship and the rate of the links alone; then from
+two measured times of each group, which it has proposed. The choice counts these two, and once more
+without them. Writes docs/results/planner_slow_links.json. `--only 2` measures one number of nodes,
+and keeps the others of the file. `--draw` prints the table of that file. It needs root, iproute2,
+two cores and nothing else running, and takes about 20 minutes.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def measure(world: int, rate_mbit: float, data: str, work: Path) -> list[Measure
     tool += ["--data-path", data, "--data-cache-path", str(work / "cache")]
     with (
         quotas([share_of(world)] * world) as groups,
-        star(world, slow_pairs=[], rate_mbit=rate_mbit, usual_mbit=rate_mbit) as names,
+        star(world, rate_mbit=rate_mbit, usual_mbit=rate_mbit, offload=True) as names,
     ):
         addresses = [address(node) for node in range(world)]
         site = Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)

@@ -338,14 +338,14 @@ def _mean(found: dict[str, Any] | None) -> float:
 
 def summary(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
     """Means over the clusters: of the growth that levels off on the clusters' own number of nodes,
-    and by growth and number beside it."""
+    and by growth and number beside it; NaN where no case has one."""
 
     def cells(key: str, growth: str = "level", times: int = 1) -> list[tuple[str, int, float]]:
         own = [r for r in rows if (r["growth"], r["times"]) == (growth, times) and r[key]]
         return [(r["cluster"], *one) for r in own for one in zip(seeds, r[key]["values"])]
 
     def mean(some: Sequence[tuple[str, int, float]]) -> float:
-        return statistics.fmean(value for *_, value in some) if some else 0.0
+        return statistics.fmean(value for *_, value in some) if some else math.nan
 
     keys, by = ("saved", "faster", "saved_over_static"), tuple(map(operator.itemgetter, range(2)))
     tables = {

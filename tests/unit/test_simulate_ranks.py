@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import cache
 from types import SimpleNamespace
 
@@ -133,4 +134,7 @@ def test_a_fixed_number_that_misses_the_last_target_has_no_figure() -> None:
     assert [row[key] for key in ("saved", "faster", "saved_over_static")] == [None] * 3
     assert (row["rival_s"], row["static_s"]) == ([], 3.0)
     found = s9.summary([{"cluster": "8xh100-3b", "growth": "level", "times": 1, **row}], [10])
-    assert found["by_growth_and_number"]["level, x1"]["perfect"] == pytest.approx(0.1)
+    table = found["by_growth_and_number"]["level, x1"]
+    assert table["perfect"] == pytest.approx(0.1)
+    assert math.isnan(table["saved"])
+    assert math.isnan(found["saved"])
