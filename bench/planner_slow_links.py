@@ -3,9 +3,9 @@
     sudo python -m bench.planner_slow_links
 
 Network namespaces on this machine are nodes with one rank each, 2 and 4 of them, and 2, 1 and .2
-Gbit/s between any two. The link cuts messages into packets, and no core does. Every rank has a
-quota of processor time (cgroup), so that none slows down another: most of a core where there are
-two. With less a rank stands still within every period, and so do its messages.
+Gbit/s between any two. Links take packets of 16 to 64 KB whole, as where a network card cuts them.
+Every rank has a quota of processor time (cgroup), so that none slows down another: most of a core
+where there are two. With less a rank stands still within every period, and so do its messages.
 `tools/profile_layouts.py` times the quickstart's model in every layout and two micro-batches. The
 planner predicts all of them from the constants that ship and the rate of the links alone; then from
 two measured times of each group, which it has proposed. The choice counts these two, and once more

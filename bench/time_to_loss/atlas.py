@@ -195,10 +195,6 @@ def cells(done: Losses) -> Iterator[Cell]:
             stride=1,
             seeds=2,
         )
-    yield from _longer(done, LONG, (128, 64, 256))
-    for length in (MIDDLE, LONG):
-        yield from _longer(done, length, (16, 32, 8, 512))
-    yield from _short((512, 4))
     kinds: tuple[Kind, ...] = ("constant", "wsd")
     for kind in kinds:
         for batch in (32, 64, 16, 128, 256):
@@ -222,6 +218,10 @@ def cells(done: Losses) -> Iterator[Cell]:
                 stride=1,
                 seeds=2,
             )
+    yield from _longer(done, LONG, (128, 64, 256))
+    for length in (MIDDLE, LONG):
+        yield from _longer(done, length, (16, 32, 8, 512))
+    yield from _short((512, 4))
 
 
 def _short(batches: tuple[int, ...]) -> Iterator[Cell]:

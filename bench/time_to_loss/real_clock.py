@@ -480,7 +480,8 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
         if not comparisons:
             print(f"{s.name}: no seed is complete")
             continue
-        command = "sudo python -m bench.time_to_loss.real_clock; ... --summary"
+        command = f"python -m bench.time_to_loss.real_clock --only {s.name}"
+        command = f"sudo {command} && {command} --summary"
         commits = sorted({row["commit"] for row in own.rows})
         about = figures.result(s.name, comparisons, seen=s.seen, sharing=s.sharing)
         made = {"command": command, "commits": commits, "date": origin()["date"]}

@@ -388,7 +388,8 @@ def result(
         seen: seeds whose figures stand apart, unless there are no others.
         sharing: seeds that have every first batch on every link once between them. Means of such
             seeds differ by what each has. So where there are no others, the interval is by drawing
-            runs anew, as if seeds made no difference. Else it is Student's t over the seeds.
+            runs anew, as if seeds made no difference. Else it is Student's t over the seeds, and a
+            worst case has none.
     """
     counted = [one for one in found if one.seed not in seen] or found
     groups = _by_seed(counted)
@@ -399,7 +400,7 @@ def result(
         if draws_runs
         else interval_of_few(groups, f)
         for key, f in figures.items()
-        if key != "worst"
+        if draws_runs or key != "worst"
     }
     apart = [] if counted is found else _by_seed([one for one in found if one.seed in seen])
     return {

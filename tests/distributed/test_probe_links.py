@@ -138,6 +138,20 @@ def on_nodes(names: list[str], output: Path, *flags: str) -> tuple[int, str]:
     return ranks[0].returncode, said
 
 
+def test_a_link_with_offload_takes_its_packets_whole() -> None:
+    if problem := why_not():
+        pytest.skip(problem)
+    with star(2, usual_mbit=200.0, offload=True) as names:
+
+        def about(*words: str) -> Any:
+            command = ["ip", "netns", "exec", names[0], *words, DEVICE]
+            return json.loads(subprocess.check_output(command))[0]
+
+        burst = about("tc", "-j", "qdisc", "show", "dev")["options"]["burst"]
+        largest = about("ip", "-d", "-j", "link", "show")["gso_max_size"]
+        assert largest == pytest.approx(burst / 2, rel=0.01)  # tc rounds a burst
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("slow", "line"),

@@ -40,9 +40,9 @@ def limit_link(name: str, device: str, rate_mbit: float, *, offload: bool = Fals
         name: the namespace.
         device: of the namespace.
         rate_mbit: of the device.
-        offload: whether the device takes packets as large as half of that, like a network card that
-            cuts them itself. Else a core cuts those of 64 KB into 1.5 KB where they are more than
-            passes at once, below 1,049 Mbit/s, and computes less meanwhile.
+        offload: whether packets are no larger than half of what passes at once, so that they pass
+            whole, as where a network card cuts them. Else, below about 1 Gbit/s, a core cuts those
+            of 64 KB into 1.5 KB, and computes less meanwhile.
     """
     burst_kb = max(32, round(rate_mbit / 16))
     limit = ["rate", f"{rate_mbit:g}mbit", "burst", f"{burst_kb}kb", "latency", "100ms"]

@@ -297,6 +297,7 @@ def test_seeds_that_share_are_one_figure_and_a_seen_seed_stands_apart() -> None:
     assert result["seeds"] == [2, 3] and len(result["rows"]) == 6
     low, high = result["interval"]["mean"]
     assert 0.0 <= low < 0.15 < high <= 0.3, "of runs drawn anew"
+    assert result["interval"]["worst"] == pytest.approx([0.1, 0.3]), "the worst of runs drawn anew"
     alone = real_clock_figures.result("S3", found[:2], seen=[1], sharing=[2, 3])
     assert (alone["mean"], alone["seeds"], alone["seen"]) == (pytest.approx(0.6), [1], {})
 
