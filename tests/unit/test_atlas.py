@@ -1,5 +1,6 @@
 """The atlas of small runs: its search, its file, and what it reads from its runs."""
 
+import dataclasses
 import json
 import math
 import os
@@ -53,6 +54,17 @@ def test_a_run_that_a_living_process_trains_is_left_to_it(tmp_path: Path) -> Non
     assert second is not None and second.key != first.key
     claims.write_text(json.dumps({first.key: 2**30}))
     assert atlas._claim(path, claims) == first
+
+
+def test_the_table_has_the_best_trial_of_a_cell_and_the_mean_of_its_seeds() -> None:
+    cell = Cell(kind="wsd", total_samples=SHORT, schedule=pieces(16, 0.1, 64))
+    trials = [(cell.spec(2, 0.1), 1.7), (cell.spec(0, 0.2), 1.5), (cell.spec(0, 0.2, 1), 1.6)]
+    rows = [
+        {"key": spec.key, "loss": loss, "steps": 9, "spec": dataclasses.asdict(spec)}
+        for spec, loss in trials
+    ]
+    lines = atlas.table(rows).splitlines()
+    assert lines[2:] == ["| wsd | 32768 | 16,0.1:64 | 9 | 1.550 | 2 | 0.0080, 20% |"]
 
 
 def test_samples_between_lengths_follow_a_curve_over_the_loss() -> None:
