@@ -219,19 +219,6 @@ def cells(done: Losses) -> Iterator[Cell]:
                 stride=1,
                 seeds=2,
             )
-    # At a constant rate the search of 256 went to a lower rate and a longer warm-up, and to a
-    # much lower loss. So the others search from there as well.
-    again: tuple[Kind, ...] = ("cosine", "wsd")
-    for kind in again:
-        yield Cell(
-            kind=kind,
-            total_samples=SHORT,
-            schedule=pieces(256),
-            first_rate=-2,
-            first_warmup=0.5,
-            stride=1,
-            seeds=3 if kind == "cosine" else 2,
-        )
     yield from _longer(done, LONG, (128, 64, 256))
     for length in (MIDDLE, LONG):
         yield from _longer(done, length, (16, 32, 8, 512))
@@ -239,13 +226,16 @@ def cells(done: Losses) -> Iterator[Cell]:
 
 
 def _short(batches: tuple[int, ...]) -> Iterator[Cell]:
-    """Static batches, the search for their rates wide."""
+    """Static batches, the search for their rates wide. Those of few steps begin with a lower rate
+    and a long warm-up: from elsewhere their search ends in a worse place."""
     for batch in batches:
+        few = batch >= 256
         yield Cell(
             kind="cosine",
             total_samples=SHORT,
             schedule=pieces(batch),
-            first_warmup=0.1 if batch <= 64 else 0.2,
+            first_rate=-2 if few else 0,
+            first_warmup=0.5 if few else 0.1 if batch <= 64 else 0.2,
         )
 
 
@@ -351,8 +341,9 @@ def draw(path: Path, output: Path) -> None:
             own = _statics(best, length)
             axes[0].plot(*zip(*own), marker="o", label=f"{length:,} samples")
         axes[0].set(ylabel="last loss, nats a byte")
+        short = _statics(best, SHORT)
         several = {batch for n in (MIDDLE, LONG) for batch, _ in _statics(best, n)}
-        goal = max([loss for batch, loss in _statics(best, SHORT) if batch in several][:3])
+        goal = max(loss for _, loss in ([x for x in short if x[0] in several] or short)[:3])
         needed = _needed(best, goal)
         _curve(axes[1], needed, 0.0, color="black")
         axes[1].set(ylabel=f"samples to a loss of {goal:.3f}")

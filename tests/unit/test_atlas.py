@@ -99,3 +99,11 @@ def test_the_figure_tells_what_was_trained_from_what_was_not() -> None:
     assert found[32] == (pytest.approx(SHORT), "between")
     assert found[64] == (pytest.approx(LONG), "between")
     assert found[128][1] == "beyond" and 256 not in found
+
+
+def test_the_figure_is_drawn_before_there_are_several_lengths(tmp_path: Path) -> None:
+    path, drawn = tmp_path / "atlas.jsonl", tmp_path / "atlas.svg"
+    cells = [Cell(kind="cosine", total_samples=SHORT, schedule=pieces(b)) for b in (8, 16, 32)]
+    path.write_text("".join(_row(cell.spec(0, 0.1)) for cell in cells))
+    atlas.draw(path, drawn)
+    assert f"samples to a loss of {_loss(cells[0].spec(0, 0.1)):.3f}" in drawn.read_text()
