@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_layouts import CASES, STEPS
+from tests.distributed.worker_layouts import CASES, PIPELINES, STEPS
 from tests.helpers.on_ranks import on_ranks
 
 
@@ -29,6 +29,18 @@ def test_losses_and_norms_equal_those_of_plain_data_parallelism(
     assert row["params_norms"] == pytest.approx(first["params_norms"], rel=loss)
     assert len(row["evaluations"]) == 2, "one of the validation, one of the test samples"
     assert row["evaluations"] == pytest.approx(first["evaluations"], rel=loss)
+
+
+@pytest.mark.timeout(840)
+@pytest.mark.parametrize("number", PIPELINES, ids=[str(CASES[n]) for n in PIPELINES])
+def test_later_stages_gather_their_weights_before_they_wait_for_a_message(
+    rows: list[dict[str, Any]], number: int
+) -> None:
+    *_, vpp, more = CASES[number]
+    # Ranks 2 and 3 are the second stage. An interleaved one starts with two chunks, as does
+    # Megatron-LM.
+    num_chunks = 2 if vpp > 1 or "layout" in more else 1
+    assert rows[number]["early_gathers"][2:] == [[num_chunks] * STEPS] * 2
 
 
 def test_the_run_learns(rows: list[dict[str, Any]]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.helpers.jobs import TINY, TINY_GPT2, evaluations_of, layout_flags, run
 
@@ -28,6 +31,7 @@ CASES = [
     ("llama", 1, 2, 2, f"{SHARDED} --overlap-grad-reduce"),
     ("llama", 2, 2, 2, f"{SHARDED} --sequence-parallel"),
     ("llama", 1, 2, 1, f"{SHARDED} --pipeline-model-parallel-layout Et|tttL"),
+    ("llama", 1, 2, 1, OVERLAP),
     ("llama", 1, 2, 1, f"{OVERLAP} --pipeline-model-parallel-layout E|tt|t|tL"),
     ("llama", 1, 4, 1, "--pipeline-model-parallel-layout E|ttt|t|L"),
     ("llama", 2, 1, 1, f"{UNEVEN} {SHARDED}"),
@@ -45,12 +49,66 @@ CASES = [
     ("llama-bf16", 2, 2, 1, f"{SHARDED} --sequence-parallel"),
     ("llama-bf16", 1, 2, 2, f"--no-create-attention-mask-in-dataloader {RECOMPUTE}"),
 ]
+PIPELINES = [n for n, (_, _, pp, _, more) in enumerate(CASES) if pp > 1 and OVERLAP in more]
+"""Cases whose later stages gather weights behind their passes."""
 STEPS = 4
 EVALUATION = f"--eval-iters 1 --eval-interval {STEPS} --log-params-norm --log-interval 1"
 
 
+@contextmanager
+def gathers_before_messages() -> Iterator[list[int]]:
+    """How many gathers of weights this rank starts in each training step before its first message
+    between stages."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from megatron.training.distributed.stage_link import StageLink
+
+    buckets: Any = getattr(param_and_grad_buffer, "_ParamAndGradBucketGroup")  # noqa: B009
+    began, sent, gathered = StageLink.begin, StageLink._communicate, buckets.start_param_sync
+    counts: list[int] = []
+    counting = False
+
+    def begin(link: StageLink, *args: Any, is_exact: bool, **more: Any) -> None:
+        nonlocal counting
+        # Messages of an evaluation are exact.
+        if counting := not is_exact:
+            counts.append(0)
+        began(link, *args, is_exact=is_exact, **more)
+
+    def communicate(*args: Any, **more: Any) -> Any:
+        nonlocal counting
+        counting = False
+        return sent(*args, **more)
+
+    def start_param_sync(*args: Any, **more: Any) -> None:
+        if counting:
+            counts[-1] += 1
+        gathered(*args, **more)
+
+    with (
+        patch.object(StageLink, "begin", begin),
+        patch.object(StageLink, "_communicate", communicate),
+        patch.object(buckets, "start_param_sync", start_param_sync),
+    ):
+        yield counts
+
+
+def early_gathers(number: int, output: Path) -> list[Any]:
+    """Of every rank, how many gathers of weights it starts in each step before a message. A run
+    that writes the norm of its weights has them sooner."""
+    import torch.distributed as dist
+
+    model, tp, pp, vpp, more = CASES[number]
+    flags = [*layout_flags(tp, pp, vpp), *more.split(), "--train-iters", str(STEPS)]
+    with gathers_before_messages() as counts:
+        run(flags, output / f"early {number}", base=BASES[model])
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, counts)
+    return of_all
+
+
 def main(output: Path) -> Any:
-    """Returns losses, gradient norms and resources of every case."""
+    """Returns losses, gradient norms, early gathers and resources of every case."""
     import psutil
 
     rows = []
@@ -65,6 +123,7 @@ def main(output: Path) -> Any:
                 "grad_norms": [step["grad_norm"] for step in steps],
                 "params_norms": [step["params_norm"] for step in steps],
                 "evaluations": evaluations_of(output / str(number)) if steps else [],
+                "early_gathers": early_gathers(number, output) if number in PIPELINES else None,
                 "num_fds": process.num_fds(),
                 "num_threads": process.num_threads(),
             }

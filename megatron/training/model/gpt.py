@@ -3,6 +3,7 @@ parallelism."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass, fields
 from typing import Any
@@ -89,6 +90,20 @@ class Model:
         """The GPTModels inside the data-parallel and half-precision wrappers."""
         return [_unwrap(chunk) for chunk in self.chunks]
 
+    def gather_ahead(self) -> None:
+        """Starts to gather the weights that this rank needs first. Call it before each schedule.
+
+        megatron-core begins when a chunk first computes. A later stage would wait for a message
+        from the stage before, and only then gather. So the gathers of all stages would come one
+        after the other. In an interleaved pipeline the schedule calls `param_sync_func` instead.
+        """
+        if len(self.chunks) > 1 or not self.chunks[0].ddp_config.overlap_param_gather:
+            return
+        for groups in (self.chunks[0].bucket_groups, self.chunks[0].expert_parallel_bucket_groups):
+            # The last group holds the first layers. It starts the next one itself.
+            if groups and not groups[-1].param_gather_dispatched:
+                groups[-1].start_param_sync()
+
     def detach_hooks(self) -> None:
         """Cuts the references that would keep the model alive after its last user is gone
         (docs/decisions/001)."""
@@ -118,6 +133,14 @@ def _unwrap(module: Any) -> Any:
     while hasattr(module, "module"):
         module = module.module
     return module
+
+
+def _gather(chunk: Any, *_: Any) -> None:
+    """Starts to gather all weights of a chunk, those of its first layers first."""
+    for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
+        for group in reversed(groups):
+            if not group.param_gather_dispatched:
+                group.start_param_sync()
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
@@ -330,6 +353,8 @@ def build_model(
         grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=config.parallel.overlap_param_gather,
+        # Then no bucket starts the next one.
+        align_param_gather=config.parallel.overlap_param_gather and len(bare) > 1,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         bucket_size=config.parallel.ddp_bucket_size,
         average_in_collective=config.parallel.ddp_average_in_collective,
@@ -353,6 +378,8 @@ def build_model(
     if config.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         core.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
+    if ddp_config.align_param_gather:
+        core.param_sync_func = [functools.partial(_gather, chunk) for chunk in chunks]  # pyright: ignore[reportAttributeAccessIssue]
     return Model(
         chunks=chunks,
         core_config=core,
