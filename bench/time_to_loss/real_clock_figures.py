@@ -1,7 +1,7 @@
 """Times to a loss, and figures S3 and S4, out of the rows of `real_clock`.
 
 A shared machine is slower in one hour than in the next, so a step does not count with its own time.
-Every configuration has a usual time on a link: the median over all runs and timings there. A run
+Every configuration has a usual time on a link, out of all runs and timings there (`usual`). A run
 counts with its own clock, corrected by the difference between its ordinary steps and the usual
 ones. So its set-up, pauses, decisions and slow first steps count as they were.
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ ORDINARY = 1.5
 """A step longer than this times the median of its configuration is not an ordinary one."""
 LEAST_STEPS = 4
 """A configuration with fewer steps in a run says nothing about its usual time."""
+_POLISHES = 50
+"""Rounds in which configurations and paces settle."""
 _WINDOW = 5
 """Evaluations that make a smoothed one."""
 Way = tuple[str, int, int]
@@ -104,17 +107,62 @@ def way_of(record: Mapping[str, Any]) -> Way:
 
 
 def usual(rows: Rows, link: str) -> dict[Way, float]:
-    """Seconds of an ordinary step without measuring, by configuration, of all rows of a link. Steps
-    under the controller have it in them, those of static runs and timings do not."""
-    found: dict[Way, list[float]] = {}
-    for row in rows:
-        if row["spec"]["link"] != link:
+    """Seconds of an ordinary step without measuring, by configuration, in an hour of usual pace.
+
+    Each run has a pace of its own, by which all its steps are longer than usual. Without it, a
+    configuration that only runs of a fast hour were in would look faster than others. Logarithms of
+    the steps are a sum of configuration and pace, by a median polish (Tukey, Exploratory Data
+    Analysis, 1977). A mean of n steps counts as the root of n. All timings of a seed share a pace.
+    A run of one configuration tells nothing about its pace, and has the usual one. Steps under the
+    controller have measuring in them, those of static runs and timings do not.
+
+    Args:
+        rows: of the results file.
+        link: whose rows count.
+    """
+    steps: dict[Hashable, dict[Way, tuple[float, float]]] = {}
+    for number, row in enumerate(rows):
+        spec = row["spec"]
+        if spec["link"] != link:
             continue
-        factor = 1 + MEASURING * (row["spec"]["kind"] == "copus")
+        factor = 1 + MEASURING * (spec["kind"] == "copus")
+        run = ("timing", spec["seed"]) if spec["kind"] == "timing" else number
         for speed in row["speeds"]:
             if speed["steps"] >= LEAST_STEPS:
-                found.setdefault(way_of(speed), []).append(speed["step_s"] / factor)
-    return {way: statistics.median(some) for way, some in found.items()}
+                seconds = speed["step_s"] / factor
+                own = steps.setdefault(run, {})
+                own[way_of(speed)] = (math.log(seconds), math.sqrt(speed["steps"]))
+    ways = {way for own in steps.values() for way in own}
+    several = [run for run, own in steps.items() if len(own) > 1]
+    paces: dict[Hashable, float] = dict.fromkeys(steps, 0.0)
+    levels: dict[Way, float] = {}
+    for _ in range(_POLISHES):
+        levels = {
+            way: _middle(
+                (own[way][0] - paces[run], own[way][1]) for run, own in steps.items() if way in own
+            )
+            for way in ways
+        }
+        found = {
+            run: _middle((y - levels[way], w) for way, (y, w) in steps[run].items())
+            for run in several
+        }
+        centre = statistics.median(found.values()) if found else 0.0
+        paces |= {run: pace - centre for run, pace in found.items()}
+    return {way: math.exp(level) for way, level in levels.items()}
+
+
+def _middle(values: Iterable[tuple[float, float]]) -> float:
+    """Median of values with weights."""
+    ordered = sorted(values)
+    half, below = sum(weight for _, weight in ordered) / 2, 0.0
+    for i, (value, weight) in enumerate(ordered):
+        below += weight
+        if math.isclose(below, half):
+            return (value + ordered[i + 1][0]) / 2
+        if below > half:
+            return value
+    raise ValueError("no value")
 
 
 def curve_of(row: dict[str, Any], targets: Mapping[Way, float]) -> Curve:

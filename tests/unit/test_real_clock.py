@@ -188,6 +188,22 @@ def test_a_slow_spell_is_not_counted_but_set_up_and_pauses_are() -> None:
     assert alone.seconds == pytest.approx([s for _, s, _ in row["curve"]]), "unknown: its own"
 
 
+def test_a_fast_hour_makes_no_configuration_fast() -> None:
+    """Three runs of a slow hour, two of a fast one, in which alone a third configuration comes."""
+    ways = ((DP2, 1, 1.0), (PP2, 1, 1.1), (DP2, 2, 1.05))
+    rows = []
+    for pace, count in ((1.25, 2), (1.25, 2), (1.25, 2), (1.0, 3), (1.0, 3)):
+        row = row_of("copus", 4, link="100")
+        row["speeds"] = [
+            {"layout": at, "micro_batch": mbs, "batch": 4, "steps": 10, "step_s": pace * s}
+            for at, mbs, s in ways[:count]
+        ]
+        rows.append(row)
+    usual_s = real_clock_figures.usual(rows, "100")
+    factor = 1.25 / (1 + real_clock_figures.MEASURING)
+    assert usual_s == pytest.approx({(at, mbs, 4): factor * s for at, mbs, s in ways})
+
+
 def test_a_static_batch_counts_in_its_fastest_configuration_on_the_link() -> None:
     timings = [
         row_of("timing", 4, link="100", step_s=3.0),
