@@ -18,7 +18,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,6 @@ ORDINARY = 1.5
 """A step longer than this times the median of its configuration is not an ordinary one."""
 LEAST_STEPS = 4
 """A configuration with fewer steps in a run says nothing about its usual time."""
-_POLISHES = 50
-"""Rounds in which configurations and paces settle."""
 _WINDOW = 5
 """Evaluations that make a smoothed one."""
 Way = tuple[str, int, int]
@@ -111,16 +109,16 @@ def usual(rows: Rows, link: str) -> dict[Way, float]:
 
     Each run has a pace of its own, by which all its steps are longer than usual. Without it, a
     configuration that only runs of a fast hour were in would look faster than others. Logarithms of
-    the steps are a sum of configuration and pace, by a median polish (Tukey, Exploratory Data
-    Analysis, 1977). A mean of n steps counts as the root of n. All timings of a seed share a pace.
-    A run of one configuration tells nothing about its pace, and has the usual one. Steps under the
-    controller have measuring in them, those of static runs and timings do not.
+    the steps are a sum of configuration and pace, by least squares. A mean of n steps counts n
+    times. All timings of a seed share a pace. A run of one configuration tells nothing about
+    its pace, and has the usual one, which is the mean of the others. Steps under the controller
+    have measuring in them, those of static runs and timings do not.
 
     Args:
         rows: of the results file.
         link: whose rows count.
     """
-    steps: dict[Hashable, dict[Way, tuple[float, float]]] = {}
+    steps: dict[Hashable, list[tuple[Way, float, float]]] = {}
     for number, row in enumerate(rows):
         spec = row["spec"]
         if spec["link"] != link:
@@ -129,40 +127,28 @@ def usual(rows: Rows, link: str) -> dict[Way, float]:
         run = ("timing", spec["seed"]) if spec["kind"] == "timing" else number
         for speed in row["speeds"]:
             if speed["steps"] >= LEAST_STEPS:
-                seconds = speed["step_s"] / factor
-                own = steps.setdefault(run, {})
-                own[way_of(speed)] = (math.log(seconds), math.sqrt(speed["steps"]))
-    ways = {way for own in steps.values() for way in own}
-    several = [run for run, own in steps.items() if len(own) > 1]
-    paces: dict[Hashable, float] = dict.fromkeys(steps, 0.0)
-    levels: dict[Way, float] = {}
-    for _ in range(_POLISHES):
-        levels = {
-            way: _middle(
-                (own[way][0] - paces[run], own[way][1]) for run, own in steps.items() if way in own
-            )
-            for way in ways
-        }
-        found = {
-            run: _middle((y - levels[way], w) for way, (y, w) in steps[run].items())
-            for run in several
-        }
-        centre = statistics.median(found.values()) if found else 0.0
-        paces |= {run: pace - centre for run, pace in found.items()}
-    return {way: math.exp(level) for way, level in levels.items()}
-
-
-def _middle(values: Iterable[tuple[float, float]]) -> float:
-    """Median of values with weights."""
-    ordered = sorted(values)
-    half, below = sum(weight for _, weight in ordered) / 2, 0.0
-    for i, (value, weight) in enumerate(ordered):
-        below += weight
-        if math.isclose(below, half):
-            return (value + ordered[i + 1][0]) / 2
-        if below > half:
-            return value
-    raise ValueError("no value")
+                level = math.log(speed["step_s"] / factor)
+                one = (way_of(speed), level, float(speed["steps"]))
+                steps.setdefault(run, []).append(one)
+    ways = list(dict.fromkeys(way for own in steps.values() for way, _, _ in own))
+    several = [run for run, own in steps.items() if len({way for way, _, _ in own}) > 1]
+    cells = [(run, *one) for run, own in steps.items() for one in own]
+    weights = np.sqrt([weight for *_, weight in cells])
+    design = np.zeros((len(cells), len(ways) + len(several)))
+    for i, (run, way, _, _) in enumerate(cells):
+        design[i, ways.index(way)] = 1.0
+        if run in several:
+            design[i, len(ways) + several.index(run)] = 1.0
+    levels = np.array([level for _, _, level, _ in cells])
+    found = np.linalg.lstsq(design * weights[:, None], levels * weights, rcond=None)[0]
+    found_levels, paces = found[: len(ways)], found[len(ways) :]
+    # A constant for all paces could as well be in all configurations that these runs were in.
+    shared = {way for run in several for way, _, _ in steps[run]}
+    centre = paces.mean() if len(paces) else 0.0
+    return {
+        way: math.exp(level + (centre if way in shared else 0.0))
+        for way, level in zip(ways, found_levels)
+    }
 
 
 def curve_of(row: dict[str, Any], targets: Mapping[Way, float]) -> Curve:

@@ -40,7 +40,9 @@ def test_later_stages_gather_their_weights_before_they_wait_for_a_message(
     # Ranks 2 and 3 are the second stage. An interleaved one starts with two chunks, as does
     # Megatron-LM.
     num_chunks = 2 if vpp > 1 or "layout" in more else 1
-    assert rows[number]["early_gathers"][2:] == [[num_chunks] * STEPS] * 2
+    early, row = rows[number]["early"], rows[number]
+    assert early["gathers"][2:] == [[num_chunks] * STEPS] * 2
+    assert early["losses"] == pytest.approx(row["losses"], rel=1e-5), "nothing else gathers here"
 
 
 def test_the_run_learns(rows: list[dict[str, Any]]) -> None:

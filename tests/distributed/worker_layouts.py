@@ -33,6 +33,7 @@ CASES = [
     ("llama", 1, 2, 1, f"{SHARDED} --pipeline-model-parallel-layout Et|tttL"),
     ("llama", 1, 2, 1, OVERLAP),
     ("llama", 1, 2, 1, f"{OVERLAP} --pipeline-model-parallel-layout E|tt|t|tL"),
+    ("llama", 1, 2, 1, f"{OVERLAP} --pipeline-model-parallel-layout E|t|t|t|t|L"),
     ("llama", 1, 4, 1, "--pipeline-model-parallel-layout E|ttt|t|L"),
     ("llama", 2, 1, 1, f"{UNEVEN} {SHARDED}"),
     ("llama", 2, 1, 1, f"{UNEVEN} {OVERLAP} --calculate-per-token-loss"),
@@ -93,18 +94,19 @@ def gathers_before_messages() -> Iterator[list[int]]:
         yield counts
 
 
-def early_gathers(number: int, output: Path) -> list[Any]:
-    """Of every rank, how many gathers of weights it starts in each step before a message. A run
-    that writes the norm of its weights has them sooner."""
+def early_gathers(number: int, output: Path) -> dict[str, Any]:
+    """Of every rank, how many gathers of weights it starts in each step before a message, and the
+    losses. A run that writes the norm of its weights gathers them after each step, for all that
+    the next step starts."""
     import torch.distributed as dist
 
     model, tp, pp, vpp, more = CASES[number]
     flags = [*layout_flags(tp, pp, vpp), *more.split(), "--train-iters", str(STEPS)]
     with gathers_before_messages() as counts:
-        run(flags, output / f"early {number}", base=BASES[model])
+        steps = run(flags, output / f"early {number}", base=f"{BASES[model]} --log-interval 1")
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, counts)
-    return of_all
+    return {"gathers": of_all, "losses": [step["losses"]["lm loss"] for step in steps]}
 
 
 def main(output: Path) -> Any:
@@ -123,7 +125,7 @@ def main(output: Path) -> Any:
                 "grad_norms": [step["grad_norm"] for step in steps],
                 "params_norms": [step["params_norm"] for step in steps],
                 "evaluations": evaluations_of(output / str(number)) if steps else [],
-                "early_gathers": early_gathers(number, output) if number in PIPELINES else None,
+                "early": early_gathers(number, output) if number in PIPELINES else None,
                 "num_fds": process.num_fds(),
                 "num_threads": process.num_threads(),
             }

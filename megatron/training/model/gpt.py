@@ -90,16 +90,25 @@ class Model:
         """The GPTModels inside the data-parallel and half-precision wrappers."""
         return [_unwrap(chunk) for chunk in self.chunks]
 
-    def gather_ahead(self) -> None:
+    def gather_ahead(self, *, forward_only: bool) -> None:
         """Starts to gather the weights that this rank needs first. Call it before each schedule.
 
         megatron-core begins when a chunk first computes. A later stage would wait for a message
         from the stage before, and only then gather. So the gathers of all stages would come one
-        after the other. In an interleaved pipeline the schedule calls `param_sync_func` instead.
+        after the other. While an interleaved pipeline trains, the schedule itself calls
+        `param_sync_func`. In a schedule of forward passes it does not, and all chunks start here.
+
+        Args:
+            forward_only: whether the schedule has no backward pass.
         """
-        if len(self.chunks) > 1 or not self.chunks[0].ddp_config.overlap_param_gather:
+        first = self.chunks[0]
+        if not first.ddp_config.overlap_param_gather:
             return
-        for groups in (self.chunks[0].bucket_groups, self.chunks[0].expert_parallel_bucket_groups):
+        if len(self.chunks) > 1:
+            for chunk in self.chunks if forward_only else ():
+                _gather(chunk)
+            return
+        for groups in (first.bucket_groups, first.expert_parallel_bucket_groups):
             # The last group holds the first layers. It starts the next one itself.
             if groups and not groups[-1].param_gather_dispatched:
                 groups[-1].start_param_sync()

@@ -166,7 +166,7 @@ def run_schedule(
     if (kfac := job.model.kfac) is not None and not forward_only:
         # Masked samples fill a step up, and their number depends on the layout.
         kfac.begin(may_refresh=not job.is_filled_up)
-    job.model.gather_ahead()
+    job.model.gather_ahead(forward_only=forward_only)
     with job.trace.span("forward" if forward_only else "forward and backward"):
         reports = get_forward_backward_func()(
             forward_step_func=functools.partial(forward_step, job, mean_samples),
