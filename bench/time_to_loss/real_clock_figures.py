@@ -134,21 +134,17 @@ def usual(rows: Rows, link: str) -> dict[Way, float]:
     several = [run for run, own in steps.items() if len({way for way, _, _ in own}) > 1]
     cells = [(run, *one) for run, own in steps.items() for one in own]
     weights = np.sqrt([weight for *_, weight in cells])
-    design = np.zeros((len(cells), len(ways) + len(several)))
+    design = np.zeros((len(cells), len(ways) + max(len(several) - 1, 0)))
     for i, (run, way, _, _) in enumerate(cells):
         design[i, ways.index(way)] = 1.0
-        if run in several:
+        # The last pace is what makes the mean of all of them the usual one.
+        if run in several[:-1]:
             design[i, len(ways) + several.index(run)] = 1.0
+        elif run in several:
+            design[i, len(ways) :] = -1.0
     levels = np.array([level for _, _, level, _ in cells])
     found = np.linalg.lstsq(design * weights[:, None], levels * weights, rcond=None)[0]
-    found_levels, paces = found[: len(ways)], found[len(ways) :]
-    # A constant for all paces could as well be in all configurations that these runs were in.
-    shared = {way for run in several for way, _, _ in steps[run]}
-    centre = paces.mean() if len(paces) else 0.0
-    return {
-        way: math.exp(level + (centre if way in shared else 0.0))
-        for way, level in zip(ways, found_levels)
-    }
+    return {way: math.exp(level) for way, level in zip(ways, found)}
 
 
 def curve_of(row: dict[str, Any], targets: Mapping[Way, float]) -> Curve:

@@ -58,8 +58,8 @@ EVALUATION = f"--eval-iters 1 --eval-interval {STEPS} --log-params-norm --log-in
 
 @contextmanager
 def gathers_before_messages() -> Iterator[list[int]]:
-    """How many gathers of weights this rank starts in each training step before its first message
-    between stages."""
+    """How many gathers of weights this rank starts before its first message between stages, in each
+    step and each batch of an evaluation."""
     from megatron.core.distributed import param_and_grad_buffer
 
     from megatron.training.distributed.stage_link import StageLink
@@ -69,12 +69,11 @@ def gathers_before_messages() -> Iterator[list[int]]:
     counts: list[int] = []
     counting = False
 
-    def begin(link: StageLink, *args: Any, is_exact: bool, **more: Any) -> None:
+    def begin(*args: Any, **more: Any) -> None:
         nonlocal counting
-        # Messages of an evaluation are exact.
-        if counting := not is_exact:
-            counts.append(0)
-        began(link, *args, is_exact=is_exact, **more)
+        counting = True
+        counts.append(0)
+        began(*args, **more)
 
     def communicate(*args: Any, **more: Any) -> Any:
         nonlocal counting
@@ -95,18 +94,20 @@ def gathers_before_messages() -> Iterator[list[int]]:
 
 
 def early_gathers(number: int, output: Path) -> dict[str, Any]:
-    """Of every rank, how many gathers of weights it starts in each step before a message, and the
-    losses. A run that writes the norm of its weights gathers them after each step, for all that
-    the next step starts."""
+    """Of every rank, how many gathers of weights it starts in each step and evaluation before a
+    message, and the losses. A run that writes the norm of its weights has them by then."""
     import torch.distributed as dist
 
     model, tp, pp, vpp, more = CASES[number]
     flags = [*layout_flags(tp, pp, vpp), *more.split(), "--train-iters", str(STEPS)]
     with gathers_before_messages() as counts:
-        steps = run(flags, output / f"early {number}", base=f"{BASES[model]} --log-interval 1")
+        base = f"{BASES[model]} {EVALUATION.replace('--log-params-norm', '')}"
+        steps = run(flags, output / f"early {number}", base=base)
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, counts)
-    return {"gathers": of_all, "losses": [step["losses"]["lm loss"] for step in steps]}
+    losses = [step["losses"]["lm loss"] for step in steps]
+    evaluations = evaluations_of(output / f"early {number}") if steps else []
+    return {"gathers": of_all, "losses": losses, "evaluations": evaluations}
 
 
 def main(output: Path) -> Any:

@@ -104,14 +104,12 @@ class Model:
         first = self.chunks[0]
         if not first.ddp_config.overlap_param_gather:
             return
-        if len(self.chunks) > 1:
-            for chunk in self.chunks if forward_only else ():
+        if len(self.chunks) == 1:
+            # This bucket starts the next one itself.
+            _gather(first, most=1)
+        elif forward_only:
+            for chunk in self.chunks:
                 _gather(chunk)
-            return
-        for groups in (first.bucket_groups, first.expert_parallel_bucket_groups):
-            # The last group holds the first layers. It starts the next one itself.
-            if groups and not groups[-1].param_gather_dispatched:
-                groups[-1].start_param_sync()
 
     def detach_hooks(self) -> None:
         """Cuts the references that would keep the model alive after its last user is gone
@@ -144,10 +142,11 @@ def _unwrap(module: Any) -> Any:
     return module
 
 
-def _gather(chunk: Any, *_: Any) -> None:
-    """Starts to gather all weights of a chunk, those of its first layers first."""
+def _gather(chunk: Any, *_: Any, most: int | None = None) -> None:
+    """Starts to gather the weights of a chunk, at most so many of its buckets. Those of its first
+    layers come first, and are in the last bucket."""
     for groups in (chunk.bucket_groups, chunk.expert_parallel_bucket_groups):
-        for group in reversed(groups):
+        for group in groups[::-1][:most]:
             if not group.param_gather_dispatched:
                 group.start_param_sync()
 
