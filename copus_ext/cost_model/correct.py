@@ -33,12 +33,12 @@ import numpy as np
 class PartSpread:
     """Standard deviations of the logarithms of what the seconds of a part are multiplied by."""
 
-    compute: float = 0.08
+    compute: float = 0.06
     """Of all computation, the bubble among it."""
     launch: float = 0.6
     """Of starting kernels, which small models wait for, in place of `compute`: 11 to 36 us around
     20."""
-    bubble: float = 0.15
+    bubble: float = 0.12
     """Of the bubble besides."""
     tp: float = 0.25
     """Of tensor-parallel collectives."""
@@ -79,21 +79,21 @@ _CONVERGED = 1e-9
 class Spread:
     """Standard deviations of the other parts of ln(measured / predicted)."""
 
-    common: float = 0.06
+    common: float = 0.045
     """Of the factor that all configurations share, at least."""
-    tensor: float = 0.04
+    tensor: float = 0.03
     """Of that of a tensor size."""
-    pipeline: float = 0.04
+    pipeline: float = 0.03
     """Of that of a pipeline size."""
-    piped: float = 0.05
+    piped: float = 0.04
     """Of that of all pipelines of more than one stage."""
-    pair: float = 0.05
+    pair: float = 0.04
     """Of that of a (tensor, pipeline) pair, which changes slowly with the micro-batch."""
     octaves: float = 3.0
     """Doublings of the micro-batch after which the pair's factor is another one by 1 - 1/e."""
-    own: float = 0.06
+    own: float = 0.05
     """Of that of a configuration, whatever its global batch."""
-    growth: float = 0.03
+    growth: float = 0.02
     """Of the part of a configuration's factor that goes with the logarithm of its micro-batches."""
     drift: float = 0.05
     """Of the factor that all measurements of an earlier time have besides."""

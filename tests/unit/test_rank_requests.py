@@ -115,7 +115,7 @@ def test_what_other_ranks_reach_goes_with_what_the_present_ones_do(
         assert {r.layout.world_size for r in rows} == {1, 4}, "the present number is known"
         assert all(r.relative_sd > 0 for r in rows)
         speeds.append([r.samples_per_s for r in rows])
-    assert speeds[1] == pytest.approx([2 * x for x in speeds[0]], rel=1e-6)
+    assert speeds[1] == pytest.approx([2 * x for x in speeds[0]], rel=1e-4)
 
 
 def test_costly_time_asks_for_more_and_cheap_time_for_fewer(
