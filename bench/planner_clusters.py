@@ -25,6 +25,7 @@ import numpy as np
 
 from bench import planner_tables
 from bench.planner_accuracy import (
+    NEWER_NETWORK,
     SINGLE_WEIGHT,
     USUAL_LINKS,
     fit,
@@ -55,7 +56,7 @@ def constants_without() -> dict[str, Constants]:
     usual_vtrain, usual_selene = (
         dataclasses.replace(one, **USUAL_LINKS) for one in (on_vtrain, on_selene)
     )
-    h100 = dataclasses.replace(newer(on_vtrain), nic_efficiency=USUAL_LINKS["nic_efficiency"])
+    h100 = dataclasses.replace(newer(on_vtrain), nic_efficiency=NEWER_NETWORK)
     return dict(zip(CLUSTERS, (usual_selene, usual_vtrain, h100)))
 
 

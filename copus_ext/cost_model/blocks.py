@@ -126,13 +126,15 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = No
     own_message = FRAGMENTATION * message_bytes(rows)[0]
 
     ring = functools.partial(layer_time.ring_s, rows, c)
+    forward = of(*micro_batch.forward)
+    mean_s = forward.sum() / rows.pp
 
     def end(held: Any, backward: Any) -> Any:
-        return sum(end_of_step(rows, c, held, backward).seconds(ring))
+        return sum(end_of_step(rows, c, held, backward, mean_s).seconds(ring))
 
     return StageCosts(
         blocks=Blocks(
-            forward_s=of(*micro_batch.forward),
+            forward_s=forward,
             backward_s=of(*micro_batch.backward),
             parameters=parameters,
             static_bytes=(rows.element_bytes[0] + rows.gradient_bytes[0] + owned) * parameters

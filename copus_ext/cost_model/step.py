@@ -109,11 +109,17 @@ class EndOfStep:
     hidden_s: Any
     """Seconds of computation behind which the others can hide."""
     gather_bytes: Any
-    """Weights gathered again before anything else, and what K-FAC sends; 0 without."""
+    """Weights gathered again before anything else; 0 without."""
     optimizer_s: Any
     """Seconds of the optimizer."""
     tied_s: Any = 0.0
     """Seconds to add up gradients of an embedding that two stages hold."""
+    first_bytes: Any = 0.0
+    """Of the weights, those of the first bucket: nothing hides them on the first stage."""
+    needed: tuple[tuple[Any, Any], ...] = ((1.0, 0.0),)
+    """Shares of the weights, and the seconds that pass before a pass needs so many of them."""
+    kfac_bytes: Any = 0.0
+    """What K-FAC sends round the replicas besides."""
     routed: EndOfStep | None = None
     """The same of routed experts, whose bytes go round their own copies and are not among those
     above; None for a dense model."""
@@ -138,13 +144,22 @@ class EndOfStep:
         """
         full = self.full_s(ring, routed_ring or ring)
         least = np.where(self.least_bytes > 0, self.passes * ring(self.least_bytes), 0.0)
-        gather = np.where(self.gather_bytes > 0, ring(self.gather_bytes), 0.0)
+        gather, first = _sent_s(self.gather_bytes, ring), _sent_s(self.first_bytes, ring)
         if (r := self.routed) is not None:
             assert routed_ring is not None
             last = np.where(r.least_bytes > 0, self.passes * routed_ring(r.least_bytes), 0.0)
             least = least + last
-            gather = gather + np.where(r.gather_bytes > 0, routed_ring(r.gather_bytes), 0.0)
-        return np.maximum(least, full - self.hidden_s), gather + self.tied_s, self.optimizer_s
+            gather = gather + _sent_s(r.gather_bytes, routed_ring)
+            first = first + _sent_s(r.first_bytes, routed_ring)
+        for share, seconds in self.needed:
+            first = np.maximum(first, share * gather - seconds)
+        other = _sent_s(self.kfac_bytes, ring) + self.tied_s
+        return np.maximum(least, full - self.hidden_s), first + other, self.optimizer_s
+
+
+def _sent_s(num_bytes: Any, ring: Callable[[Any], Any]) -> Any:
+    """Seconds to send so many bytes once round a ring; 0 for none."""
+    return np.where(np.greater(num_bytes, 0), ring(num_bytes), 0.0)
 
 
 def step_time(rows: Rows, c: Constants) -> StepTime:
@@ -352,11 +367,12 @@ def stage_work(rows: Rows, c: Constants, pp: int, vpp: int) -> tuple[Any, Any, E
 def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> EndOfStep:
     routed = stage_routed_parameters(rows)
     routed = None if routed is None else routed[:pp]
-    return end_of_step(rows, c, stage_parameters(rows)[:pp], stages.backward, routed)
+    forward = stages.forward.mean(axis=0)
+    return end_of_step(rows, c, stage_parameters(rows)[:pp], stages.backward, forward, routed)
 
 
 def end_of_step(
-    rows: Rows, c: Constants, held: Any, backward: Any, routed: Any = None
+    rows: Rows, c: Constants, held: Any, backward: Any, forward: Any, routed: Any = None
 ) -> EndOfStep:
     """What follows the last backward pass.
 
@@ -365,6 +381,7 @@ def end_of_step(
         c: the constants.
         held: [pp, n] parameters that a rank of every stage holds.
         backward: [pp, n] seconds of the backward pass of one micro-batch.
+        forward: [n] seconds of its forward pass on a stage, mean of the stages.
         routed: [pp, n] of the parameters, those of routed experts; None for a dense model.
     """
     sharded = rows.use_distributed_optimizer
@@ -382,14 +399,15 @@ def end_of_step(
     def of(own: Any, copies: Any, more: EndOfStep | None = None) -> EndOfStep:
         again = kfac.sent_bytes(rows, own) if has_kfac else 0.0
         bucket = np.minimum(own, kfac.bucket_parameters(copies))
-        gathered = np.where(rows.overlap_param_gather, bucket, own)
         return EndOfStep(
             gradient_bytes=rows.gradient_bytes * own,
             passes=np.where(np.logical_and(sharded, np.logical_not(rows.on_cpu)), 1.0, 2.0),
             least_bytes=np.where(behind, rows.gradient_bytes * bucket, 0.0),
             hidden_s=hidden,
-            gather_bytes=np.where(sharded, rows.element_bytes * gathered, 0.0) + again,
+            gather_bytes=np.where(sharded, rows.element_bytes * own, 0.0),
             optimizer_s=seconds,
+            first_bytes=np.where(sharded & first, rows.element_bytes * bucket, 0.0),
+            kfac_bytes=again,
             routed=more,
         )
 
@@ -397,4 +415,27 @@ def end_of_step(
         found = of(held, rows.copies)
     else:
         found = of(held - routed, rows.copies, of(routed, rows.expert_copies))
-    return replace(found, tied_s=tied)
+    own = held if routed is None else held - routed
+    return replace(found, tied_s=tied, needed=_needed(rows, own, forward))
+
+
+def _needed(rows: Rows, own: Any, forward: Any) -> tuple[tuple[Any, Any], ...]:
+    """When stages need the weights that they gather, as `EndOfStep.needed`; with overlap all stages
+    begin at once.
+
+    The first stage computes with one bucket while the next ones come, so that all passes but that
+    of the last bucket hide some. Later stages have one bucket for all weights of a chunk, and need
+    it when the first micro-batch comes. Every stage comes to its next chunk when it has passed as
+    many micro-batches as there are stages.
+
+    Args:
+        rows: configurations.
+        own: [pp, n] parameters that a rank gathers.
+        forward: [n] seconds of a forward pass, as of `end_of_step`.
+    """
+    stage = np.arange(len(own))[:, None]
+    bucket = rows.vpp * kfac.bucket_parameters(rows.copies) / np.maximum(own, 1.0)
+    chunk_s = np.where(rows.overlap_param_gather, forward / rows.vpp, 0.0)
+    first = np.where(stage == 0, np.maximum(1.0 - bucket, 0.0), stage)
+    last = np.where(np.greater(rows.vpp, 1), stage + (rows.vpp - 1) * rows.pp, first)
+    return (1.0 / rows.vpp, first * chunk_s), (1.0, last * chunk_s)

@@ -71,6 +71,8 @@ def job(tp: int, pp: int, dp: int, *, vpp: int = 1, count: int = 8, seed: int = 
             least_bytes=np.where(np.arange(pp)[:, None] == 0, size / 8, 0.0),
             hidden_s=np.where(np.arange(pp)[:, None] == 0, 0.01, 0.0),
             gather_bytes=size / 2,
+            first_bytes=np.where(np.arange(pp)[:, None] == 0, size / 16, 0.0),
+            needed=((1.0, 0.003 * np.arange(pp)[:, None]),),
             optimizer_s=rng.uniform(0.001, 0.002, (pp, 1)),
         ),
         fixed_s=0.004,
@@ -385,7 +387,7 @@ def test_units_do_not_matter() -> None:
         work.end,
         **{
             n: getattr(work.end, n) / 1024
-            for n in ("gradient_bytes", "least_bytes", "gather_bytes")
+            for n in ("gradient_bytes", "least_bytes", "gather_bytes", "first_bytes")
         },
     )
     light = replace(work, hop_bytes=work.hop_bytes / 1024, end=end)

@@ -14,10 +14,11 @@ from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.correct import Steps
 from copus_ext.cost_model.kernels import collective_s, hidden_s
+from copus_ext.cost_model.kfac import bucket_parameters
 from copus_ext.cost_model.layer_time import MicroBatch, boundaries_between_nodes, tied_s
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.rows import Rows
-from copus_ext.cost_model.step import stage_work, step_time
+from copus_ext.cost_model.step import end_of_step, stage_work, step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
@@ -208,3 +209,42 @@ def test_a_step_says_what_goes_between_nodes() -> None:
     assert across.tolist() == [[0, 1, 0, 1], [1, 0, 1, 1]]
     inside = step_time(rows_of([(2, 2), (1, 4)], "a100-80g:8"), C).across
     assert not inside.any()
+
+
+def late(stage: int, pp: int, vpp: int, buckets: int, bucket_s: float, chunk_s: float) -> float:
+    """Seconds by which a stage is late with its first passes, because it gathers its weights from
+    the start, one bucket after the other. The first stage computes as its buckets come."""
+    gathered, worst = 0.0, 0.0
+    for chunk in range(vpp):
+        begins = (chunk * pp + stage) * chunk_s
+        if begins > 0:
+            gathered += buckets * bucket_s
+            worst = max(worst, gathered - begins)
+            continue
+        done = 0.0
+        for _ in range(buckets):
+            gathered += bucket_s
+            done = max(done, gathered) + chunk_s / buckets
+        worst = done - chunk_s
+    return worst
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (4, 1), (2, 2), (4, 3)])
+def test_weights_that_come_late_hold_stages_back(pp: int, vpp: int, overlap: bool) -> None:
+    rows = rows_of([(1, pp)], "a100-80g:64").change(
+        vpp=np.array([vpp]), overlap_param_gather=np.array([overlap])
+    )
+    bucket, bucket_s = float(bucket_parameters(rows.copies)[0]), 0.05
+
+    def ring(num_bytes: Any) -> Any:
+        return bucket_s / bucket / rows.element_bytes * num_bytes
+
+    for buckets, forward in [(1, 0.3), (2, 1e-3), (5, 0.4), (5, 0.1), (5, 3.0)]:
+        held = np.full((pp, 1), float(vpp * buckets * bucket))
+        behind = end_of_step(rows, C, held, np.ones((pp, 1)), np.array([forward]))
+        found = behind.seconds(ring)[1]
+        whole = vpp * buckets * bucket_s
+        by_hand = [late(s, pp, vpp, buckets, bucket_s, forward / vpp) for s in range(pp)]
+        expected = np.array(by_hand)[:, None] if overlap else np.full((pp, 1), whole)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)

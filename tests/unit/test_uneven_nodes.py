@@ -82,9 +82,13 @@ def test_even_nodes_cost_what_they_cost_elsewhere(
     here, there = site._job(site.layers), job_of(MODEL, alike, c, planner.constants)
     assert np.asarray(here.forward_s) == pytest.approx(np.asarray(there.forward_s))
     assert np.asarray(here.backward_s) == pytest.approx(np.asarray(there.backward_s))
-    for name in ("gradient_bytes", "gather_bytes", "optimizer_s", "least_bytes", "hidden_s"):
+    names = "gradient_bytes gather_bytes first_bytes optimizer_s least_bytes hidden_s"
+    for name in names.split():
         ours, theirs = (np.broadcast_to(getattr(j.end, name), (pp, 1)) for j in (here, there))
         assert ours == pytest.approx(theirs), name
+    for ours, theirs in zip(here.end.needed, there.end.needed, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert np.asarray(one) == pytest.approx(np.asarray(other))
     fitted = site.fit()
     assert fitted is not None and fitted.order == (0, 1, 2, 3)
     assert fitted.ordered_s == fitted.given_s and fitted.slowness == (1.0,) * pp

@@ -199,7 +199,8 @@ class Placement:
         for r, s in enumerate(self._following):
             np.add.at(total, (self.places[r], self.places[s]), size)
         if self.ring is not None:
-            sent = job.end.passes * job.end.gradient_bytes + job.end.gather_bytes
+            end = job.end
+            sent = end.passes * end.gradient_bytes + end.gather_bytes + end.kfac_bytes
             per_lane = np.broadcast_to(sent, (job.layout.pp, 1))[self.ring.stage, 0]
             lanes = self.ring.lanes[:, 0]
             np.add.at(total, (self.ring.source, self.ring.target), per_lane * lanes)

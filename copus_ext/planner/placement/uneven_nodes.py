@@ -130,6 +130,11 @@ class Site:
             correction=self.planner.peaks,
         )
 
+    @functools.cached_property
+    def _mean_forward_s(self) -> float:
+        """Seconds of the forward pass of a micro-batch on a stage of even nodes."""
+        return float(self._costs.blocks.forward_s.sum()) / self.configuration.layout.pp
+
     def problem(self, order: Any) -> PartitionProblem:
         """The partitions where nodes stand in some order: [places] nodes.
 
@@ -145,7 +150,7 @@ class Site:
         slow = places.slowness_of_stages(orders)
 
         def end(held: Any, backward: Any) -> Any:
-            behind = end_of_step(self.rows, self.constants, held, backward)
+            behind = end_of_step(self.rows, self.constants, held, backward, self._mean_forward_s)
             reduce, gather, optimizer = behind.seconds(lambda size: places.ring_s(orders, size))
             return reduce + gather + optimizer * slow
 
@@ -169,7 +174,9 @@ class Site:
             forward_s=priced.forward_s[..., 0],
             backward_s=priced.backward_s[..., 0],
             hop_bytes=float(hop_bytes(self.rows)[0]),
-            end=end_of_step(self.rows, self.constants, priced.parameters, backward),
+            end=end_of_step(
+                self.rows, self.constants, priced.parameters, backward, self._mean_forward_s
+            ),
             fixed_s=self.constants.factors.compute * self.constants.step_s,
         )
 
@@ -213,7 +220,7 @@ class Site:
         fastest, slowest = 1.0 / min(pace), 1.0 / max(pace)
         fixed = self.constants.factors.compute * self.constants.step_s
         held = np.array([[0.0], [float(blocks.parameters.sum())]])
-        behind = end_of_step(self.rows, self.constants, held, np.array([[0.0], [backward]]))
+        behind = end_of_step(self.rows, self.constants, held, np.array([[0.0], [backward]]), 0.0)
 
         def ring(size: Any) -> Any:
             # Of all stages together; only those of the second row are asked for.
@@ -222,8 +229,9 @@ class Site:
         reduce, gather, optimizer = (
             float(np.broadcast_to(x, held.shape)[1, 0]) for x in behind.seconds(ring)
         )
-        # The first stage hides less than one backward pass of all layers takes.
-        end = max(reduce - backward, 0.0) + gather + optimizer / fastest
+        # The first stage hides less than one backward pass of all layers takes, every stage less
+        # of its weights than one forward pass of all.
+        end = max(reduce - backward, 0.0) + max(gather - pp * forward, 0.0) + optimizer / fastest
         at_end = count * (forward + backward) / total + slowest / total * end
         if c.layout.vpp > 1:
             return at_end + fixed
