@@ -12,7 +12,7 @@ Then planned: two GPU clusters, a model each, 8k, 32k and 128k. The planner's be
 phase with its moves, the best single layout, and the same layouts with the restart measured here in
 place of a move. A restart of a large job takes longer than here; so the last line is a lower bound.
 
-Writes docs/results/phases.json.
+Writes docs/results/phases.json. `--again` of a result plans anew for what it measured.
 """
 
 from __future__ import annotations
@@ -58,13 +58,23 @@ def main(argv: list[str] | None = None) -> None:
     """Runs, plans and writes."""
     parser = arguments(__doc__, "phases.json")
     parser.add_argument("--rounds", type=int, default=3, help="of the real runs")
+    parser.add_argument("--again", type=Path, help="plan anew for what this result measured")
     args = parser.parse_args(argv)
-    real = measured(args.rounds)
-    restart_s = real["restart_s"]
-    planned = {name: on_cluster(*of, restart_s) for name, of in CLUSTERS.items()}
+    if args.again:
+        before = json.loads(args.again.read_text())
+        machine, real = {n: before[n] for n in origin()}, before["real"]
+    else:
+        machine, real = origin(), measured(args.rounds)
+    planned = {name: on_cluster(*of, real["restart_s"]) for name, of in CLUSTERS.items()}
     write(
         args.output,
-        {**origin(), "command": "python -m bench.phases", "real": real, "planned": planned},
+        {
+            **machine,
+            "command": "python -m bench.phases",
+            "real": real,
+            "planned": planned,
+            "planned_by": origin(),
+        },
     )
 
 
