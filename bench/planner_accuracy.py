@@ -114,8 +114,8 @@ def random_fifths(table: Table, others: list[tuple[Table, float]]) -> dict[str, 
 def corrected_by_kin(table: Table, keys: Any, times: StepTime, test: Any) -> Any:
     """Predictions of the rows `test`, corrected by the other rows of the same model."""
     predicted, better = times.step_s, times.step_s.copy()
-    counts, reduction = table.rows.num_microbatches, times.reduction
-    steps = Steps.of(keys, counts, times.parts, reduction, times.launch_s, times.across)
+    counts, hiding = table.rows.num_microbatches, times.hiding
+    steps = Steps.of(keys, counts, times.parts, hiding, times.launch_s, times.across)
     for model in np.unique(table.models):
         mine = table.models == model
         ask, known = np.flatnonzero(mine & test), np.flatnonzero(mine & ~test)

@@ -138,8 +138,8 @@ class Steps:
     """[n] logarithm of the micro-batches over the usual number."""
     seconds: Any
     """[n, parts] predicted, in the order of `_FACTORS_OF`."""
-    reduction: Any
-    """[n, 3] as `StepTime.reduction`."""
+    hiding: Any
+    """[n, 3, 2] as `StepTime.hiding`."""
     launch: Any
     """[n] share of the computation that would go if kernels started at once, by its slope."""
     across: Any
@@ -151,7 +151,7 @@ class Steps:
         keys: Any,
         counts: Any = USUAL_COUNT,
         parts: Mapping[str, Any] | None = None,
-        reduction: Any = 0.0,
+        hiding: Any = 0.0,
         launch_s: Any = 0.0,
         across: Any = 0.0,
     ) -> Steps:
@@ -161,7 +161,7 @@ class Steps:
             keys: as above; whole numbers.
             counts: [n] micro-batches.
             parts: [n] predicted seconds of each of `PARTS`; None: all is computation.
-            reduction: [3, n] as `StepTime.reduction`; 0: nothing hides.
+            hiding: [2, 3, n] as `StepTime.hiding`; 0: nothing hides.
             launch_s: [n] as `StepTime.launch_s`.
             across: [2, n] as `StepTime.across`; 0: all is within nodes.
         """
@@ -179,12 +179,12 @@ class Steps:
         work = np.maximum(known["compute"] + known["recompute"], 1e-12)
         share = np.minimum(launch_s / work, 1.0)
         columns = [np.broadcast_to(column, len(whole)) for column in known.values()]
-        reduction = np.broadcast_to(np.asarray(reduction, dtype=float), (3, len(whole)))
+        hiding = np.broadcast_to(np.asarray(hiding, dtype=float), (2, 3, len(whole)))
         return cls(
             keys=whole,
             over=over,
             seconds=np.stack(columns, axis=1),
-            reduction=reduction.T,
+            hiding=hiding.T,
             launch=np.broadcast_to(share, len(whole)),
             across=np.broadcast_to(np.asarray(across, dtype=float), (2, len(whole))).T,
         )
@@ -360,16 +360,17 @@ class _Parts:
         return total ** (1 / _SHARPNESS), steps.launch * slower / total
 
     def _uncovered(self, steps: Steps, theta: Any) -> tuple[Any, Any]:
-        """[n] seconds of the reduction that come out of hiding, or go into it, as the replicas take
-        longer or shorter than predicted; and what their slope is above that."""
-        factor = np.exp(theta[_NAMES.index("dp")] + theta[_ACROSS] * steps.across[:, 1])
-        whole, exposed, behind = steps.reduction.T
+        """[n] seconds of the reduction and of gathering weights that come out of hiding, or go into
+        it, as the replicas take longer or shorter than predicted; and what their slope is above
+        that."""
+        factor = np.exp(theta[_NAMES.index("dp")] + theta[_ACROSS] * steps.across[:, 1])[:, None]
+        whole, exposed, behind = np.moveaxis(steps.hiding, 1, 0)
         hidden = whole - exposed
         # With computation to spare some of it hides nothing: what shows is the last bucket.
         least = np.where(hidden < behind * (1 - 1e-9), 0.0, -exposed * factor)
         more = np.maximum(hidden * factor - behind, least)
         slope = np.where(more > least, hidden * factor, least)
-        return more, slope - more
+        return more.sum(axis=1), (slope - more).sum(axis=1)
 
     def covariance(self, one: Steps, other: Steps, theta: Any) -> Any:
         """[n, m] of what the factors make of both, near theta."""

@@ -27,6 +27,8 @@ _SWEEP_BYTES = 16.0
 """Gradient norm, clipping and zeroing, per parameter."""
 _HIDDEN_SHARE = 0.7
 """Part of the last backward pass behind which a reduction can hide."""
+Ring = Callable[[Any], Any]
+"""Seconds to send so many bytes once round a ring."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +40,9 @@ class StepTime:
     parts: dict[str, Any]
     """[n] seconds of each of `PARTS`, along the stage that finishes last; they add up to
     `step_s`."""
-    reduction: Any
-    """[3, n] seconds: of reducing the gradients, of it what nothing hides (in `dp`), and of the
-    computation behind which it can hide."""
+    hiding: Any
+    """[2, 3, n] seconds of reducing the gradients, and of gathering the weights: of all of it, of
+    what nothing hides (in `dp`), and of the computation behind which it can hide."""
     launch_s: Any
     """[n] seconds of `compute` and `recompute` that starting kernels takes."""
     across: Any
@@ -53,7 +55,7 @@ class StepTime:
         return cls(
             step_s=np.full(num, np.nan),
             parts=parts,
-            reduction=np.full((3, num), np.nan),
+            hiding=np.full((2, 3, num), np.nan),
             launch_s=np.full(num, np.nan),
             across=np.full((2, num), np.nan),
         )
@@ -61,7 +63,7 @@ class StepTime:
     def put(self, at: Any, found: StepTime) -> None:
         """Fills in some of them."""
         self.step_s[at] = found.step_s
-        self.reduction[:, at] = found.reduction
+        self.hiding[..., at] = found.hiding
         self.launch_s[at] = found.launch_s
         self.across[:, at] = found.across
         for name in PARTS:
@@ -73,7 +75,7 @@ class StepTime:
         return StepTime(
             step_s=self.step_s[at],
             parts=parts,
-            reduction=self.reduction[:, at],
+            hiding=self.hiding[..., at],
             launch_s=self.launch_s[at],
             across=self.across[:, at],
         )
@@ -124,17 +126,7 @@ class EndOfStep:
     """The same of routed experts, whose bytes go round their own copies and are not among those
     above; None for a dense model."""
 
-    def full_s(self, ring: Callable[[Any], Any], routed_ring: Callable[[Any], Any]) -> Any:
-        """Seconds of the reduction, hidden or not; arguments as of `seconds`."""
-        full = self.passes * ring(self.gradient_bytes)
-        if (r := self.routed) is not None:
-            more = self.passes * routed_ring(r.gradient_bytes)
-            full = full + np.where(r.gradient_bytes > 0, more, 0.0)
-        return full
-
-    def seconds(
-        self, ring: Callable[[Any], Any], routed_ring: Callable[[Any], Any] | None = None
-    ) -> tuple[Any, Any, Any]:
+    def seconds(self, ring: Ring, routed_ring: Ring | None = None) -> tuple[Any, Any, Any]:
         """Seconds of the exposed reduction; of gathering, with those of a tied embedding; and of
         the optimizer.
 
@@ -142,22 +134,36 @@ class EndOfStep:
             ring: seconds to reduce-scatter or all-gather so many bytes over the replicas.
             routed_ring: the same over the copies of experts; needed for a mixture.
         """
-        full = self.full_s(ring, routed_ring or ring)
+        gather = self.weights_s(ring, routed_ring)[1] + self.further_s(ring)
+        return self.reduction_s(ring, routed_ring)[1], gather, self.optimizer_s
+
+    def reduction_s(self, ring: Ring, routed_ring: Ring | None = None) -> tuple[Any, Any, Any]:
+        """Seconds of the reduction, of it what nothing hides, and of the computation behind which
+        it can hide; arguments as of `seconds`."""
+        whole = self.passes * ring(self.gradient_bytes)
         least = np.where(self.least_bytes > 0, self.passes * ring(self.least_bytes), 0.0)
-        gather, first = _sent_s(self.gather_bytes, ring), _sent_s(self.first_bytes, ring)
         if (r := self.routed) is not None:
             assert routed_ring is not None
-            last = np.where(r.least_bytes > 0, self.passes * routed_ring(r.least_bytes), 0.0)
-            least = least + last
-            gather = gather + _sent_s(r.gather_bytes, routed_ring)
-            first = first + _sent_s(r.first_bytes, routed_ring)
-        for share, seconds in self.needed:
-            first = np.maximum(first, share * gather - seconds)
-        other = _sent_s(self.kfac_bytes, ring) + self.tied_s
-        return np.maximum(least, full - self.hidden_s), first + other, self.optimizer_s
+            whole = whole + self.passes * _sent_s(r.gradient_bytes, routed_ring)
+            least = least + self.passes * _sent_s(r.least_bytes, routed_ring)
+        return whole, np.maximum(least, whole - self.hidden_s), self.hidden_s
+
+    def weights_s(self, ring: Ring, routed_ring: Ring | None = None) -> tuple[Any, Any, Any]:
+        """The same of the weights that are gathered again."""
+        whole, least = _sent_s(self.gather_bytes, ring), _sent_s(self.first_bytes, ring)
+        if (r := self.routed) is not None:
+            assert routed_ring is not None
+            whole = whole + _sent_s(r.gather_bytes, routed_ring)
+            least = least + _sent_s(r.first_bytes, routed_ring)
+        late = functools.reduce(np.maximum, [part * whole - s for part, s in self.needed])
+        return whole, np.maximum(least, late), whole - late
+
+    def further_s(self, ring: Ring) -> Any:
+        """Seconds of what is sent besides: for K-FAC, and for an embedding that two stages hold."""
+        return _sent_s(self.kfac_bytes, ring) + self.tied_s
 
 
-def _sent_s(num_bytes: Any, ring: Callable[[Any], Any]) -> Any:
+def _sent_s(num_bytes: Any, ring: Ring) -> Any:
     """Seconds to send so many bytes once round a ring; 0 for none."""
     return np.where(np.greater(num_bytes, 0), ring(num_bytes), 0.0)
 
@@ -200,7 +206,7 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
     return least
 
 
-def _rings(rows: Rows, c: Constants) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _rings(rows: Rows, c: Constants) -> tuple[Ring, Ring]:
     """Seconds of a ring through the replicas, and of one through the copies of experts."""
     return (
         functools.partial(layer_time.ring_s, rows, c),
@@ -217,7 +223,8 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
     rings = _rings(rows, c)
     end = _end_of_step(rows, c, stages, pp)
-    reduce, gather, optimizer = end.seconds(*rings)
+    reduction, weights, optimizer = end.reduction_s(*rings), end.weights_s(*rings), end.optimizer_s
+    reduce, gather = reduction[1], weights[1] + end.further_s(rings[0])
     done = clocks + reduce
     worst = np.argmax(done + optimizer + gather, axis=0)
 
@@ -247,11 +254,11 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     # Messages of the interleaved schedule may hide: what does not fit was not waited for.
     parts["pp"] = np.maximum(parts["pp"] + np.minimum(bubble, 0.0), 0.0)
     parts["bubble"] = np.maximum(bubble, 0.0)
-    reduction = np.stack([of(end.full_s(*rings)), of(reduce), of(end.hidden_s)])
+    hiding = np.stack([[of(x) for x in one] for one in (reduction, weights)])
     return StepTime(
         step_s=sum(parts.values()),
         parts=parts,
-        reduction=reduction,
+        hiding=hiding,
         launch_s=of(count * stages.launch),
         across=_across(rows, hop, pp),
     )

@@ -354,7 +354,7 @@ class Measured:
             keys_of(both),
             both.num_microbatches,
             {name: np.append(times.parts[name], alone.parts[name]) for name in PARTS},
-            np.concatenate([times.reduction, alone.reduction], axis=1),
+            np.concatenate([times.hiding, alone.hiding], axis=2),
             np.append(times.launch_s, alone.launch_s),
             np.concatenate([times.across, alone.across], axis=1),
         )
@@ -400,7 +400,7 @@ class Measured:
 def steps_of(points: Points, times: StepTime) -> Steps:
     """Configurations with their raw predictions, as a correction sees them."""
     keys, counts = keys_of(points), points.num_microbatches
-    return Steps.of(keys, counts, times.parts, times.reduction, times.launch_s, times.across)
+    return Steps.of(keys, counts, times.parts, times.hiding, times.launch_s, times.across)
 
 
 def keys_of(points: Points) -> Any:

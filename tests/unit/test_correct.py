@@ -125,16 +125,22 @@ def test_two_timings_find_the_part_that_is_slow() -> None:
         assert error < 0.06 and error < abs(math.log(without.factor[i]) - truth[i]) / 2
 
 
-def test_a_reduction_comes_out_of_hiding() -> None:
-    """The factor on its seconds acts as the cost model has it."""
-    whole, behind, gather = np.array([1.0, 1.0, 1.0, 2.0]), np.array([0.0, 0.4, 3.0, 1.9]), 0.1
+def test_reductions_and_weights_come_out_of_hiding() -> None:
+    """The factor on their seconds acts as the cost model has it."""
+    whole, behind, other = np.array([1.0, 1.0, 1.0, 2.0]), np.array([0.0, 0.4, 3.0, 1.9]), 0.1
     exposed = np.maximum(whole - behind, 0.05)
-    parts = {"compute": np.full(4, 4.0), "dp": exposed + gather}
-    steps = Steps.of([(1, 1, 2**i) for i in range(4)], 4.0, parts, [whole, exposed, behind])
+    weights, before = np.array([0.5, 0.0, 0.7, 0.9]), np.array([0.6, 0.2, 0.3, 0.9])
+    late = np.maximum(weights - before, 0.02)
+    late[1] = 0.0
+    parts = {"compute": np.full(4, 4.0), "dp": exposed + late + other}
+    hiding = [[whole, exposed, behind], [weights, late, before]]
+    steps = Steps.of([(1, 1, 2**i) for i in range(4)], 4.0, parts, hiding)
     for factor in (1.0, 1.5, 4.0):
         theta = np.zeros(len(PartSpread.__dataclass_fields__) + 1)
         theta[list(PartSpread.__dataclass_fields__).index("dp")] = math.log(factor)
-        want = 4.0 + gather * factor + np.maximum(0.05 * factor, whole * factor - behind)
+        want = 4.0 + other * factor + np.maximum(0.05 * factor, whole * factor - behind)
+        least = np.where(weights > 0, 0.02 * factor, 0.0)
+        want += np.maximum(least, weights * factor - before)
         got = module._Parts(constant_s=0.0).log_factors(steps, theta) + np.log(steps.step_s)
         np.testing.assert_allclose(np.exp(got), want)
 
@@ -194,7 +200,8 @@ def test_the_likeliest_factors_are_a_minimum() -> None:
     # Reductions of which much, little and nothing is hidden, with and without room for more.
     whole, behind = steps.seconds[:, module._DP] + 0.3, np.array([0.3, 0.3, 9.0, 0.0, 0.5, 0.31])
     exposed = np.maximum(whole - behind, 0.02)
-    steps = replace(steps, reduction=np.stack([whole, exposed, behind], axis=1))
+    one = np.stack([whole, exposed, behind], axis=1)
+    steps = replace(steps, hiding=np.stack([one, np.zeros_like(one)], axis=2))
     ratios = rng.normal(0.5, 0.4, 6)
     parts = module._Parts(constant_s=0.03 * float(np.median(steps.step_s)))
     apart = module._kernel(steps, steps, Spread()) + 1e-4 * np.eye(6)
