@@ -204,6 +204,38 @@ def test_a_fast_hour_makes_no_configuration_fast() -> None:
     assert usual_s == pytest.approx({(at, mbs, 4): factor * s for at, mbs, s in ways})
 
 
+def timed(kind: str, *speeds: tuple[str, int, float, int], seed: int = 1) -> dict[str, Any]:
+    """A run with these layouts, micro-batches, seconds and numbers of steps."""
+    row = row_of(kind, 4, link="100", seed=seed)
+    row["speeds"] = [
+        {"layout": at, "micro_batch": mbs, "batch": 4, "steps": steps, "step_s": step_s}
+        for at, mbs, step_s, steps in speeds
+    ]
+    return row
+
+
+def test_a_mean_of_twenty_steps_counts_as_two_of_ten() -> None:
+    one = timed("static", (DP2, 1, 1.0, 10), (PP2, 1, 1.0, 10))
+    whole = timed("static", (DP2, 1, 1.0, 10), (PP2, 1, 1.3, 20))
+    parts = timed("static", (DP2, 1, 1.0, 10), (PP2, 1, 1.3, 10), (PP2, 1, 1.3, 10))
+    found = real_clock_figures.usual([one, whole], "100")
+    assert found == pytest.approx(real_clock_figures.usual([one, parts], "100"))
+    assert math.sqrt(1.3) < found[PP2, 1, 4] / found[DP2, 1, 4] < 1.3, "nearer to the longer mean"
+
+
+def test_timings_of_a_seed_share_a_pace_and_a_run_of_one_configuration_has_none() -> None:
+    """Timings are of a slow hour. One run has a configuration to itself."""
+    rows = [
+        timed("timing", (DP2, 1, 1.44 * 1.0, 10)),
+        timed("timing", (PP2, 1, 1.44 * 0.7, 10)),
+        timed("static", (DP2, 1, 1.0, 10), (DP2, 2, 3.0, 10)),
+        timed("static", (DP2, 4, 5.0, 10)),
+    ]
+    found = real_clock_figures.usual(rows, "100")
+    seconds = {(DP2, 1, 4): 1.2, (PP2, 1, 4): 0.84, (DP2, 2, 4): 3.6, (DP2, 4, 4): 5.0}
+    assert found == pytest.approx(seconds)
+
+
 def test_a_static_batch_counts_in_its_fastest_configuration_on_the_link() -> None:
     timings = [
         row_of("timing", 4, link="100", step_s=3.0),
