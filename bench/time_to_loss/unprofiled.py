@@ -29,8 +29,8 @@ from megatron.training.config.layout import Layout
 
 ERROR_SD, GROWTH_SD = 0.10, 0.03
 """Standard deviations of the logarithm of the factor: of a layout with its micro-batch, and for a
-number of micro-batches e times `_USUAL_COUNT`. The second is that of the planner's own correction;
-the first is what its parts for layouts make together (.04, .04, .05 and .06)."""
+number of micro-batches e times `_USUAL_COUNT`. Both are what the planner's correction has where
+runs choose: 4/3 of .03, .03, .04 and .05 together, and of .02."""
 _USUAL_COUNT = 4
 _PER_BATCH = 64
 """Configurations of a batch that the controller ranks."""

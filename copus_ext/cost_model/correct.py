@@ -71,6 +71,9 @@ _MIXING = np.array([[f in names for f in _NAMES] for names in _FACTORS_OF.values
 _CONSTANT = 0.04
 """Standard deviation of the constant time that every step may have besides, over the median
 predicted step of those measured."""
+_TAILS = 4 / 3
+"""Standard deviations of one configuration over another count so many times where runs choose. The
+few large errors are larger than a normal distribution has them, and a trial pays by these."""
 _NEWTON_STEPS = 30
 _CONVERGED = 1e-9
 
@@ -119,8 +122,8 @@ class Correction:
     part_factors: dict[str, float]
     """What the seconds of the parts are multiplied by, by the name of `PartSpread`."""
     against_sd: Any = None
-    """[n]: uncertainty of the corrected seconds over those of one of them; None if none was
-    named. Less than the two uncertainties together, as much of them is common."""
+    """[n]: uncertainty of the corrected seconds over those of one of them, times `_TAILS`; None if
+    none was named. Much of two uncertainties is common, and counts in none of the two."""
 
 
 USUAL_COUNT = 4.0
@@ -446,7 +449,7 @@ def _answer(
     shared = _kernel(ask, one, s)[:, 0] + slopes @ slopes[against] - weights @ cross[against]
     gap = variance + variance[against] - 2.0 * shared
     gap[against] = 0.0
-    return replace(found, against_sd=np.sqrt(np.maximum(gap, 0.0)))
+    return replace(found, against_sd=_TAILS * np.sqrt(np.maximum(gap, 0.0)))
 
 
 def _common(rest: Any, ratios: Any, *, at_least: float) -> float:

@@ -42,7 +42,7 @@ def test_a_measured_row_returns_to_its_measurement_and_the_prior_stays_without_a
     far = KEYS.index((4, 2, 2))
     assert nothing.against_sd[0] == 0.0
     gap = math.hypot(math.sqrt(2) * math.hypot(*parts[1:-1]), s.piped)
-    assert nothing.against_sd[far] == pytest.approx(gap)
+    assert nothing.against_sd[far] == pytest.approx(module._TAILS * gap)
 
 
 def test_others_move_towards_the_common_factor_and_never_beyond_the_data() -> None:
@@ -99,7 +99,7 @@ def test_the_gap_is_that_of_the_joint_posterior() -> None:
     for i in range(len(KEYS)):
         got = correct(KEYS, KEYS[2:4], [0.01, -0.01], against=i).against_sd
         gap = [joint[j, j] + joint[i, i] - 2 * joint[i, j] for j in range(len(KEYS))]
-        np.testing.assert_allclose(got**2, gap, atol=5e-6)
+        np.testing.assert_allclose((got / module._TAILS) ** 2, gap, atol=5e-6)
     more = correct([*KEYS, KEYS[0]], KEYS[:2], [0.3, 0.1], counts=[4.0] * 12 + [16.0], against=0)
     assert more.against_sd[-1] < 0.05 < more.against_sd[4], "the same with more micro-batches"
 
