@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from copus_ext.cost_model.step import shown_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartSpread:
@@ -142,7 +144,7 @@ class Steps:
     seconds: Any
     """[n, parts] predicted, in the order of `_FACTORS_OF`."""
     hiding: Any
-    """[n, 3, 2] as `StepTime.hiding`."""
+    """[n, 5, 2] as `StepTime.hiding`."""
     launch: Any
     """[n] share of the computation that would go if kernels started at once, by its slope."""
     across: Any
@@ -164,7 +166,7 @@ class Steps:
             keys: as above; whole numbers.
             counts: [n] micro-batches.
             parts: [n] predicted seconds of each of `PARTS`; None: all is computation.
-            hiding: [2, 3, n] as `StepTime.hiding`; 0: nothing hides.
+            hiding: [2, 5, n] as `StepTime.hiding`; 0: nothing hides.
             launch_s: [n] as `StepTime.launch_s`.
             across: [2, n] as `StepTime.across`; 0: all is within nodes.
         """
@@ -182,7 +184,7 @@ class Steps:
         work = np.maximum(known["compute"] + known["recompute"], 1e-12)
         share = np.minimum(launch_s / work, 1.0)
         columns = [np.broadcast_to(column, len(whole)) for column in known.values()]
-        hiding = np.broadcast_to(np.asarray(hiding, dtype=float), (2, 3, len(whole)))
+        hiding = np.broadcast_to(np.asarray(hiding, dtype=float), (2, 5, len(whole)))
         return cls(
             keys=whole,
             over=over,
@@ -367,13 +369,13 @@ class _Parts:
         it, as the replicas take longer or shorter than predicted; and what their slope is above
         that."""
         factor = np.exp(theta[_NAMES.index("dp")] + theta[_ACROSS] * steps.across[:, 1])[:, None]
-        whole, exposed, behind = np.moveaxis(steps.hiding, 1, 0)
-        hidden = whole - exposed
-        # With computation to spare some of it hides nothing: what shows is the last bucket.
-        least = np.where(hidden < behind * (1 - 1e-9), 0.0, -exposed * factor)
-        more = np.maximum(hidden * factor - behind, least)
-        slope = np.where(more > least, hidden * factor, least)
-        return more.sum(axis=1), (slope - more).sum(axis=1)
+        least, one, passed, other, passed_later = np.moveaxis(steps.hiding, 1, 0)
+        before = factor * shown_s([least, one, passed, other, passed_later])
+        ways = np.stack([least * factor, one * factor - passed, other * factor - passed_later])
+        way = ways.argmax(axis=0)[None]
+        now = np.take_along_axis(ways, way, axis=0)[0]
+        slope = np.take_along_axis(np.stack([least, one, other]), way, axis=0)[0] * factor
+        return (now - before).sum(axis=1), (slope - now).sum(axis=1)
 
     def covariance(self, one: Steps, other: Steps, theta: Any) -> Any:
         """[n, m] of what the factors make of both, near theta."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,8 +41,9 @@ class StepTime:
     """[n] seconds of each of `PARTS`, along the stage that finishes last; they add up to
     `step_s`."""
     hiding: Any
-    """[2, 3, n] seconds of reducing the gradients, and of gathering the weights: of all of it, of
-    what nothing hides (in `dp`), and of the computation behind which it can hide."""
+    """[2, 5, n] of reducing the gradients and of gathering the weights, both in `dp`: seconds that
+    nothing hides; then twice seconds that are sent, and those that pass meanwhile. What shows is
+    the greatest of the first and of both differences."""
     launch_s: Any
     """[n] seconds of `compute` and `recompute` that starting kernels takes."""
     across: Any
@@ -55,7 +56,7 @@ class StepTime:
         return cls(
             step_s=np.full(num, np.nan),
             parts=parts,
-            hiding=np.full((2, 3, num), np.nan),
+            hiding=np.full((2, 5, num), np.nan),
             launch_s=np.full(num, np.nan),
             across=np.full((2, num), np.nan),
         )
@@ -111,15 +112,15 @@ class EndOfStep:
     hidden_s: Any
     """Seconds of computation behind which the others can hide."""
     gather_bytes: Any
-    """Weights gathered again before anything else; 0 without."""
+    """Weights gathered again; 0 without."""
     optimizer_s: Any
     """Seconds of the optimizer."""
     tied_s: Any = 0.0
     """Seconds to add up gradients of an embedding that two stages hold."""
     first_bytes: Any = 0.0
     """Of the weights, those of the first bucket: nothing hides them on the first stage."""
-    needed: tuple[tuple[Any, Any], ...] = ((1.0, 0.0),)
-    """Shares of the weights, and the seconds that pass before a pass needs so many of them."""
+    needed: tuple[tuple[Any, Any], tuple[Any, Any]] = ((1.0, 0.0), (1.0, 0.0))
+    """Two shares of the weights, and the seconds that pass before a pass needs so many of them."""
     kfac_bytes: Any = 0.0
     """What K-FAC sends round the replicas besides."""
     routed: EndOfStep | None = None
@@ -134,33 +135,32 @@ class EndOfStep:
             ring: seconds to reduce-scatter or all-gather so many bytes over the replicas.
             routed_ring: the same over the copies of experts; needed for a mixture.
         """
-        gather = self.weights_s(ring, routed_ring)[1] + self.further_s(ring)
-        return self.reduction_s(ring, routed_ring)[1], gather, self.optimizer_s
+        reduction, weights = self.hiding(ring, routed_ring)
+        return shown_s(reduction), shown_s(weights) + self.further_s(ring), self.optimizer_s
 
-    def reduction_s(self, ring: Ring, routed_ring: Ring | None = None) -> tuple[Any, Any, Any]:
-        """Seconds of the reduction, of it what nothing hides, and of the computation behind which
-        it can hide; arguments as of `seconds`."""
-        whole = self.passes * ring(self.gradient_bytes)
-        least = np.where(self.least_bytes > 0, self.passes * ring(self.least_bytes), 0.0)
+    def hiding(self, ring: Ring, routed_ring: Ring | None = None) -> tuple[list[Any], list[Any]]:
+        """The reduction and the weights as `StepTime.hiding`; arguments as of `seconds`."""
+        whole, least = self.passes * ring(self.gradient_bytes), _sent_s(self.least_bytes, ring)
+        gather, first = _sent_s(self.gather_bytes, ring), _sent_s(self.first_bytes, ring)
         if (r := self.routed) is not None:
             assert routed_ring is not None
             whole = whole + self.passes * _sent_s(r.gradient_bytes, routed_ring)
-            least = least + self.passes * _sent_s(r.least_bytes, routed_ring)
-        return whole, np.maximum(least, whole - self.hidden_s), self.hidden_s
-
-    def weights_s(self, ring: Ring, routed_ring: Ring | None = None) -> tuple[Any, Any, Any]:
-        """The same of the weights that are gathered again."""
-        whole, least = _sent_s(self.gather_bytes, ring), _sent_s(self.first_bytes, ring)
-        if (r := self.routed) is not None:
-            assert routed_ring is not None
-            whole = whole + _sent_s(r.gather_bytes, routed_ring)
-            least = least + _sent_s(r.first_bytes, routed_ring)
-        late = functools.reduce(np.maximum, [part * whole - s for part, s in self.needed])
-        return whole, np.maximum(least, late), whole - late
+            least = least + _sent_s(r.least_bytes, routed_ring)
+            gather = gather + _sent_s(r.gather_bytes, routed_ring)
+            first = first + _sent_s(r.first_bytes, routed_ring)
+        (part, early), (all_, late) = self.needed
+        reduction = [self.passes * least, whole, self.hidden_s, whole, self.hidden_s]
+        return reduction, [first, part * gather, early, all_ * gather, late]
 
     def further_s(self, ring: Ring) -> Any:
         """Seconds of what is sent besides: for K-FAC, and for an embedding that two stages hold."""
         return _sent_s(self.kfac_bytes, ring) + self.tied_s
+
+
+def shown_s(hiding: Sequence[Any]) -> Any:
+    """Seconds of a reduction, or of gathering weights, that nothing hides."""
+    least, one, passed, other, passed_later = hiding
+    return np.maximum(least, np.maximum(one - passed, other - passed_later))
 
 
 def _sent_s(num_bytes: Any, ring: Ring) -> Any:
@@ -223,8 +223,8 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
     rings = _rings(rows, c)
     end = _end_of_step(rows, c, stages, pp)
-    reduction, weights, optimizer = end.reduction_s(*rings), end.weights_s(*rings), end.optimizer_s
-    reduce, gather = reduction[1], weights[1] + end.further_s(rings[0])
+    both, optimizer = end.hiding(*rings), end.optimizer_s
+    reduce, gather = shown_s(both[0]), shown_s(both[1]) + end.further_s(rings[0])
     done = clocks + reduce
     worst = np.argmax(done + optimizer + gather, axis=0)
 
@@ -254,7 +254,7 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     # Messages of the interleaved schedule may hide: what does not fit was not waited for.
     parts["pp"] = np.maximum(parts["pp"] + np.minimum(bubble, 0.0), 0.0)
     parts["bubble"] = np.maximum(bubble, 0.0)
-    hiding = np.stack([[of(x) for x in one] for one in (reduction, weights)])
+    hiding = np.stack([[of(x) for x in one] for one in both])
     return StepTime(
         step_s=sum(parts.values()),
         parts=parts,
@@ -406,6 +406,7 @@ def end_of_step(
     def of(own: Any, copies: Any, more: EndOfStep | None = None) -> EndOfStep:
         again = kfac.sent_bytes(rows, own) if has_kfac else 0.0
         bucket = np.minimum(own, kfac.bucket_parameters(copies))
+        first_bucket = np.minimum(own / rows.vpp, bucket)
         return EndOfStep(
             gradient_bytes=rows.gradient_bytes * own,
             passes=np.where(np.logical_and(sharded, np.logical_not(rows.on_cpu)), 1.0, 2.0),
@@ -413,7 +414,7 @@ def end_of_step(
             hidden_s=hidden,
             gather_bytes=np.where(sharded, rows.element_bytes * own, 0.0),
             optimizer_s=seconds,
-            first_bytes=np.where(sharded & first, rows.element_bytes * bucket, 0.0),
+            first_bytes=np.where(sharded & first, rows.element_bytes * first_bucket, 0.0),
             kfac_bytes=again,
             routed=more,
         )
@@ -422,11 +423,17 @@ def end_of_step(
         found = of(held, rows.copies)
     else:
         found = of(held - routed, rows.copies, of(routed, rows.expert_copies))
-    own = held if routed is None else held - routed
-    return replace(found, tied_s=tied, needed=_needed(rows, own, forward))
+    # The first bucket of a chunk holds weights of its own kind alone.
+    dense = held if routed is None else held - routed
+    first_bucket = np.minimum(dense, rows.vpp * kfac.bucket_parameters(rows.copies))
+    if routed is not None:
+        most = rows.vpp * kfac.bucket_parameters(rows.expert_copies)
+        first_bucket = first_bucket + np.minimum(routed, most)
+    share = first_bucket / np.maximum(held, 1.0)
+    return replace(found, tied_s=tied, needed=_needed(rows, share, forward))
 
 
-def _needed(rows: Rows, own: Any, forward: Any) -> tuple[tuple[Any, Any], ...]:
+def _needed(rows: Rows, bucket: Any, forward: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """When stages need the weights that they gather, as `EndOfStep.needed`; with overlap all stages
     begin at once.
 
@@ -437,12 +444,11 @@ def _needed(rows: Rows, own: Any, forward: Any) -> tuple[tuple[Any, Any], ...]:
 
     Args:
         rows: configurations.
-        own: [pp, n] parameters that a rank gathers.
+        bucket: [pp, n] share of a chunk's weights that its first bucket holds, at most 1.
         forward: [n] seconds of a forward pass, as of `end_of_step`.
     """
-    stage = np.arange(len(own))[:, None]
-    bucket = rows.vpp * kfac.bucket_parameters(rows.copies) / np.maximum(own, 1.0)
+    stage = np.arange(len(bucket))[:, None]
     chunk_s = np.where(rows.overlap_param_gather, forward / rows.vpp, 0.0)
-    first = np.where(stage == 0, np.maximum(1.0 - bucket, 0.0), stage)
+    first = np.where(stage == 0, 1.0 - bucket, stage)
     last = np.where(np.greater(rows.vpp, 1), stage + (rows.vpp - 1) * rows.pp, first)
     return (1.0 / rows.vpp, first * chunk_s), (1.0, last * chunk_s)

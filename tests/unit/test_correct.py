@@ -11,6 +11,7 @@ import pytest
 
 from copus_ext.cost_model import correct as module
 from copus_ext.cost_model.correct import Correction, PartSpread, Spread, Steps, most_telling
+from copus_ext.cost_model.step import shown_s
 
 KEYS = [(t, p, b) for t in (1, 2, 4) for p in (1, 2) for b in (1, 2)]
 
@@ -127,20 +128,20 @@ def test_two_timings_find_the_part_that_is_slow() -> None:
 
 def test_reductions_and_weights_come_out_of_hiding() -> None:
     """The factor on their seconds acts as the cost model has it."""
-    whole, behind, other = np.array([1.0, 1.0, 1.0, 2.0]), np.array([0.0, 0.4, 3.0, 1.9]), 0.1
-    exposed = np.maximum(whole - behind, 0.05)
-    weights, before = np.array([0.5, 0.0, 0.7, 0.9]), np.array([0.6, 0.2, 0.3, 0.9])
-    late = np.maximum(weights - before, 0.02)
-    late[1] = 0.0
-    parts = {"compute": np.full(4, 4.0), "dp": exposed + late + other}
-    hiding = [[whole, exposed, behind], [weights, late, before]]
-    steps = Steps.of([(1, 1, 2**i) for i in range(4)], 4.0, parts, hiding)
-    for factor in (1.0, 1.5, 4.0):
+    rng = np.random.default_rng(0)
+    hiding = rng.uniform(0.0, 1.0, (2, 5, 40))
+    hiding[:, 0] /= 4
+    hiding[0, 3:] = hiding[0, 1:3]
+    hiding[1, :, :5] = 0.0
+    exposed, other = shown_s(hiding.swapaxes(0, 1)), 0.1
+    parts = {"compute": np.full(40, 4.0), "dp": exposed.sum(axis=0) + other}
+    steps = Steps.of([(1, 1, i) for i in range(40)], 4.0, parts, hiding)
+    for factor in (0.3, 1.0, 1.5, 4.0):
         theta = np.zeros(len(PartSpread.__dataclass_fields__) + 1)
         theta[list(PartSpread.__dataclass_fields__).index("dp")] = math.log(factor)
-        want = 4.0 + other * factor + np.maximum(0.05 * factor, whole * factor - behind)
-        least = np.where(weights > 0, 0.02 * factor, 0.0)
-        want += np.maximum(least, weights * factor - before)
+        slower = hiding.copy()
+        slower[:, [0, 1, 3]] *= factor
+        want = 4.0 + other * factor + shown_s(slower.swapaxes(0, 1)).sum(axis=0)
         got = module._Parts(constant_s=0.0).log_factors(steps, theta) + np.log(steps.step_s)
         np.testing.assert_allclose(np.exp(got), want)
 
@@ -197,11 +198,10 @@ def test_the_likeliest_factors_are_a_minimum() -> None:
     rng = np.random.default_rng(0)
     names = ("compute", "bubble", "tp", "pp", "dp", "optimizer")
     steps = mixed({name: rng.uniform(0.05, 1.0, 6).tolist() for name in names})
-    # Reductions of which much, little and nothing is hidden, with and without room for more.
-    whole, behind = steps.seconds[:, module._DP] + 0.3, np.array([0.3, 0.3, 9.0, 0.0, 0.5, 0.31])
-    exposed = np.maximum(whole - behind, 0.02)
-    one = np.stack([whole, exposed, behind], axis=1)
-    steps = replace(steps, hiding=np.stack([one, np.zeros_like(one)], axis=2))
+    # Reductions and weights of which much, little and nothing is hidden.
+    hiding = rng.uniform(0.1, 1.0, (6, 5, 2))
+    hiding[:, 0] /= 8
+    steps = replace(steps, hiding=hiding)
     ratios = rng.normal(0.5, 0.4, 6)
     parts = module._Parts(constant_s=0.03 * float(np.median(steps.step_s)))
     apart = module._kernel(steps, steps, Spread()) + 1e-4 * np.eye(6)

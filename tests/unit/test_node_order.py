@@ -72,7 +72,7 @@ def job(tp: int, pp: int, dp: int, *, vpp: int = 1, count: int = 8, seed: int = 
             hidden_s=np.where(np.arange(pp)[:, None] == 0, 0.01, 0.0),
             gather_bytes=size / 2,
             first_bytes=np.where(np.arange(pp)[:, None] == 0, size / 16, 0.0),
-            needed=((1.0, 0.003 * np.arange(pp)[:, None]),),
+            needed=((1.0, 0.003 * np.arange(pp)[:, None]), (1.0, 0.005)),
             optimizer_s=rng.uniform(0.001, 0.002, (pp, 1)),
         ),
         fixed_s=0.004,
@@ -308,6 +308,14 @@ def test_few_stages_in_a_node_share_the_network_among_fewer() -> None:
     assert work.hop_bytes == 2 * model.seq_length * model.hidden_size
     assert hops[1] == pytest.approx(c.exchange_s + work.hop_bytes / (bound / 4))
     assert hops[0] < hops[1]
+
+
+@pytest.mark.parametrize("name", ["gradient_bytes", "gather_bytes", "kfac_bytes"])
+def test_all_that_replicas_send_is_traffic(name: str) -> None:
+    work, net = job(4, 2, 4), network(np.full((8, 8), 1e9))
+    end = replace(work.end, **{name: getattr(work.end, name) + 1e9})
+    before, after = (Placement(w, net).traffic for w in (work, replace(work, end=end)))
+    assert (after >= before).all() and (after > before).any()
 
 
 @pytest.mark.parametrize(("nodes", "pp"), [(16, 1), (16, 16), (32, 8)])

@@ -142,14 +142,17 @@ def test_measured_times_beat_predictions_and_correct_their_kin() -> None:
     assert again.prediction.step_s == pytest.approx(slow, rel=0.01)
     assert sum(again.prediction.time_s.values()) == pytest.approx(again.prediction.step_s)
     assert again.prediction.step_rel_sd < 0.02 < best.prediction.step_rel_sd
-    again = {r.configuration: r for r in planner.rank([64], top=20)[0].ranked}
-    assert again[c].prediction.source == "profiled"
+    ranked = {r.configuration: r for r in planner.rank([64], top=20)[0].ranked}
+    assert ranked[c].prediction.source == "profiled"
     kin = planner.explain(second.configuration)
     assert isinstance(kin, Ranked)
     assert kin.prediction.source == "corrected"
     # Some of it is the configuration's own, so that others come nearer.
     assert second.prediction.step_s < kin.prediction.step_s < 1.5 * second.prediction.step_s
-    assert again[second.configuration].prediction.step_s == kin.prediction.step_s
+    assert ranked[second.configuration].prediction.step_s == kin.prediction.step_s
+    as_fast = Timing(configuration=second.configuration, step_s=second.prediction.step_s)
+    planner.retime([Timing(configuration=c, step_s=slow), as_fast])
+    assert planner.rank([64], top=1)[0].ranked[0].configuration != c
 
 
 def test_measured_peaks_move_what_fits() -> None:

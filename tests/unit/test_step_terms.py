@@ -11,7 +11,7 @@ import pytest
 
 from copus_ext.cost_model import correct
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.constants import Constants, PartFactors
 from copus_ext.cost_model.correct import Steps
 from copus_ext.cost_model.kernels import collective_s, hidden_s
 from copus_ext.cost_model.kfac import bucket_parameters
@@ -20,6 +20,7 @@ from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.step import end_of_step, stage_work, step_time
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.profile import steps_of
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
 
@@ -248,3 +249,59 @@ def test_weights_that_come_late_hold_stages_back(pp: int, vpp: int, overlap: boo
         by_hand = [late(s, pp, vpp, buckets, bucket_s, forward / vpp) for s in range(pp)]
         expected = np.array(by_hand)[:, None] if overlap else np.full((pp, 1), whole)
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_weights_of_experts_come_over_their_own_copies(overlap: bool) -> None:
+    """A bucket of other weights and three of experts, which take twice as long."""
+    layout = Layout(tp=1, pp=2, dp=16, ep=4)
+    what = Configuration(layout=layout, micro_batch_size=1, global_batch_size=256)
+    model = PRESETS["mixtral-8x7b"]
+    rows = to_rows(model, preset("a100-80g:32"), points_of([what])).full()
+    rows = rows.change(overlap_param_gather=np.array([overlap]))
+    bucket, of_experts = bucket_parameters(rows.copies), bucket_parameters(rows.expert_copies)
+    routed = np.broadcast_to(3 * of_experts, (2, 1))
+    held, forward = routed + bucket, np.array([0.1])
+    end = end_of_step(rows, C, held, np.ones((2, 1)), forward, routed)
+
+    def ring(num_bytes: Any) -> Any:
+        return 0.05 * num_bytes / rows.element_bytes / bucket
+
+    def expert_ring(num_bytes: Any) -> Any:
+        return 0.1 * num_bytes / rows.element_bytes / of_experts
+
+    found = end.seconds(ring, expert_ring)[1][:, 0]
+    share = (bucket + of_experts) / held[0]
+    hidden = forward[0] * np.array([1 - share[0], 1.0]) if overlap else 0.0
+    np.testing.assert_allclose(found, 0.35 - hidden)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "layout"),
+    [
+        ("llama-3-70b", "h100-80g:512", "tp8.pp4.dp16"),
+        ("llama-3-70b", "h100-80g:512", "tp8.pp4.vpp4.dp16"),
+        ("llama-3-70b", "h100-80g:512", "tp8.pp4.vpp10.dp16"),
+        ("llama-2-13b", "h100-80g:64", "tp2.pp1.dp32"),
+        ("mixtral-8x7b", "h100-80g:64", "tp1.pp4.ep8.dp16"),
+    ],
+)
+@pytest.mark.parametrize("factor", [0.5, 4.0])
+def test_a_correction_of_replicas_is_the_model_with_slower_ones(
+    name: str, cluster: str, layout: str, factor: float
+) -> None:
+    """What hides comes out as the cost model has it, by gradients and by weights."""
+    what = Layout.from_text(layout)
+    one = Configuration(
+        layout=what, micro_batch_size=1, global_batch_size=256, sequence_parallel=what.tp > 1
+    )
+    points = points_of([one])
+    rows = to_rows(PRESETS[name], preset(cluster), points)
+    usual = step_time(rows, C)
+    steps = steps_of(points, usual)
+    theta = np.zeros(len(correct._NAMES) + 1)
+    theta[correct._NAMES.index("dp")] = np.log(factor)
+    found = usual.step_s * np.exp(correct._Parts(constant_s=0.0).log_factors(steps, theta))
+    slower = step_time(rows, C.under(PartFactors(dp=factor))).step_s
+    # Another stage may be the last one then, of which the correction knows nothing.
+    np.testing.assert_allclose(found, slower, rtol=0.01)
