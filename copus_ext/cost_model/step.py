@@ -226,10 +226,10 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     both, optimizer = end.hiding(*rings), end.optimizer_s
     reduce, gather = shown_s(both[0]), shown_s(both[1]) + end.further_s(rings[0])
     done = clocks + reduce
-    worst = np.argmax(done + optimizer + gather, axis=0)
+    worst, columns = np.argmax(done + optimizer + gather, axis=0), np.arange(len(rows))
 
     def of(values: Any) -> Any:
-        return np.take_along_axis(np.broadcast_to(values, done.shape), worst[None], axis=0)[0]
+        return np.broadcast_to(values, done.shape)[worst, columns]
 
     transfers = _transfers(hop, count, pp, vpp) + 2 * count * vpp * handled_s(rows, c, vpp)
     parts = {
