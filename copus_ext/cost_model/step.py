@@ -403,10 +403,13 @@ def end_of_step(
     at_end = first | (np.arange(len(held))[:, None] == len(held) - 1)
     tied = np.where(at_end, layer_time.tied_s(rows, c), 0.0) if np.any(rows.tied) else 0.0
 
+    def of_first(own: Any, copies: Any) -> Any:
+        """Parameters of the first bucket of a chunk, which holds one kind alone."""
+        return np.minimum(own / rows.vpp, kfac.bucket_parameters(copies))
+
     def of(own: Any, copies: Any, more: EndOfStep | None = None) -> EndOfStep:
         again = kfac.sent_bytes(rows, own) if has_kfac else 0.0
         bucket = np.minimum(own, kfac.bucket_parameters(copies))
-        first_bucket = np.minimum(own / rows.vpp, bucket)
         return EndOfStep(
             gradient_bytes=rows.gradient_bytes * own,
             passes=np.where(np.logical_and(sharded, np.logical_not(rows.on_cpu)), 1.0, 2.0),
@@ -414,22 +417,18 @@ def end_of_step(
             hidden_s=hidden,
             gather_bytes=np.where(sharded, rows.element_bytes * own, 0.0),
             optimizer_s=seconds,
-            first_bytes=np.where(sharded & first, rows.element_bytes * first_bucket, 0.0),
+            first_bytes=np.where(sharded & first, rows.element_bytes * of_first(own, copies), 0.0),
             kfac_bytes=again,
             routed=more,
         )
 
     if routed is None:
-        found = of(held, rows.copies)
+        found, begun = of(held, rows.copies), of_first(held, rows.copies)
     else:
-        found = of(held - routed, rows.copies, of(routed, rows.expert_copies))
-    # The first bucket of a chunk holds weights of its own kind alone.
-    dense = held if routed is None else held - routed
-    first_bucket = np.minimum(dense, rows.vpp * kfac.bucket_parameters(rows.copies))
-    if routed is not None:
-        most = rows.vpp * kfac.bucket_parameters(rows.expert_copies)
-        first_bucket = first_bucket + np.minimum(routed, most)
-    share = first_bucket / np.maximum(held, 1.0)
+        dense = held - routed
+        found = of(dense, rows.copies, of(routed, rows.expert_copies))
+        begun = of_first(dense, rows.copies) + of_first(routed, rows.expert_copies)
+    share = rows.vpp * begun / np.maximum(held, 1.0)
     return replace(found, tied_s=tied, needed=_needed(rows, share, forward))
 
 
