@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.planner_clusters import choice_of_others
+from bench.rounds import Times, least
 from bench.support import ROOT, arguments, launch, origin, write
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import ModelSpec
@@ -50,10 +51,6 @@ def profile(length: int, store: Path, args: argparse.Namespace) -> None:
     launch(args.ranks, *tool, "--", *MODEL.split(), *sizes)
 
 
-Times = dict[int, dict[str, Any]]
-"""Model and times by length."""
-
-
 def measure(args: argparse.Namespace) -> Times:
     """One round."""
     found: Times = {}
@@ -62,19 +59,10 @@ def measure(args: argparse.Namespace) -> Times:
             store = Path(scratch) / "times.jsonl"
             profile(length, store, args)
             machine, timings = read_profile(store)
-            found[length] = {"model": machine["model"], "times": [t.to_json() for t in timings]}
-    return found
-
-
-def least(rounds: list[Times]) -> Times:
-    """The least time of every configuration."""
-    found: Times = {}
-    for length, one in rounds[0].items():
-        best: dict[Any, Timing] = {}
-        for t in (Timing.from_json(t) for r in rounds for t in r[length]["times"]):
-            if t.key not in best or t.step_s < best[t.key].step_s:
-                best[t.key] = t
-        found[length] = {"model": one["model"], "times": [t.to_json() for t in best.values()]}
+            found[str(length)] = {
+                "model": machine["model"],
+                "times": [t.to_json() for t in timings],
+            }
     return found
 
 
@@ -133,7 +121,7 @@ def main() -> None:
     before, rounds = origin(), []
     for path in args.again:
         record = json.loads(path.read_text())
-        rounds += [{int(n): one for n, one in r.items()} for r in record["measured"]]
+        rounds += record["measured"]
         args.ranks = record["ranks"]
     rounds += [measure(args) for _ in range(args.rounds)]
     found = least(rounds)

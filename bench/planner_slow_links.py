@@ -6,12 +6,14 @@ Network namespaces on this machine are nodes with one rank each, 2 and 4 of them
 Gbit/s between any two. Links take packets of 16 to 64 KB whole, as where a network card cuts them.
 Every rank has a quota of processor time (cgroup), so that none slows down another: most of a core
 where there are two. With less a rank stands still within every period, and so do its messages.
-`tools/profile_layouts.py` times the quickstart's model in every layout and two micro-batches. The
-planner predicts all of them from the constants that ship and the rate of the links alone; then from
-two measured times of each group, which it has proposed. The choice counts these two, and once more
-without them. Writes docs/results/planner_slow_links.json. `--only 2` measures one number of nodes,
-and keeps the others of the file. `--draw` prints the table of that file. It needs root, iproute2,
-two cores and nothing else running, and takes about 20 minutes.
+`tools/profile_layouts.py` times the quickstart's model in every layout and two micro-batches. A
+layout counts with the least of its rounds, some 20 minutes apart, as other programs only ever slow
+it down. The planner predicts all of them from the constants that ship and the rate of the links
+alone; then from two times of each group, which it has proposed. The choice counts these two, and
+once more without them. Each round is also judged alone. Writes
+docs/results/planner_slow_links.json. `--only 2` measures one number of nodes. `--again` of results
+takes their rounds, too, and with `--rounds 0` predicts them anew. `--draw` prints the table of the
+file. It needs root, iproute2, two cores and nothing else running.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,18 @@ import numpy as np
 from bench import nodes
 from bench.heterogeneity import QUOTA, quotas
 from bench.nodes import Nodes
+from bench.rounds import Times, least
 from bench.support import QUICKSTART_MODEL, ROOT, arguments, make_dataset, origin
-from copus_ext.commands.profile_layouts import model_of
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.profile import read_profile
-from copus_ext.planner.request import configuration_of
+from copus_ext.planner.profile import Timing, read_profile
 from copus_ext.planner.validation import MeasuredRun, Predictions, judge, predict
 from tests.helpers.network_namespaces import DEVICE, address, star
 
 GROUPS = ((2, 2000.0), (2, 1000.0), (2, 200.0), (4, 1000.0), (4, 200.0))
 """Ranks, and Mbit/s between any two."""
+GROUP = "{} nodes, {:g} Mbit/s"
 BATCH, STEPS, WARM_UP = 16, 5, 1
 MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --micro-batch-size 1
 --global-batch-size {BATCH}"""
@@ -81,8 +81,8 @@ def predicted(runs: list[MeasuredRun], num_known: int = 0) -> Predictions:
     return Predictions(**{n: np.concatenate([getattr(f, n) for f in found]) for n in names})
 
 
-def measure(world: int, rate_mbit: float, data: str, work: Path) -> list[MeasuredRun]:
-    """Times of every layout of so many nodes."""
+def measure(world: int, rate_mbit: float, data: str, work: Path) -> dict[str, Any]:
+    """Model and times of every layout of so many nodes."""
     store = work / f"{world}_{rate_mbit:g}.jsonl"
     tool = [str(ROOT / "tools" / "profile_layouts.py"), "--store", str(store)]
     tool += ["--largest", "vpp=2", "--max-micro-batch", "2", "--batches", str(BATCH)]
@@ -96,24 +96,28 @@ def measure(world: int, rate_mbit: float, data: str, work: Path) -> list[Measure
         site = Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)
         seconds = site.run(tool, work / store.stem)
     machine, timings = read_profile(store)
+    store.unlink()
     print(f"{world} nodes, {rate_mbit:g} Mbit/s: {len(timings)} layouts in {seconds:.0f} s")
-    model = ModelSpec.from_json(machine["model"])
-    return [run_of(world, rate_mbit, model, t.configuration, t.step_s) for t in timings]
+    return {"model": machine["model"], "times": [t.to_json() for t in timings]}
 
 
-def run_of(
-    world: int, rate_mbit: float, model: ModelSpec, configuration: Configuration, step_s: float
-) -> MeasuredRun:
-    """A measured step."""
-    return MeasuredRun(
-        group=f"{world} nodes, {rate_mbit:g} Mbit/s",
-        model=model,
-        cluster=cluster_of(world, rate_mbit),
-        configuration=configuration,
-        step_s=step_s,
-        out_of_memory=False,
-        peak_bytes=None,
-    )
+def runs_of(found: Times) -> list[MeasuredRun]:
+    """The times as a table, groups with as many nodes one after the other."""
+    groups = [(GROUP.format(*group), *group) for group in GROUPS]
+    return [
+        MeasuredRun(
+            group=name,
+            model=ModelSpec.from_json(found[name]["model"]),
+            cluster=cluster_of(world, rate_mbit),
+            configuration=t.configuration,
+            step_s=t.step_s,
+            out_of_memory=False,
+            peak_bytes=None,
+        )
+        for name, world, rate_mbit in groups
+        if name in found
+        for t in map(Timing.from_json, found[name]["times"])
+    ]
 
 
 def rows_of(runs: list[MeasuredRun]) -> list[dict[str, Any]]:
@@ -194,8 +198,8 @@ def table(result: dict[str, Any]) -> str:
             cells.append(", ".join(form.format(factor * x[key]) for x in (plain, known)))
         cells.append(f"{100 * lost_among_others(result['rows'], name):.1f}")
         lines.append("| " + " | ".join(cells) + " |")
-    for words, least in (("all pairs", 0.0), ("pairs more than 3 % apart", 0.03)):
-        taus = [order(result["rows"], column, least) for column in ("predicted_s", "two_known_s")]
+    for words, apart in (("all pairs", 0.0), ("pairs more than 3 % apart", 0.03)):
+        taus = [order(result["rows"], column, apart) for column in ("predicted_s", "two_known_s")]
         lines.append(f"| {words} | {len(result['rows'])} | | {taus[0]:.2f}, {taus[1]:.2f} | | |")
     return "\n".join(lines)
 
@@ -205,59 +209,67 @@ def main() -> None:
     parser = arguments(__doc__, "planner_slow_links.json")
     parser.add_argument("--data-path", help="prefix of an indexed data set (default: made)")
     parser.add_argument("--only", type=int, choices=(2, 4), help="nodes")
-    parser.add_argument("--again", type=Path, help="predict anew what this result measured")
+    parser.add_argument("--rounds", type=int, default=3, help="how often to time all")
+    words = "take the rounds of these results, too"
+    parser.add_argument("--again", type=Path, nargs="*", default=[], help=words)
     parser.add_argument("--draw", action="store_true", help="print the table of --output, no more")
     args = parser.parse_args()
     if args.draw:
         print(table(json.loads(args.output.read_text())))
         return
-    if args.again:
-        before = json.loads(args.again.read_text())
-        answer(measured_before(before), before["machines"], args.output)
-        return
-    nodes.require()
-    machines, runs = {}, []
+    before = [json.loads(path.read_text()) for path in args.again]
+    rounds: list[Times] = [one for record in before for one in record["measured"]]
+    machines = [machine for record in before for machine in record["machines"]]
+    if args.rounds:
+        nodes.require()
     with tempfile.TemporaryDirectory() as folder:
-        given = args.data_path and str(Path(args.data_path).resolve())
-        data = given or make_dataset(Path(folder) / "stdlib")
-        kept = json.loads(args.output.read_text()) if args.only else {}
-        before = measured_before(kept) if kept else []
-        for world, rate_mbit in GROUPS:
-            if args.only in (None, world):
-                machines.setdefault(str(world), {**origin(), "steps": STEPS})
-                runs += measure(world, rate_mbit, data, Path(folder))
-            else:
-                name = f"{world} nodes, {rate_mbit:g} Mbit/s"
-                runs += [run for run in before if run.group == name]
-                machines[str(world)] = kept["machines"][str(world)]
-    answer(runs, machines, args.output)
+        data = str(Path(args.data_path).resolve()) if args.data_path else ""
+        if args.rounds and not data:
+            data = make_dataset(Path(folder) / "stdlib")
+        for _ in range(args.rounds):
+            machines.append({**origin(), "steps": STEPS})
+            rounds.append(
+                {
+                    GROUP.format(world, rate_mbit): measure(world, rate_mbit, data, Path(folder))
+                    for world, rate_mbit in GROUPS
+                    if args.only in (None, world)
+                }
+            )
+            # What is measured is kept, should a later round fail.
+            args.output.write_text(json.dumps(judged(rounds, machines), indent=1) + "\n")
+    result = judged(rounds, machines)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
 
 
-def measured_before(result: dict[str, Any]) -> list[MeasuredRun]:
-    """The runs of an earlier result."""
-    found = []
-    for row in result["rows"]:
-        world, rate_mbit = map(float, re.findall(r"(\d+) nodes, (\S+) Mbit", row["group"])[0])
-        size = int(world)
-        model = model_of([*MODEL.split(), "--mock-data"], size)
-        one = configuration_of(row["configuration"], global_batch_size=BATCH, world_size=size)
-        found.append(run_of(size, rate_mbit, model, one, row["measured_s"]))
-    return found
-
-
-def answer(runs: list[MeasuredRun], machines: dict[str, Any], output: Path) -> None:
-    """Predicts, writes and prints."""
+def judged(rounds: list[Times], machines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Predictions of the least times, and what every round alone says of them."""
+    runs = runs_of(least(rounds))
     alone, known = predicted(runs), predicted(runs, 2)
-    result = {
+    return {
         "what": "step times over slow links; first from constants alone, then from two times",
         "alone": judge(runs, alone),
         "two_known": judge(runs, known),
         "two_chunks_over_one": chunks(runs, alone.step_s),
         "rows": rows_of(runs),
+        "each_round": [judged_alone(runs_of(one)) for one in rounds],
         "machines": machines,
+        "measured": rounds,
     }
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
+
+
+def judged_alone(runs: list[MeasuredRun]) -> dict[str, Any]:
+    """Order and choice of one round, and its pairs of one and two chunks."""
+    alone = predicted(runs)
+    groups, known = judge(runs, alone)["groups"], judge(runs, predicted(runs, 2))["groups"]
+    names = ("kendall_tau", "regret")
+    return {
+        "groups": {
+            name: {key: [plain[key], known[name][key]] for key in names}
+            for name, plain in groups.items()
+        },
+        "two_chunks_over_one": chunks(runs, alone.step_s),
+    }
 
 
 if __name__ == "__main__":

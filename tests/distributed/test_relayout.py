@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.worker_relayout import BEFORE, VARIANTS
 from tests.helpers.on_ranks import on_ranks
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(840)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for ranks in (4, 3):
         names = [name for name in VARIANTS if (name == "three") == (ranks == 3)]
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        found |= on_ranks("worker_relayout", folder, ranks, *names, timeout_s=400)
+        found |= on_ranks("worker_relayout", folder, ranks, *names, timeout_s=800)
     return found
 
 

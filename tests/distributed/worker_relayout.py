@@ -24,20 +24,20 @@ CUTS = [
 ]
 EXPERTS = [
     "tp1.pp1.dp4",
-    "tp1.pp1.ep2.dp4",
-    "tp1.pp1.ep4.dp4",
-    "tp2.pp1.dp2",
-    "tp2.pp1.ep2.dp2",
     "tp2.pp1.ep4.etp1.dp2",
-    "tp4.pp1.ep2.etp1.dp1",
+    "tp1.pp1.ep2.dp4",
     "tp2.pp2.ep2.etp1.dp1",
+    "tp1.pp1.ep4.dp4",
+    "tp4.pp1.ep2.etp1.dp1",
+    "tp2.pp1.dp2",
     "tp1.cp2.pp1.ep4.dp2",
+    "tp2.pp1.ep2.dp2",
 ]
+FEW_EXPERTS = ["tp2.pp1.dp2", "tp2.pp1.ep2.dp2", "tp2.pp1.ep4.etp1.dp2"]
 MIXED = ["tp1.pp1.ep2.dp4", "tp1.pp4.dp1", "tp2.pp1.etp1.dp2", "tp1.pp2.vpp2.ep2.dp2"]
-SHARING = [
-    "tp1.pp1.dp4",
-    "tp1.cp2.pp1.dp2",
-    "tp1.cp4.pp1.dp1",
+SHARING = ["tp1.pp1.dp4", "tp1.cp2.pp1.dp2", "tp1.cp4.pp1.dp1"]
+NOT_ONLY_SHARING = [
+    SHARING[0],
     "tp2.cp2.pp1.dp1",
     "tp2.pp1.dp2",
     "tp1.cp2.pp2.vpp2.dp1",
@@ -74,14 +74,18 @@ VARIANTS: dict[str, tuple[str, list[Any], Any]] = {
         walk(FEW),
         (2, 1, 1),
     ),
-    "context": (f"{TINY} {BATCH} {SHARDED}", walk(SHARING), "tp1.cp2.pp2.dp1"),
-    "moe": (f"{MOE} {BATCH} {ROUTED} {SHARDED}", walk(EXPERTS), "tp1.pp2.ep2.dp2"),
+    "context": (
+        f"{TINY} {BATCH} {SHARDED}",
+        walk(SHARING) + there_and_back(NOT_ONLY_SHARING)[1:],
+        "tp1.cp2.pp2.dp1",
+    ),
+    "moe": (f"{MOE} {BATCH} {ROUTED} {SHARDED}", there_and_back(EXPERTS), "tp1.pp2.ep2.dp2"),
     "moe-mixed-bf16": (
         f"{MOE} {BATCH} {ROUTED} {SHARED_EXPERT} --moe-layer-freq [0]*1+[1]*3 --bf16 {OVERLAP}",
         walk(MIXED),
         "tp1.pp1.ep4.dp4",
     ),
-    "moe-plain": (f"{MOE} {BATCH} {ROUTED}", walk(EXPERTS[3:6]), "tp1.pp2.ep2.dp2"),
+    "moe-plain": (f"{MOE} {BATCH} {ROUTED}", walk(FEW_EXPERTS), "tp1.pp2.ep2.dp2"),
     "three": (
         f"{TINY_GPT2} {SIX} --global-batch-size 6 --bf16 {OVERLAP}",
         walk(THREE),
