@@ -358,7 +358,7 @@ def write_hosts(args: argparse.Namespace, found: list[Any]) -> None:
 
 def failure(plan: Any, planner: Any) -> str:
     """One line on a batch that has no configuration."""
-    from copus_ext.planner.search import min_gpus
+    from copus_ext.planner.better_machine import min_gpus
 
     where = f"global batch {plan.global_batch_size}"
     if plan.status == "no_legal":
@@ -409,8 +409,8 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
 def answer(args: argparse.Namespace) -> int:
     """Searches, prints and writes; returns the exit code."""
     from copus_ext.planner import report
+    from copus_ext.planner.better_machine import what_would_help
     from copus_ext.planner.explain import help_line, timing_line
-    from copus_ext.planner.search import what_would_help
 
     started = time.monotonic()
     planner = planner_of(args)

@@ -140,7 +140,7 @@ def help_line(found: dict[str, tuple[float, Configuration]], *, use_tp_pp_dp_map
     """What a better machine would save.
 
     Args:
-        found: of `search.what_would_help`.
+        found: of `better_machine.what_would_help`.
         use_tp_pp_dp_mapping: the order of ranks that was searched.
     """
     by_order = "the other order of ranks (--use-tp-pp-dp-mapping)"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec
+from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants, PartFactors
 from copus_ext.cost_model.memory import FRAGMENTATION, head_bytes, memory, peaks, static_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
@@ -51,7 +51,6 @@ MEMORY_MARGIN = 0.04
 """Share of a GPU's memory that is left alone."""
 _LOOKED_AT = 64
 _SPACES_KEPT = 4
-_NODE = 8
 Z_SURE, Z_DOMINATES = 1.2816, 2.3263
 """Standard deviations for a probability to fit. A candidate needs 90 %. One that prunes others
 needs 99 %."""
@@ -233,12 +232,22 @@ class Planner:
 
     def _judged(self, batch_sizes: Sequence[int]) -> _Space:
         """All points of some batches; made once."""
-        key = (tuple(batch_sizes), frozenset(x.configuration.line for x in self._measured.timings))
+        key = self._key(batch_sizes)
         if key not in self._space:
             while len(self._space) >= _SPACES_KEPT:
                 del self._space[next(iter(self._space))]
             self._space[key] = self._enumerate(batch_sizes)
         return self._space[key]
+
+    def _key(self, batch_sizes: Sequence[int]) -> Any:
+        return tuple(batch_sizes), frozenset(x.configuration.line for x in self._measured.timings)
+
+    def take_space(self, other: Planner, batch_sizes: Sequence[int]) -> None:
+        """Takes the points of another planner, which may differ in its constants and in the bits of
+        messages: neither says what is legal, needs memory, or beats its kin."""
+        space, bits = other._judged(batch_sizes), self.limits.pipeline_message_bits or 0
+        points = replace(space.points, message_bits=np.where(space.points.pp > 1, bits, 0))
+        self._space[self._key(batch_sizes)] = replace(space, points=points, times=None)
 
     def _enumerate(self, batch_sizes: Sequence[int]) -> _Space:
         found = self._fitted(batch_sizes, self.limits)
@@ -537,64 +546,3 @@ def flops_per_sample(m: ModelSpec) -> float:
         gated_mlp=m.gated,
         experts=m.expert_widths,
     )
-
-
-def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Configuration]]:
-    """What a machine that is twice as good in one respect would save, or the other order of ranks,
-    or messages between stages in 8 bits for a number: by respect (network, memory, order,
-    messages), the share of the step and the configuration that is the fastest then. Without those
-    that save less than 1 %.
-
-    Predicted alone, as nothing was measured on such machines.
-    """
-    cluster = planner.cluster
-    usual = planner
-    if planner._measured.timings:
-        usual = planner.on(cluster)
-        usual.retime(())
-    faster = planner.on(cluster)
-    faster.constants = planner.constants.under(replace(planner.constants.factors, across=0.5))
-    faster.retime(())
-    nodes = tuple(replace(node, gpu=_with_twice_the_memory(node.gpu)) for node in cluster.nodes)
-    roomy = planner.on(replace(cluster, gpu=_with_twice_the_memory(cluster.gpu), nodes=nodes))
-    order = not planner.limits.use_tp_pp_dp_mapping
-    other = planner.on(cluster, replace(planner.limits, use_tp_pp_dp_mapping=order))
-    other.retime(())
-    # Rounding is not exact, so it is told and never taken.
-    short = planner.on(cluster, replace(planner.limits, pipeline_message_bits=8))
-    short.retime(())
-    found = {}
-    for one in (usual, faster, roomy, other, short):
-        # What was measured of the memory holds for all of them.
-        one.set_peaks(planner.peaks)
-    now, *better = (
-        one.rank([batch], top=1)[0].ranked[:1] for one in (usual, faster, roomy, other, short)
-    )
-    for name, ranked in zip(("network", "memory", "order", "messages"), better):
-        if not (now and ranked):
-            continue
-        saved = 1 - now[0].prediction.samples_per_s / ranked[0].prediction.samples_per_s
-        if saved >= 0.01:
-            found[name] = saved, ranked[0].configuration
-    return found
-
-
-def _with_twice_the_memory(gpu: GpuSpec) -> GpuSpec:
-    return replace(gpu, memory_bytes=2 * gpu.memory_bytes)
-
-
-def min_gpus(planner: Planner, batch: int) -> int | None:
-    """A number of GPUs of this kind on which some configuration fits, trying multiples; None if 64
-    times as many are not enough."""
-    cluster = planner.cluster
-    if cluster.num_nodes == 1:
-        cluster = replace(cluster, gpus_per_node=max(cluster.gpus_per_node, _NODE))
-    world = planner.cluster.world_size
-    for times in (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64):
-        if world * times > cluster.gpus_per_node and world * times % cluster.gpus_per_node:
-            continue
-        larger = planner.on(cluster.resize(world * times))
-        dividing = batch if batch % (world * times) == 0 else batch * times
-        if larger.rank([dividing], top=1)[0].num_ranked:
-            return world * times
-    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,6 +63,8 @@ class Sharing:
     """Whether the rule above holds."""
     measured: frozenset[tuple[int, ...]]
     """Layouts of which a time is known: tp, pp, vpp, copies, samples at once of all replicas."""
+    exchanges: dict[tuple[int, int, int], bool] = field(default_factory=dict)
+    """Answers of `can_exchange`, which a search asks for some ten thousand times."""
 
     @classmethod
     def of(
@@ -113,4 +115,8 @@ class Sharing:
 
     def can_exchange(self, tp: int, cp: int, form: int) -> bool:
         """Whether the rules of a launch allow this form."""
-        return bool(can_exchange(self.model, tp, cp, form, has_engine=self.has_engine))
+        key = tp, cp, form
+        if (answer := self.exchanges.get(key)) is None:
+            found = can_exchange(self.model, tp, cp, form, has_engine=self.has_engine)
+            answer = self.exchanges[key] = bool(found)
+        return answer

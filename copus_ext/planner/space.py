@@ -101,6 +101,8 @@ class Limits:
 
     def allows(self, **sizes: int) -> bool:
         """Whether some sizes may be used together."""
+        if not (self.fixed or self.largest):
+            return True
         return all(
             self.fixed.get(name, value) == value and value <= self.largest.get(name, value)
             for name, value in sizes.items()

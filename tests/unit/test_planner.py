@@ -16,10 +16,11 @@ from copus_ext.cost_model.memory import AS_PREDICTED, PeakCorrection, memory
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time
+from copus_ext.planner.better_machine import what_would_help
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Ranked, Rejected
 from copus_ext.planner.profile import Timing
-from copus_ext.planner.search import DOMINATED, Planner, what_would_help
+from copus_ext.planner.search import DOMINATED, Planner
 from copus_ext.planner.space import Limits, enumerate_points, points_of, to_rows
 from megatron.training.config.layout import Layout
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,13 @@ from copus_ext.cost_model.layer_time import hop_bytes, hop_s
 from copus_ext.cost_model.memory import head_bytes, peaks
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.step import step_time
+from copus_ext.planner.better_machine import what_would_help
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import timing_line
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.request import configuration_of
-from copus_ext.planner.search import MEMORY, Planner, what_would_help
+from copus_ext.planner.search import MEMORY, Planner
 from copus_ext.planner.space import LEGAL, Limits, Points, points_of, to_rows
 from megatron.training.config.layout import Layout
 
@@ -157,6 +158,20 @@ def test_short_messages_pay_on_slow_links_only() -> None:
     found = what_would_help(Planner(MODEL, slow, limits=only), BATCH)
     saved, best = found["messages"]
     assert saved > 0.1 and best.pipeline_message_bits == 8
+
+
+def test_points_of_another_planner_are_those_it_would_list() -> None:
+    cluster = preset("a100-40g:8")
+    usual = Planner(MODEL, cluster)
+    for limits in (Limits(), Limits(pipeline_message_bits=8)):
+        own, given = (Planner(MODEL, cluster, limits=limits) for _ in range(2))
+        given.constants = usual.constants.under(replace(usual.constants.factors, across=0.5))
+        given.take_space(usual, [BATCH])
+        want, got = own._judged([BATCH]), given._judged([BATCH])
+        for field in fields(want.points):
+            one, other = (getattr(x.points, field.name) for x in (want, got))
+            assert np.array_equal(one, other), field.name
+        assert np.array_equal(want.fits, got.fits) and len(want.points) > 1000
 
 
 def test_what_is_timed_has_the_messages_and_logits_of_the_run() -> None:

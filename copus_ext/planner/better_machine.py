@@ -1,0 +1,74 @@
+"""What another machine would do for a search: one that is better in one respect, or larger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from copus_ext.cost_model.cluster_spec import GpuSpec
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.search import Planner
+
+_NODE = 8
+
+
+def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Configuration]]:
+    """What a machine that is twice as good in one respect would save, or the other order of ranks,
+    or messages between stages in 8 bits for a number: by respect (network, memory, order,
+    messages), the share of the step and the configuration that is the fastest then. Without those
+    that save less than 1 %.
+
+    Predicted alone, as nothing was measured on such machines.
+    """
+    cluster = planner.cluster
+    usual = planner
+    if planner.timings:
+        usual = planner.on(cluster)
+        usual.retime(())
+    faster = planner.on(cluster)
+    faster.constants = planner.constants.under(replace(planner.constants.factors, across=0.5))
+    faster.retime(())
+    nodes = tuple(replace(node, gpu=_with_twice_the_memory(node.gpu)) for node in cluster.nodes)
+    roomy = planner.on(replace(cluster, gpu=_with_twice_the_memory(cluster.gpu), nodes=nodes))
+    order = not planner.limits.use_tp_pp_dp_mapping
+    other = planner.on(cluster, replace(planner.limits, use_tp_pp_dp_mapping=order))
+    other.retime(())
+    # Rounding is not exact, so it is told and never taken.
+    short = planner.on(cluster, replace(planner.limits, pipeline_message_bits=8))
+    short.retime(())
+    found = {}
+    for one in (usual, faster, roomy, other, short):
+        # What was measured of the memory holds for all of them.
+        one.set_peaks(planner.peaks)
+    faster.take_space(usual, [batch])
+    short.take_space(usual, [batch])
+    now, *better = (
+        one.rank([batch], top=1)[0].ranked[:1] for one in (usual, faster, roomy, other, short)
+    )
+    for name, ranked in zip(("network", "memory", "order", "messages"), better):
+        if not (now and ranked):
+            continue
+        saved = 1 - now[0].prediction.samples_per_s / ranked[0].prediction.samples_per_s
+        if saved >= 0.01:
+            found[name] = saved, ranked[0].configuration
+    return found
+
+
+def _with_twice_the_memory(gpu: GpuSpec) -> GpuSpec:
+    return replace(gpu, memory_bytes=2 * gpu.memory_bytes)
+
+
+def min_gpus(planner: Planner, batch: int) -> int | None:
+    """A number of GPUs of this kind on which some configuration fits, trying multiples; None if 64
+    times as many are not enough."""
+    cluster = planner.cluster
+    if cluster.num_nodes == 1:
+        cluster = replace(cluster, gpus_per_node=max(cluster.gpus_per_node, _NODE))
+    world = planner.cluster.world_size
+    for times in (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64):
+        if world * times > cluster.gpus_per_node and world * times % cluster.gpus_per_node:
+            continue
+        larger = planner.on(cluster.resize(world * times))
+        dividing = batch if batch % (world * times) == 0 else batch * times
+        if larger.rank([dividing], top=1)[0].num_ranked:
+            return world * times
+    return None
