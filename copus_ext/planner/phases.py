@@ -246,13 +246,28 @@ def _shortest(stages: Sequence[Stage], choices: Sequence[Choices], pause: Pause)
         for layout in (x for x in named if x in some):
             before, moved, done = 0.0, 0.0, []
             if number:
-                ways = ((s + pause(x, layout), str(x), x) for x, (s, _) in so_far.items())
-                before, _, come = min(ways)
+                before, come = _arrival(layout, so_far, pause)
                 moved, done = pause(come, layout), so_far[come][1]
             part = StagePlan(stage=stage, choice=some[layout], pause_s=moved)
             now[layout] = before + part.seconds, [*done, part]
         so_far = now
     return PhasePlan(stages=min(so_far.values(), key=lambda x: x[0])[1])
+
+
+def _arrival(
+    layout: Layout, so_far: Mapping[Layout, tuple[float, Any]], pause: Pause
+) -> tuple[float, Layout]:
+    """Seconds until a layout is there, and the layout before it that gives the least; of equal
+    ones the first by name. Pauses take long to price, and none is below 0, so that only layouts
+    which could still be the best are asked for theirs."""
+    best: tuple[float, str, Layout] | None = None
+    for come in sorted(so_far, key=lambda x: (x != layout, so_far[x][0])):
+        seconds = so_far[come][0]
+        if best is None or seconds <= best[0]:
+            way = seconds + pause(come, layout), str(come), come
+            best = way if best is None else min(best, way, key=lambda x: x[:2])
+    assert best is not None, "a stage has at least one layout"
+    return best[0], best[2]
 
 
 def with_own_flags(plan: PhasePlan, text: str, batch: Sequence[str]) -> list[str]:

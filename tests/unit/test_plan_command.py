@@ -235,14 +235,22 @@ def test_a_profile_of_another_model_is_refused(
     assert code == 5 and "no profile" in err
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/planner.md"])
-def test_the_commands_of_the_pages_run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, page: str
-) -> None:
+def commands_of(page: str) -> list[str]:
+    """Flags of every plan that a page shows."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    commands = [line for line in lines if line.startswith("python tools/plan.py")]
-    assert commands
+    own = "python tools/plan.py "
+    found = [line.removeprefix(own) for line in lines if line.startswith(own)]
+    assert found, page
+    return found
+
+
+@pytest.mark.parametrize(
+    "command", [*commands_of("README.md"), *commands_of("docs/planner.md")], ids=lambda c: c[:40]
+)
+def test_the_commands_of_the_pages_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
     config = {
         "model_type": "llama",
         "num_hidden_layers": 16,
@@ -253,10 +261,8 @@ def test_the_commands_of_the_pages_run(
         "vocab_size": 128256,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for command in commands:
-        own = command.removeprefix("python tools/plan.py ")
-        code, out, err = run(capsys, own.replace("config.json", f"{tmp_path}/config.json"))
-        assert code == 0 and out, (command, err)
+    code, out, err = run(capsys, command.replace("config.json", f"{tmp_path}/config.json"))
+    assert code == 0 and out, err
 
 
 def test_the_figure_is_one_page_without_a_network(
