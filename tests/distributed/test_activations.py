@@ -9,9 +9,9 @@ import pytest
 from tests.helpers.on_ranks import on_ranks
 
 
-@pytest.mark.timeout(260)
+@pytest.mark.timeout(520)
 def test_saved_bytes_of_a_layer(tmp_path: Path) -> None:
-    rows = on_ranks("worker_activations", tmp_path, 4, timeout_s=240)
+    rows = on_ranks("worker_activations", tmp_path, 4, timeout_s=480)
     assert len(rows) == 30
     for row in rows:
         counted = row["counted"]

@@ -23,7 +23,7 @@ PAIRS = [f"{a}_{b}" for a, b in product(NAMES, NAMES)]
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    on_ranks("worker_checkpoints", folder, 4, timeout_s=800)
+    on_ranks("worker_checkpoints", folder, 4, timeout_s=1600)
     return folder
 
 
@@ -38,7 +38,7 @@ def single_process_group(tmp_path_factory: pytest.TempPathFactory) -> object:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.timeout(840)
+@pytest.mark.timeout(1680)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_stored_tensor_comes_through_bit_for_bit(output: Path, pair: str) -> None:
     register_safe_globals()

@@ -30,7 +30,7 @@ def train(
 ) -> RanksResult:
     """Runs in a folder of its own, since the examples name relative places."""
     program = [ROOT / "pretrain_gpt.py", *flags]
-    return run_ranks(program, nproc, timeout_s=300, cwd=cwd, launcher=launcher)
+    return run_ranks(program, nproc, timeout_s=600, cwd=cwd, launcher=launcher)
 
 
 @pytest.fixture(scope="module")

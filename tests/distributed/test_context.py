@@ -16,7 +16,7 @@ Rows = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks("worker_context", tmp_path_factory.mktemp("context"), 4, timeout_s=400)
+    return on_ranks("worker_context", tmp_path_factory.mktemp("context"), 4, timeout_s=800)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def rows(found: dict[str, Any]) -> Rows:
     return found["rows"]
 
 
-@pytest.mark.timeout(440)
+@pytest.mark.timeout(880)
 @pytest.mark.parametrize(("model", "layout"), [c for c in CASES if c[1] != "dp4"])
 def test_loss_and_gradients_equal_those_of_whole_samples(
     rows: Rows, model: str, layout: str
@@ -50,7 +50,7 @@ def test_what_a_rank_receives_is_what_formulas_say(rows: Rows, layout: str) -> N
 
 
 def test_eight_ranks_in_three_dimensions(tmp_path: Path) -> None:
-    rows = on_ranks("worker_context", tmp_path, 8, "eight", timeout_s=200)["rows"]
+    rows = on_ranks("worker_context", tmp_path, 8, "eight", timeout_s=400)["rows"]
     whole = rows["llama dp8"]
     for model, layout in CASES_OF_EIGHT:
         row = rows[f"{model} {layout}"]

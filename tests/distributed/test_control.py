@@ -32,7 +32,7 @@ def run(
     """Every rank to its own end, supervised if the launch has a name."""
     args = [ROOT / "pretrain_gpt.py", *TINY.split(), *flags, "--run-dir", run_dir]
     env = {**env, **({"COPUS_LAUNCH": launch} if launch else {})}
-    return run_ranks(args, ranks, timeout_s=240, env=env, launcher="direct", ends_all=False)
+    return run_ranks(args, ranks, timeout_s=480, env=env, launcher="direct", ends_all=False)
 
 
 def wait_until(is_so: Callable[[], Any]) -> None:

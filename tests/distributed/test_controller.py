@@ -13,13 +13,13 @@ from copus_ext.commands import replay
 from copus_ext.goodput.headroom import Headroom
 from tests.helpers.on_ranks import on_ranks
 
-pytestmark = pytest.mark.timeout(320)
+pytestmark = pytest.mark.timeout(640)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("controller")
-    on_ranks("worker_controller", folder, 2, timeout_s=300)
+    on_ranks("worker_controller", folder, 2, timeout_s=600)
     return folder
 
 

@@ -14,13 +14,13 @@ import pytest
 from copus_ext.commands import replay, trace
 from tests.helpers.on_ranks import on_ranks
 
-pytestmark = pytest.mark.timeout(320)
+pytestmark = pytest.mark.timeout(640)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
-    on_ranks("worker_controller_layouts", folder, 2, timeout_s=300)
+    on_ranks("worker_controller_layouts", folder, 2, timeout_s=600)
     return folder
 
 

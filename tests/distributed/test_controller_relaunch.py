@@ -18,7 +18,7 @@ from tests.helpers.jobs import TINY, losses_of, steps_of, train
 from tests.helpers.launch import ROOT
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment"),
 ]
 COPUS = """--copus --copus-layouts all --copus-relayout relaunch --copus-policy static

@@ -66,7 +66,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("convert")
     for name in MODELS:
         make_model(folder / name)
-    on_ranks("worker_convert", folder, 2, timeout_s=300)
+    on_ranks("worker_convert", folder, 2, timeout_s=600)
     return folder
 
 

@@ -55,7 +55,7 @@ def test_a_failed_write_stops_no_training_and_the_previous_checkpoint_stays(
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the worker's runs have left."""
     folder = tmp_path_factory.mktemp("failed")
-    on_ranks("worker_failed_saves", folder, 2, timeout_s=400)
+    on_ranks("worker_failed_saves", folder, 2, timeout_s=800)
     return folder
 
 

@@ -14,7 +14,7 @@ from tests.helpers.on_ranks import on_ranks
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder, found = tmp_path_factory.mktemp("dropout"), {}
     for ranks in LAYOUTS:
-        found |= on_ranks("worker_dropout", folder, ranks, str(ranks), timeout_s=200)
+        found |= on_ranks("worker_dropout", folder, ranks, str(ranks), timeout_s=400)
     return found
 
 

@@ -24,7 +24,7 @@ from tests.helpers import processes
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.on_ranks import on_ranks
 
-pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(1800)]
 STEPS = 160
 _LIMIT_S = 400.0
 
@@ -34,7 +34,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Loss by iteration of a run without a kill."""
     folder = tmp_path_factory.mktemp("reference")
     flags = [*MODEL.split(), "--train-iters", str(STEPS), "--save", str(folder)]
-    run_ranks([ROOT / "pretrain_gpt.py", *flags], 2, timeout_s=300).check()
+    run_ranks([ROOT / "pretrain_gpt.py", *flags], 2, timeout_s=600).check()
     rows = [r for r in read_metrics(folder) if r["kind"] == "step"]
     return {r["iteration"]: r["losses"]["lm loss"] for r in rows}
 

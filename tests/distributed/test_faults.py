@@ -10,7 +10,7 @@ import pytest
 from bench.faults.kinds import KINDS, drawn, run_case
 from bench.faults.supervised_run import uninterrupted
 
-pytestmark = [pytest.mark.waits, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(1200)]
 CASES = {"clock": 2, "stop": 1}
 """Numbers of faults, by kind. `test_disk_full.py` fills disks."""
 

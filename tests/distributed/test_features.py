@@ -22,7 +22,7 @@ CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if layout != 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("features")
-    on_ranks("worker_features", folder, 2, timeout_s=500)
+    on_ranks("worker_features", folder, 2, timeout_s=1000)
     return folder
 
 
@@ -36,7 +36,7 @@ def numbers(steps: list[list[float]]) -> list[float]:
     return [number for step in steps for number in step]
 
 
-@pytest.mark.timeout(520)
+@pytest.mark.timeout(1040)
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_losses_and_norms_equal_those_of_plain_data_parallelism(
     runs: Runs, model: str, layout: str

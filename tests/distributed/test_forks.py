@@ -17,7 +17,7 @@ from tests.helpers.jobs import ENDLESS, TINY, losses_of, train
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.on_ranks import on_ranks
 
-pytestmark = pytest.mark.timeout(320)
+pytestmark = pytest.mark.timeout(640)
 
 KINDS = ["refused", "done", "done", "failed", "refused", "stopped"]
 """What the tests of a run come to, in order."""
@@ -29,7 +29,7 @@ RELAUNCH = 85
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("forks")
-    on_ranks("worker_forks", folder, 4, timeout_s=300)
+    on_ranks("worker_forks", folder, 4, timeout_s=600)
     return folder
 
 

@@ -25,7 +25,7 @@ def train(names: list[str], run_dir: Path, *flags: str) -> None:
     worker = [ROOT / "tests" / "distributed" / "worker_on_node.py", ",".join(names)]
     trainer = [ROOT / "pretrain_gpt.py", *TINY.split(), "--train-iters", str(STEPS), *flags]
     program = [*worker, *trainer, "--run-dir", run_dir]
-    run_ranks(program, len(names), timeout_s=240, launcher="direct").check()
+    run_ranks(program, len(names), timeout_s=480, launcher="direct").check()
 
 
 def test_a_live_job_on_four_nodes_moves_and_trains_the_same(

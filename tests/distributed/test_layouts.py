@@ -12,10 +12,10 @@ from tests.helpers.on_ranks import on_ranks
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks("worker_layouts", tmp_path_factory.mktemp("layouts"), 4, timeout_s=800)
+    return on_ranks("worker_layouts", tmp_path_factory.mktemp("layouts"), 4, timeout_s=1600)
 
 
-@pytest.mark.timeout(840)
+@pytest.mark.timeout(1680)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_losses_and_norms_equal_those_of_plain_data_parallelism(
     rows: list[dict[str, Any]], number: int
@@ -31,7 +31,7 @@ def test_losses_and_norms_equal_those_of_plain_data_parallelism(
     assert row["evaluations"] == pytest.approx(first["evaluations"], rel=loss)
 
 
-@pytest.mark.timeout(840)
+@pytest.mark.timeout(1680)
 @pytest.mark.parametrize("number", PIPELINES, ids=[str(CASES[n]) for n in PIPELINES])
 def test_later_stages_gather_their_weights_before_they_wait_for_a_message(
     rows: list[dict[str, Any]], number: int

@@ -66,7 +66,7 @@ def wait_for(text: str, child: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_another_layout_a_kill_and_term(tmp_path: Path, uninterrupted: list[float]) -> None:
     wishes = {3: {"layout": {"tp": 1, "pp": 2, "vpp": 2, "dp": 1}}, 5: {"kill": 1}}
     env = {"COPUS_PROGRAM": str(WORKER), "COPUS_TEST_ASK": json.dumps(wishes)}
@@ -94,7 +94,7 @@ def test_another_layout_a_kill_and_term(tmp_path: Path, uninterrupted: list[floa
     assert files.read_latest(tmp_path / "run") == len(steps), "saved when asked to stop"
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_a_kill_in_a_phase_with_a_layout_of_its_own(tmp_path: Path) -> None:
     """Restarts go on under the layout of the phase, though the schedules name that of the first
     phase, too. The checkpoint at the boundary was saved under that."""

@@ -40,13 +40,13 @@ COMMANDS = {
         tp=2, ep=2, dp=2
     ),
 }
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(840)
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("megatron_commands")
-    return on_ranks("worker_megatron_commands", folder, RANKS, *COMMANDS, timeout_s=400)
+    return on_ranks("worker_megatron_commands", folder, RANKS, *COMMANDS, timeout_s=800)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

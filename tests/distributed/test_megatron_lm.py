@@ -15,7 +15,7 @@ from copus_ext.integrations.checkout import UnsuitableRun, check
 from tests.helpers.launch import run_ranks
 
 WORKER = Path(__file__).with_name("worker_megatron_lm.py")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from bench.planner_memory import CASES
 from tests.helpers.launch import ROOT, run_ranks
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", range(3), ids=lambda number: str(CASES[number][2]))
 def test_the_peak_is_predicted_within_five_percent(tmp_path: Path, number: int) -> None:
     file = tmp_path / "memory.json"

@@ -12,13 +12,13 @@ import pytest
 from tests.distributed.worker_message_trials import AFTER, LAST, PLACE, SAVED, TESTED, WARM_UP
 from tests.helpers.on_ranks import on_ranks
 
-pytestmark = pytest.mark.timeout(320)
+pytestmark = pytest.mark.timeout(640)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("trials")
-    on_ranks("worker_message_trials", folder, 2, timeout_s=300)
+    on_ranks("worker_message_trials", folder, 2, timeout_s=600)
     return json.loads((folder / "result.json").read_text())
 
 

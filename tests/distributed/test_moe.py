@@ -23,7 +23,7 @@ Steps = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
-    return on_ranks("worker_moe", tmp_path_factory.mktemp("moe"), 4, timeout_s=800)
+    return on_ranks("worker_moe", tmp_path_factory.mktemp("moe"), 4, timeout_s=1600)
 
 
 def numbers(steps: Steps) -> list[float]:
@@ -35,7 +35,7 @@ def numbers(steps: Steps) -> list[float]:
     return found
 
 
-@pytest.mark.timeout(840)
+@pytest.mark.timeout(1680)
 @pytest.mark.parametrize(("model", "layout"), [c for c in LAYOUT_CASES if c[1] != "dp4"])
 def test_numbers_equal_those_of_plain_data_parallelism(
     runs: dict[str, Steps], model: str, layout: str

@@ -34,7 +34,7 @@ def test_it_resumes_with_the_same_batches_and_losses(old: Path) -> None:
     (old / "copus.yaml").write_text("early_steps: 0\nallow_shrink: false\nlr_warmup_min_steps: 0\n")
     flags = [*(old / "flags.txt").read_text().split(), "--copus-config", "copus.yaml"]
     program = [ROOT / "pretrain_gpt.py", *flags, "--load", "run/checkpoints"]
-    result = run_ranks(program, 2, timeout_s=200, cwd=old).check()
+    result = run_ranks(program, 2, timeout_s=400, cwd=old).check()
     assert f"(iteration {SAVED})" in result.stdout
     later = [step for step in steps_of(old / "run") if step["iteration"] > SAVED]
     assert [step["global_batch_size"] for step in later] == batches

@@ -12,7 +12,7 @@ from copus_ext.controller.out_of_memory import FILE
 from tests.helpers.jobs import steps_of
 from tests.helpers.on_ranks import on_ranks
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_a_micro_batch_that_did_not_fit_is_not_tried_again(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Rows]]:
     return found
 
 
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(640)
 @pytest.mark.parametrize(("world", "number"), NUMBERS, ids=IDS)
 def test_the_twin_is_the_live_model(
     results: dict[int, list[Rows]], world: int, number: int

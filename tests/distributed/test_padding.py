@@ -13,7 +13,7 @@ from tests.helpers.on_ranks import program
 
 
 def test_padding_between_buckets_is_not_stored(tmp_path: Path) -> None:
-    result = run_ranks(program("worker_padding", tmp_path), 3, timeout_s=240).check()
+    result = run_ranks(program("worker_padding", tmp_path), 3, timeout_s=480).check()
     losses = json.loads((tmp_path / "result.json").read_text())
     assert len(losses["same"]) == len(losses["pipeline"]) == AFTER
     assert losses["first"] == losses["whole"][:BEFORE]

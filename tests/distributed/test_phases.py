@@ -11,13 +11,13 @@ from tests.helpers.on_ranks import on_ranks
 
 Runs = dict[str, Any]
 LENGTHS, STEPS, SAMPLES = (64, 256, 1024), (6, 6, 3), 960
-pytestmark = pytest.mark.timeout(940)
+pytestmark = pytest.mark.timeout(1880)
 """Whichever test comes first waits for all runs: three minutes alone, and more beside others."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return on_ranks("worker_phases", tmp_path_factory.mktemp("phases"), 4, timeout_s=900)
+    return on_ranks("worker_phases", tmp_path_factory.mktemp("phases"), 4, timeout_s=1800)
 
 
 def losses(steps: list[dict[str, Any]]) -> list[float]:

@@ -54,7 +54,7 @@ def plan(trained: Path, *words: str | Path) -> dict:
     flags = ["--cluster", cluster, "--prompts", "4", "--prompt", "32", "--generate", "16"]
     flags += ["--group-size", "32", "--max-loss-increase", str(LIMIT), "--json", *words]
     tool = [ROOT / "tools/plan_serving.py", trained / "save", *flags]
-    return json.loads(run_ranks(tool, 1, timeout_s=200).check().stdout.splitlines()[-1])
+    return json.loads(run_ranks(tool, 1, timeout_s=400).check().stdout.splitlines()[-1])
 
 
 def test_the_written_model_loses_no_more_than_asked_for(trained: Path) -> None:

@@ -16,7 +16,7 @@ from tests.helpers.launch import ROOT
 pytestmark = pytest.mark.alone
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_a_slow_link_makes_a_live_job_change_its_layout(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     shutil.copy(argparse.__file__, tmp_path / "texts")

@@ -17,7 +17,7 @@ from tests.helpers.on_ranks import on_ranks
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("steps")
-    on_ranks("worker_steps", folder, 2, timeout_s=300)
+    on_ranks("worker_steps", folder, 2, timeout_s=600)
     return folder
 
 

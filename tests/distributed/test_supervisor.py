@@ -22,7 +22,7 @@ from tests.helpers import processes
 from tests.helpers.jobs import ENDLESS, TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT, free_port
 
-pytestmark = [pytest.mark.waits, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(1200)]
 WORKER = Path(__file__).with_name("worker_local_cpu.py")
 FLAGS = [*TINY.split(), *ENDLESS, "--log-interval", "1"]
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.waits
 
 
 def launched(what: str, folder: Path) -> dict[str, Any]:
-    return on_ranks("worker_switch_faults", folder, 2, what, timeout_s=400)
+    return on_ranks("worker_switch_faults", folder, 2, what, timeout_s=800)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_state_that_came_out_wrong_is_seen_and_never_trained_on(wrong: dict[st
         assert_untouched(row)
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(1000)
 def test_broken_so_that_nobody_can_go_on_it_leaves_and_goes_on_from_the_last_checkpoint(
     tmp_path: Path, whole: list[Any]
 ) -> None:
@@ -109,7 +109,7 @@ def test_broken_so_that_nobody_can_go_on_it_leaves_and_goes_on_from_the_last_che
     assert all(row["orphans"] == 0 for row in rows if row["kind"] != "kill")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_run_with_experts_goes_on_after_a_kill_in_the_middle(tmp_path: Path) -> None:
     whole = uninterrupted(tmp_path / "whole", more=EXPERTS)
     chain = [
@@ -120,7 +120,7 @@ def test_a_run_with_experts_goes_on_after_a_kill_in_the_middle(tmp_path: Path) -
     assert [row["problems"] for row in rows] == [[]] * len(chain)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, whole: list[Any]) -> None:
     case = Case(topic="optimizer", kind="hang", rank=1)
     (row,) = run_chain([case], tmp_path / "run", whole)

@@ -13,7 +13,7 @@ ALL = [1, 2, 3, 4]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return on_ranks("worker_trust", tmp_path_factory.mktemp("trust"), 1, timeout_s=300)
+    return on_ranks("worker_trust", tmp_path_factory.mktemp("trust"), 1, timeout_s=600)
 
 
 @pytest.mark.parametrize(
