@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.planner_clusters import choice_of_others
-from bench.rounds import Times, least
+from bench.rounds import Times, of_rounds
 from bench.support import ROOT, arguments, launch, origin, write
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import ModelSpec
@@ -124,7 +124,7 @@ def main() -> None:
         rounds += record["measured"]
         args.ranks = record["ranks"]
     rounds += [measure(args) for _ in range(args.rounds)]
-    found = least(rounds)
+    found = of_rounds(rounds, min)
     runs = runs_of(found, args.ranks)
     result = {
         "what": "order of layouts with context parallelism on CPU ranks, measured and predicted",

@@ -7,13 +7,15 @@ Gbit/s between any two. Links take packets of 16 to 64 KB whole, as where a netw
 Every rank has a quota of processor time (cgroup), so that none slows down another: most of a core
 where there are two. With less a rank stands still within every period, and so do its messages.
 `tools/profile_layouts.py` times the quickstart's model in every layout and two micro-batches. A
-layout counts with the least of its rounds, some 20 minutes apart, as other programs only ever slow
-it down. The planner predicts all of them from the constants that ship and the rate of the links
-alone; then from two times of each group, which it has proposed. The choice counts these two, and
-once more without them. Each round is also judged alone. Writes
-docs/results/planner_slow_links.json. `--only 2` measures one number of nodes. `--again` of results
-takes their rounds, too, and with `--rounds 0` predicts them anew. `--draw` prints the table of the
-file. It needs root, iproute2, two cores and nothing else running.
+layout counts with the median of its rounds, and beside it with the least: the machine has slow and
+fast stretches of minutes, which differ by more than layouts do. The planner predicts all layouts
+from the constants that ship and the rate of the links alone; then from two measured times of each
+group, which it has proposed. `among others` is the choice among the layouts whose times were not
+known. Each round is also judged alone. Writes
+docs/results/planner_slow_links.json, with some 20 minutes a round. `--only 2` measures one number
+of nodes. `--again` of results takes their rounds, too, and with `--rounds 0` predicts them anew.
+`--draw` prints the table of the file. To measure, it needs root, iproute2, two cores and nothing
+else running.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ import numpy as np
 from bench import nodes
 from bench.heterogeneity import QUOTA, quotas
 from bench.nodes import Nodes
-from bench.rounds import Times, least
+from bench.rounds import Times, of_rounds
 from bench.support import QUICKSTART_MODEL, ROOT, arguments, make_dataset, origin
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.constants import Constants
@@ -120,9 +123,10 @@ def runs_of(found: Times) -> list[MeasuredRun]:
     ]
 
 
-def rows_of(runs: list[MeasuredRun]) -> list[dict[str, Any]]:
-    """Every run with what was predicted of it."""
-    alone, known = predicted(runs), predicted(runs, 2)
+def rows_of(
+    runs: list[MeasuredRun], alone: Predictions, known: Predictions
+) -> list[dict[str, Any]]:
+    """Every run with what was predicted of it, from constants alone and with two times known."""
     return [
         {
             "group": run.group,
@@ -158,8 +162,8 @@ def chunks(runs: list[MeasuredRun], seconds: Any) -> list[dict[str, Any]]:
     return found
 
 
-def order(rows: list[dict[str, Any]], column: str, least: float) -> float:
-    """Kendall's tau over all pairs of a group whose measured times differ by more than `least`."""
+def order(rows: list[dict[str, Any]], column: str, apart: float) -> float:
+    """Kendall's tau over all pairs of a group whose measured times differ by more than `apart`."""
     agree, pairs = 0.0, 0
     for group in {row["group"] for row in rows}:
         mine = [row for row in rows if row["group"] == group]
@@ -167,7 +171,7 @@ def order(rows: list[dict[str, Any]], column: str, least: float) -> float:
             mine = [row for row in mine if not row["was_known"]]
         measured, predicted = (np.array([r[name] for r in mine]) for name in ("measured_s", column))
         i, j = np.triu_indices(len(mine), 1)
-        far = np.abs(np.log(measured[i] / measured[j])) > least
+        far = np.abs(np.log(measured[i] / measured[j])) > apart
         signs = np.sign(measured[i] - measured[j]) * np.sign(predicted[i] - predicted[j])
         agree, pairs = agree + float(signs[far].sum()), pairs + int(far.sum())
     return agree / pairs
@@ -211,12 +215,16 @@ def main() -> None:
     parser.add_argument("--only", type=int, choices=(2, 4), help="nodes")
     parser.add_argument("--rounds", type=int, default=3, help="how often to time all")
     words = "take the rounds of these results, too"
-    parser.add_argument("--again", type=Path, nargs="*", default=[], help=words)
+    parser.add_argument("--again", type=Path, nargs="+", default=[], help=words)
     parser.add_argument("--draw", action="store_true", help="print the table of --output, no more")
     args = parser.parse_args()
     if args.draw:
         print(table(json.loads(args.output.read_text())))
         return
+    if not (args.rounds or args.again):
+        parser.error("--rounds 0 measures nothing; add --again with the results to predict anew")
+    if args.only and not args.again and args.output.exists():
+        parser.error(f"--only would drop other groups of {args.output}; add --again {args.output}")
     before = [json.loads(path.read_text()) for path in args.again]
     rounds: list[Times] = [one for record in before for one in record["measured"]]
     machines = [machine for record in before for machine in record["machines"]]
@@ -236,30 +244,41 @@ def main() -> None:
                 }
             )
             # What is measured is kept, should a later round fail.
-            args.output.write_text(json.dumps(judged(rounds, machines), indent=1) + "\n")
+            args.output.write_text(json.dumps({"measured": rounds, "machines": machines}) + "\n")
     result = judged(rounds, machines)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
 
 
 def judged(rounds: list[Times], machines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Predictions of the least times, and what every round alone says of them."""
-    runs = runs_of(least(rounds))
+    """Predictions of the median times, and what the least times and every round say of them."""
+    runs = runs_of(of_rounds(rounds, statistics.median))
     alone, known = predicted(runs), predicted(runs, 2)
     return {
         "what": "step times over slow links; first from constants alone, then from two times",
         "alone": judge(runs, alone),
         "two_known": judge(runs, known),
         "two_chunks_over_one": chunks(runs, alone.step_s),
-        "rows": rows_of(runs),
+        "rows": rows_of(runs, alone, known),
+        "spread": {name: spread(rounds, name) for name in rounds[0]},
+        "least_times": judged_alone(runs_of(of_rounds(rounds, min))),
         "each_round": [judged_alone(runs_of(one)) for one in rounds],
         "machines": machines,
         "measured": rounds,
     }
 
 
+def spread(rounds: list[Times], group: str) -> float:
+    """Middle over the layouts of a group: the longest time of the rounds over the least, less 1."""
+    most, least = (
+        np.array([t["step_s"] for t in of_rounds(rounds, ends)[group]["times"]])
+        for ends in (max, min)
+    )
+    return float(np.median(most / least)) - 1
+
+
 def judged_alone(runs: list[MeasuredRun]) -> dict[str, Any]:
-    """Order and choice of one round, and its pairs of one and two chunks."""
+    """Order and choice by some times, and their pairs of one and two chunks."""
     alone = predicted(runs)
     groups, known = judge(runs, alone)["groups"], judge(runs, predicted(runs, 2))["groups"]
     names = ("kendall_tau", "regret")

@@ -1,11 +1,9 @@
-"""Times of layouts from several rounds, minutes apart.
-
-Other programs only ever slow a step down, so that a configuration counts with its least time.
-"""
+"""Times of layouts from several rounds, minutes apart."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from copus_ext.planner.profile import Timing
@@ -14,22 +12,28 @@ Times = dict[str, dict[str, Any]]
 """Of every group a `model` and `times`, as `Timing.to_json` writes them."""
 
 
-def least(rounds: Sequence[Times]) -> Times:
-    """The least time of every configuration.
+def of_rounds(rounds: Sequence[Times], seconds: Callable[[Sequence[float]], float]) -> Times:
+    """One time of every layout.
 
     Args:
-        rounds: a group that a round does not have counts with its other rounds.
+        rounds: of one machine. A layout or group that a round lacks counts with the others.
+        seconds: what counts of the times of a layout. `min` where what disturbs a step only makes
+            it longer; the median where the machine has fast stretches, too.
     """
-    best: dict[str, dict[Any, Timing]] = {}
+    found: dict[str, dict[Any, list[Timing]]] = {}
     models: dict[str, Any] = {}
     for one in rounds:
         for group, measured in one.items():
-            models[group] = measured["model"]
-            mine = best.setdefault(group, {})
+            assert models.setdefault(group, measured["model"]) == measured["model"], group
             for t in map(Timing.from_json, measured["times"]):
-                if t.key not in mine or t.step_s < mine[t.key].step_s:
-                    mine[t.key] = t
+                found.setdefault(group, {}).setdefault(t.key, []).append(t)
     return {
-        group: {"model": models[group], "times": [t.to_json() for t in mine.values()]}
-        for group, mine in best.items()
+        group: {
+            "model": models[group],
+            "times": [
+                dataclasses.replace(some[0], step_s=seconds([t.step_s for t in some])).to_json()
+                for some in mine.values()
+            ],
+        }
+        for group, mine in found.items()
     }

@@ -12,10 +12,12 @@ _NODE = 8
 
 
 def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Configuration]]:
-    """What a machine that is twice as good in one respect would save, or the other order of ranks,
-    or messages between stages in 8 bits for a number: by respect (network, memory, order,
-    messages), the share of the step and the configuration that is the fastest then. Without those
-    that save less than 1 %.
+    """What a machine that is twice as good in one respect would save. Two choices of the run stand
+    beside it: the other order of ranks, and messages between stages in 8 bits for a number.
+
+    Returns:
+        By respect (network, memory, order, messages), the share of the step that is saved, and the
+        configuration that is the fastest then. Without those that save less than 1 %.
 
     Predicted alone, as nothing was measured on such machines.
     """

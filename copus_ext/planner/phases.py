@@ -26,7 +26,7 @@ _FASTEST = 8
 """Layouts of a stage that are looked at, beside those of the other stages."""
 
 Pause = Callable[[Layout, Layout], float]
-"""Seconds of a change between two layouts; 0 between equal ones."""
+"""Seconds of a change between two layouts; 0 between equal ones, and never below."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +258,8 @@ def _arrival(
     layout: Layout, so_far: Mapping[Layout, tuple[float, Any]], pause: Pause
 ) -> tuple[float, Layout]:
     """Seconds until a layout is there, and the layout before it that gives the least; of equal
-    ones the first by name. Pauses take long to price, and none is below 0, so that only layouts
-    which could still be the best are asked for theirs."""
+    ones the first by name. Pauses are slow to price and never negative, so that a layout which is
+    already later than the best is not priced."""
     best: tuple[float, str, Layout] | None = None
     for come in sorted(so_far, key=lambda x: (x != layout, so_far[x][0])):
         seconds = so_far[come][0]

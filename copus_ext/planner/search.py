@@ -243,10 +243,16 @@ class Planner:
         return tuple(batch_sizes), frozenset(x.configuration.line for x in self._measured.timings)
 
     def take_space(self, other: Planner, batch_sizes: Sequence[int]) -> None:
-        """Takes the points of another planner, which may differ in its constants and in the bits of
-        messages: neither says what is legal, needs memory, or beats its kin."""
-        space, bits = other._judged(batch_sizes), self.limits.pipeline_message_bits or 0
-        points = replace(space.points, message_bits=np.where(space.points.pp > 1, bits, 0))
+        """Takes the points of another planner that differs in its constants and the bits of
+        messages alone. Neither changes which points are legal, what memory they need, or which are
+        dominated. No times may be known, since they belong to points with bits of their own."""
+        bits = self.limits.pipeline_message_bits
+        alike = (self.model, self.cluster, self.limit_bytes, self.peaks)
+        assert alike == (other.model, other.cluster, other.limit_bytes, other.peaks)
+        assert self.limits == replace(other.limits, pipeline_message_bits=bits)
+        assert not (self.timings or other.timings)
+        space = other._judged(batch_sizes)
+        points = replace(space.points, message_bits=np.where(space.points.pp > 1, bits or 0, 0))
         self._space[self._key(batch_sizes)] = replace(space, points=points, times=None)
 
     def _enumerate(self, batch_sizes: Sequence[int]) -> _Space:

@@ -63,7 +63,9 @@ class Sharing:
     """Whether the rule above holds."""
     measured: frozenset[tuple[int, ...]]
     """Layouts of which a time is known: tp, pp, vpp, copies, samples at once of all replicas."""
-    exchanges: dict[tuple[int, int, int], bool] = field(default_factory=dict)
+    exchanges: dict[tuple[int, int, int], bool] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     """Answers of `can_exchange`, which a search asks for some ten thousand times."""
 
     @classmethod

@@ -17,7 +17,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for ranks in (1, 3, 4):
         folder = tmp_path_factory.mktemp("graph")
-        found |= on_ranks("worker_graph_stages", folder, ranks, timeout_s=120)
+        found |= on_ranks("worker_graph_stages", folder, ranks, timeout_s=240)
     return found
 
 

@@ -24,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = {"folder": folder}
     # What resumes knows nothing but the files.
     for kinds in (["plain", "new", "shrinking", "old"], ["resumed"]):
-        run_ranks([WORKER, folder, *kinds], 2, timeout_s=110).check()
+        run_ranks([WORKER, folder, *kinds], 2, timeout_s=220).check()
         found |= {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in kinds}
     return found
 

@@ -16,7 +16,7 @@ from tests.helpers.launch import ROOT, run_ranks
 def test_the_peak_is_predicted_within_five_percent(tmp_path: Path, number: int) -> None:
     file = tmp_path / "memory.json"
     program = [ROOT / "bench" / "planner_memory.py", "--worker", str(number), "--output", file]
-    run_ranks(program, CASES[number][0], timeout_s=180).check()
+    run_ranks(program, CASES[number][0], timeout_s=360).check()
     ranks = json.loads(file.read_text())["ranks"]
     assert len(ranks) == CASES[number][0]
     for rank in ranks:

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def test_a_micro_batch_that_did_not_fit_is_not_tried_again(tmp_path: Path) -> None:
-    launches = [on_ranks("worker_out_of_memory", tmp_path, 2, timeout_s=90)]
+    launches = [on_ranks("worker_out_of_memory", tmp_path, 2, timeout_s=180)]
     while launches[-1]["ran_out"] and len(launches) < 5:
-        launches.append(on_ranks("worker_out_of_memory", tmp_path, 2, timeout_s=90))
+        launches.append(on_ranks("worker_out_of_memory", tmp_path, 2, timeout_s=180))
     assert launches[0]["ran_out"], "the controller tries a larger micro-batch"
     assert not launches[-1]["ran_out"]
     lines = [json.loads(line) for line in (tmp_path / "run" / FILE).read_text().splitlines()]
@@ -41,9 +41,9 @@ def test_a_micro_batch_that_did_not_fit_is_not_tried_again(tmp_path: Path) -> No
 
 def test_a_launch_begins_with_less_than_what_did_not_fit(tmp_path: Path) -> None:
     wanted = ["--micro-batch-size", "4", "--exit-interval", "5"]
-    launches = [on_ranks("worker_out_of_memory", tmp_path, 2, *wanted, timeout_s=60)]
+    launches = [on_ranks("worker_out_of_memory", tmp_path, 2, *wanted, timeout_s=120)]
     while launches[-1]["ran_out"] and len(launches) < 4:
-        launches.append(on_ranks("worker_out_of_memory", tmp_path, 2, *wanted, timeout_s=60))
+        launches.append(on_ranks("worker_out_of_memory", tmp_path, 2, *wanted, timeout_s=120))
     told = ["".join(launch["told"]) for launch in launches]
     assert [launch["ran_out"] for launch in launches] == [True, True, False], "4, 2, then 1"
     assert "micro-batch 2 in place of 4" in told[1] and "micro-batch 1 in place of 4" in told[2]

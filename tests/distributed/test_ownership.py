@@ -19,7 +19,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Rows]]:
     found = {}
     for world in CASES:
         output = tmp_path_factory.mktemp(f"ownership{world}")
-        found[world] = on_ranks("worker_ownership", output, world, timeout_s=150)
+        found[world] = on_ranks("worker_ownership", output, world, timeout_s=300)
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_relayout import BEFORE, VARIANTS
+from tests.distributed.worker_relayout import BEFORE, SHARING, VARIANTS
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(840)
@@ -78,8 +78,9 @@ def test_groups_descriptors_and_threads_do_not_pile_up(result: dict[str, Any]) -
         # A rank is in more groups under some layouts than under others.
         for name, most in (("num_groups", 0), ("num_fds", 4), ("num_threads", 4)):
             by_layout: dict[str, list[int]] = {}
-            for row in rows[len(rows) // 2 :]:
+            for row in rows[len(rows) // 3 :]:
                 by_layout.setdefault(row["to"], []).append(row[name])
+            assert any(len(seen) > 1 for seen in by_layout.values())
             assert all(max(seen) - min(seen) <= most for seen in by_layout.values()), by_layout
 
 
@@ -98,7 +99,6 @@ def test_training_goes_on_as_if_nothing_had_been(result: dict[str, Any]) -> None
 
 
 def test_sharing_samples_or_not_moves_no_state(results: dict[str, Any]) -> None:
-    free = ("tp1.pp1.dp4", "tp1.cp2.pp1.dp2", "tp1.cp4.pp1.dp1")
     rows = results["context"]["rows"][0]
-    gone = [row for row in rows if row["from"] in free and row["to"] in free]
+    gone = [row for row in rows if row["from"] in SHARING and row["to"] in SHARING]
     assert len(gone) == 6 and not any(row["wire_bytes"] for row in gone)

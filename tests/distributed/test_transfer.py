@@ -9,13 +9,13 @@ import pytest
 from tests.distributed.worker_transfer import WAYS
 from tests.helpers.on_ranks import on_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(360)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     """By rank, all changes."""
-    return on_ranks("worker_transfer", tmp_path_factory.mktemp("transfer"), 4, timeout_s=150)
+    return on_ranks("worker_transfer", tmp_path_factory.mktemp("transfer"), 4, timeout_s=300)
 
 
 @pytest.mark.parametrize("way", WAYS)

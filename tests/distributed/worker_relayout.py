@@ -24,14 +24,14 @@ CUTS = [
 ]
 EXPERTS = [
     "tp1.pp1.dp4",
-    "tp2.pp1.ep4.etp1.dp2",
-    "tp1.pp1.ep2.dp4",
     "tp2.pp2.ep2.etp1.dp1",
+    "tp1.pp1.ep2.dp4",
     "tp1.pp1.ep4.dp4",
     "tp4.pp1.ep2.etp1.dp1",
     "tp2.pp1.dp2",
     "tp1.cp2.pp1.ep4.dp2",
     "tp2.pp1.ep2.dp2",
+    "tp2.pp1.ep4.etp1.dp2",
 ]
 FEW_EXPERTS = ["tp2.pp1.dp2", "tp2.pp1.ep2.dp2", "tp2.pp1.ep4.etp1.dp2"]
 MIXED = ["tp1.pp1.ep2.dp4", "tp1.pp4.dp1", "tp2.pp1.etp1.dp2", "tp1.pp2.vpp2.ep2.dp2"]

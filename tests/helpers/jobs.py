@@ -55,7 +55,7 @@ def train(
     *,
     base: str = TINY,
     launcher: Launcher = "direct",
-    timeout_s: float = 240,
+    timeout_s: float = 480,
 ) -> RanksResult:
     """Runs `pretrain_gpt.py` on `nproc` ranks with the base flags and these."""
     args = [ROOT / "pretrain_gpt.py", *base.split(), *flags, "--run-dir", run_dir]

@@ -154,6 +154,25 @@ def test_the_plan_is_the_best_of_all(data: st.DataObject) -> None:
         assert phase_plan.cost_of_one(best, single) >= -1e-12  # pyright: ignore[reportOptionalOperand]
 
 
+def test_a_move_that_cannot_pay_is_not_priced() -> None:
+    """Of equal ways the first by name is taken."""
+    wide, (own, slow, *_) = WIDE[0], LAYOUTS
+    one, other = sorted(LAYOUTS[2:], key=str)
+    first = {own: 2.0, slow: 9.0, one: 1.0, other: 1.0}
+    choices = [{wide: {x: choice(x, wide, s) for x, s in first.items()}}]
+    choices.append({wide: {own: choice(own, wide, 1.0)}})
+    asked: list[Layout] = []
+
+    def pause(before: Layout, after: Layout) -> float:
+        asked.append(before)
+        return 0.0 if before == after else 0.5
+
+    best, _ = plan_stages([stage(0, 1), stage(1, 1)], choices, pause)
+    assert best is not None and best.seconds == pytest.approx(2.5)
+    assert best.stages[0].choice.configuration.layout == one
+    assert slow not in asked and {one, other} <= set(asked)
+
+
 def test_choices_are_the_fastest_of_each_layout_and_way() -> None:
     limits = Limits(recompute=("none",))
     planner = Planner(PRESETS["llama-2-7b"], preset("h100-80g:16"), limits=limits)

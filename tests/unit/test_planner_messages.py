@@ -161,17 +161,36 @@ def test_short_messages_pay_on_slow_links_only() -> None:
 
 
 def test_points_of_another_planner_are_those_it_would_list() -> None:
+    for model, cluster, parts in (
+        (MODEL, preset("a100-40g:8"), (1,)),
+        (PRESETS["llama-2-13b"], preset("a100-40g:16"), (1, 4)),
+        (PRESETS["mixtral-8x7b"], preset("a100-80g:16"), (1,)),
+    ):
+        limits = Limits(logits_chunks=parts)
+        usual = Planner(model, cluster, limits=limits)
+        for bits in (None, 8):
+            own, given = (
+                Planner(model, cluster, limits=replace(limits, pipeline_message_bits=bits))
+                for _ in range(2)
+            )
+            own.constants = usual.constants.under(replace(usual.constants.factors, across=0.5))
+            given.constants = own.constants
+            given.take_space(usual, [BATCH])
+            want, got = own._judged([BATCH]), given._judged([BATCH])
+            for field in fields(want.points):
+                one, other = (getattr(x.points, field.name) for x in (want, got))
+                assert np.array_equal(one, other), field.name
+            assert np.array_equal(want.fits, got.fits) and want.fits.any()
+            assert np.array_equal(want.peaks, got.peaks, equal_nan=True)
+            assert own.rank([BATCH]) == given.rank([BATCH])
+
+
+def test_times_are_not_given_to_points_with_other_messages() -> None:
     cluster = preset("a100-40g:8")
-    usual = Planner(MODEL, cluster)
-    for limits in (Limits(), Limits(pipeline_message_bits=8)):
-        own, given = (Planner(MODEL, cluster, limits=limits) for _ in range(2))
-        given.constants = usual.constants.under(replace(usual.constants.factors, across=0.5))
-        given.take_space(usual, [BATCH])
-        want, got = own._judged([BATCH]), given._judged([BATCH])
-        for field in fields(want.points):
-            one, other = (getattr(x.points, field.name) for x in (want, got))
-            assert np.array_equal(one, other), field.name
-        assert np.array_equal(want.fits, got.fits) and len(want.points) > 1000
+    best = Planner(MODEL, cluster).rank([BATCH], top=1)[0].ranked[0]
+    timed = [Timing(configuration=best.configuration, step_s=1.0)]
+    with pytest.raises(AssertionError):
+        Planner(MODEL, cluster).take_space(Planner(MODEL, cluster, timings=timed), [BATCH])
 
 
 def test_what_is_timed_has_the_messages_and_logits_of_the_run() -> None:
