@@ -6,6 +6,7 @@ depends on the nodes, on the layout and a little on the batch; nothing here runs
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -395,7 +396,12 @@ def job_of(model: ModelSpec, cluster: ClusterSpec, what: Configuration, c: Const
 
 def uniform_links(cluster: ClusterSpec) -> Links:
     """Links as the rest of the description of a cluster has them."""
-    num, speed = cluster.num_nodes, cluster.nic_bytes_per_s
+    return _equal_links(cluster.num_nodes, cluster.nic_bytes_per_s)
+
+
+@functools.lru_cache(maxsize=4)
+def _equal_links(num: int, speed: float) -> Links:
+    # A search asks for every layout, and each value of the matrices is checked.
     rows = [tuple(speed if i != j else 0.0 for j in range(num)) for i in range(num)]
     return Links(bytes_per_s=tuple(rows), latency_s=((0.0,) * num,) * num)
 
