@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from copus_ext.monitor import graph_plan, phase_plan, rank_plan
+from copus_ext.monitor import graph_plan, phase_plan
 from copus_ext.monitor.phase_plan import TOKENS_A_PARAMETER
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
@@ -120,6 +120,8 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
     elif command == "phases":
         phase_plan.add_flags(p)
     elif command == "elastic":
+        from copus_ext.monitor import rank_plan
+
         rank_plan.add_flags(p)
     elif command in _FLAG_OF:
         p.set_defaults(**{_FLAG_OF[command]: True})
@@ -417,6 +419,8 @@ def answer(args: argparse.Namespace) -> int:
     if args.phases:
         return phase_plan.answer(args, planner, put)
     if args.elastic:
+        from copus_ext.monitor import rank_plan
+
         return rank_plan.answer(args, planner, put)
     wanted = batches(args.global_batch_size)
     if args.explain is not None:

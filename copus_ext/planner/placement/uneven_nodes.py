@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import GPUS, ClusterSpec, NodeSpec, of_gpu
@@ -463,6 +462,9 @@ def rank_on_nodes(planner: Planner, batch: int, *, top: int = 10) -> list[Fitted
         SpecError: a description that makes no sense, or a mixture of experts.
     """
     planner.model.check_dense("the search over uneven nodes")
+    # Imported where it is needed, as every `plan` imports this file.
+    from tqdm import tqdm
+
     sites = sorted(_proposed(planner, batch), key=_least_sample_s)
     found: list[tuple[FittedLayout, Site]] = []
     # No thread for one bar: a program that uses this function may mind signals.
