@@ -11,9 +11,9 @@ layout counts with the median of its rounds, and beside it with the least: the m
 fast stretches of minutes, which differ by more than layouts do. The planner predicts all layouts
 from the constants that ship and the rate of the links alone; then from two measured times of each
 group, which it has proposed. `among others` is the choice among the layouts whose times were not
-known. Each round is also judged alone. Writes
-docs/results/planner_slow_links.json, with some 20 minutes a round. `--only 2` measures one number
-of nodes. `--again` of results takes their rounds, too, and with `--rounds 0` predicts them anew.
+known. Each round is also judged alone. Writes docs/results/planner_slow_links.json, with some 20
+minutes a round. `--again` of results takes their rounds, too, and with `--rounds 0` predicts them
+anew. `--only 2` measures one number of nodes, beside `--again` or into another file.
 `--draw` prints the table of the file. To measure, it needs root, iproute2, two cores and nothing
 else running.
 """
@@ -252,7 +252,8 @@ def main() -> None:
 
 def judged(rounds: list[Times], machines: list[dict[str, Any]]) -> dict[str, Any]:
     """Predictions of the median times, and what the least times and every round say of them."""
-    runs = runs_of(of_rounds(rounds, statistics.median))
+    usual = of_rounds(rounds, statistics.median)
+    runs = runs_of(usual)
     alone, known = predicted(runs), predicted(runs, 2)
     return {
         "what": "step times over slow links; first from constants alone, then from two times",
@@ -260,7 +261,7 @@ def judged(rounds: list[Times], machines: list[dict[str, Any]]) -> dict[str, Any
         "two_known": judge(runs, known),
         "two_chunks_over_one": chunks(runs, alone.step_s),
         "rows": rows_of(runs, alone, known),
-        "spread": {name: spread(rounds, name) for name in rounds[0]},
+        "spread": {name: spread(rounds, name) for name in usual},
         "least_times": judged_alone(runs_of(of_rounds(rounds, min))),
         "each_round": [judged_alone(runs_of(one)) for one in rounds],
         "machines": machines,
@@ -268,13 +269,14 @@ def judged(rounds: list[Times], machines: list[dict[str, Any]]) -> dict[str, Any
     }
 
 
-def spread(rounds: list[Times], group: str) -> float:
-    """Middle over the layouts of a group: the longest time of the rounds over the least, less 1."""
+def spread(rounds: list[Times], group: str) -> dict[str, float]:
+    """The longest time of the rounds over the least, less 1: median and worst of a group."""
     most, least = (
         np.array([t["step_s"] for t in of_rounds(rounds, ends)[group]["times"]])
         for ends in (max, min)
     )
-    return float(np.median(most / least)) - 1
+    found = most / least - 1
+    return {"median": float(np.median(found)), "worst": float(found.max())}
 
 
 def judged_alone(runs: list[MeasuredRun]) -> dict[str, Any]:
