@@ -14,9 +14,11 @@ A step is a sum of parts (`copus_ext.cost_model.step.PARTS`), and ln(measured / 
 All are Gaussian with mean zero. So two configurations, one that mostly reduces gradients and one
 that mostly sends through the pipeline, say much about all others. The factors of the parts are the
 likeliest ones, found by Newton's steps, because a link may be several times slower than was
-thought. Around them one linear solve gives the posterior, the same in whatever order data come. The
-spread of the shared factor is the likeliest one, if that is more than the prior. A machine of
-another speed throughout then says nothing about one layout against another.
+thought. Around them one linear solve gives the posterior, the same in whatever order data come.
+
+Where the measurements are far off together, the shared factor has the spread that is likeliest in
+place of the prior's. A machine of another speed throughout then says nothing about one layout
+against another. Half of what is added belongs to computation, as its links may be no slower.
 """
 
 from __future__ import annotations
@@ -76,6 +78,8 @@ predicted step of those measured."""
 _TAILS = 4 / 3
 """Standard deviations of one configuration over another count so many times where runs choose. The
 few large errors are larger than a normal distribution has them, and a trial pays by these."""
+_OF_COMPUTE = 0.5
+"""Share of computation in the variance that measurements add to what all have in common."""
 _NEWTON_STEPS = 30
 _CONVERGED = 1e-9
 
@@ -246,9 +250,10 @@ def correct(
     old = np.zeros(len(sd)) if earlier is None else np.asarray(earlier, dtype=float)
     apart = np.diag(sd**2) + (0.0 if old.all() else s.drift**2 * np.outer(old, old))
     apart += _kernel(known, known, s)
-    spread = parts.covariance(known, known, theta)
-    s = replace(s, common=_common(apart + spread - s.common**2, ratios, at_least=s.common))
-    apart += s.common**2 - Spread().common ** 2
+    more = _more_in_common(apart + parts.covariance(known, known, theta), ratios)
+    s = replace(s, common=math.sqrt(s.common**2 + (1 - _OF_COMPUTE) * more))
+    apart += (1 - _OF_COMPUTE) * more
+    parts = replace(parts, compute_sd=math.sqrt(parts.compute_sd**2 + _OF_COMPUTE * more))
     theta = parts.likeliest(known, ratios, apart)
     rest = ratios - parts.log_factors(known, theta)
     inner = apart + parts.covariance(known, known, theta)
@@ -308,11 +313,13 @@ class _Parts:
     logarithms of `_NAMES`, then the time over `constant_s`."""
 
     constant_s: float
+    compute_sd: float = PartSpread().compute
 
     @property
     def sd(self) -> Any:
         """Of theta."""
-        return np.array([*(getattr(PartSpread(), name) for name in _NAMES), 1.0])
+        spread = replace(PartSpread(), compute=self.compute_sd)
+        return np.array([*(getattr(spread, name) for name in _NAMES), 1.0])
 
     def log_factors(self, steps: Steps, theta: Any) -> Any:
         """[n] what theta makes of ln(measured / predicted)."""
@@ -454,17 +461,17 @@ def _answer(
     return replace(found, against_sd=_TAILS * np.sqrt(np.maximum(gap, 0.0)))
 
 
-def _common(rest: Any, ratios: Any, *, at_least: float) -> float:
-    """The likeliest standard deviation of the common factor.
+def _more_in_common(covariance: Any, ratios: Any) -> float:
+    """The variance that makes what the measurements have in common likeliest, besides what it has;
+    0 where it has more.
 
     Args:
-        rest: [m, m] covariance of the measurements without it.
+        covariance: [m, m] of the measurements.
         ratios: [m] of the measurements.
-        at_least: where less would be likelier.
     """
-    weights = np.linalg.solve(rest, np.ones(len(ratios)))
+    weights = np.linalg.solve(covariance, np.ones(len(ratios)))
     mean = weights @ ratios / weights.sum()
-    return math.sqrt(max(at_least**2, mean**2 - 1.0 / weights.sum()))
+    return max(0.0, mean**2 - 1.0 / weights.sum())
 
 
 def _kernel(one: Steps, other: Steps, s: Spread) -> Any:

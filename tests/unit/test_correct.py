@@ -259,6 +259,17 @@ def test_a_machine_of_another_speed_throughout_favours_no_layout(factor: float) 
     assert (got.relative_sd[4:] > 0.95 * apart).all() and (got.relative_sd < 1.5 * apart).all()
 
 
+@pytest.mark.parametrize("links", [1, 2])
+def test_a_machine_that_computes_slower_says_half_as_much_of_its_links(links: int) -> None:
+    """Two that mostly compute take twice as long as predicted; links are not known."""
+    steps = mixed({"compute": [1.0, 1.0, 0.2], "dp": [0.05, 0, 0.8], "pp": [0, 0.05, 0]})
+    computes = np.log((steps.step_s + steps.seconds[:, 0]) / steps.step_s)
+    got = module.correct(steps, steps.take([0, 1]), computes[:2])
+    truth = math.log(links if links == 2 else 1.2)
+    error = abs(math.log(got.factor[2]) - truth)
+    assert error < 0.3 and error < got.relative_sd[2]
+
+
 def test_a_machine_that_changed_since_it_was_profiled_favours_no_layout() -> None:
     then = np.random.default_rng(1).normal(0.0, 0.06, len(KEYS))
     earlier = [False] + [True] * len(KEYS)
