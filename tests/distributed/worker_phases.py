@@ -27,7 +27,7 @@ from tests.helpers.jobs import TINY, run
 SHARDED = "--use-distributed-optimizer"
 BASE = (
     TINY.replace("--seq-length 32", "").replace("--max-position-embeddings 32", "")
-    + f""" --max-position-embeddings 1024 --global-batch-size 64 --micro-batch-size 4
+    + f""" --max-position-embeddings 1024 --global-batch-size 64 --micro-batch-size 16
 --train-iters 15 --clip-grad 0.5 --lr-decay-style cosine --lr-warmup-iters 2 --log-interval 1
 {SHARDED}"""
 )
@@ -64,7 +64,7 @@ class Sizes(Callback):
         """Asks for the batch once."""
         if self.batch is None:
             return None
-        settings, self.batch = StepSettings(global_batch_size=self.batch, micro_batch_size=1), None
+        settings, self.batch = StepSettings(global_batch_size=self.batch, micro_batch_size=2), None
         return Request(kind="change", reason="a test", settings=settings)
 
 
@@ -167,6 +167,7 @@ def ramp(output: Path, results: dict[str, Any]) -> None:
     base = BASE.replace("--train-iters 15", "--train-samples 256 --seq-length 64")
     base = base.replace("--lr-warmup-iters", "--lr-warmup-samples")
     grows = ["--global-batch-size", "32", "--step-batch-size-schedule", "0:16 8192:32"]
+    grows += ["--micro-batch-size", "4"]
     moves = ["--layout-schedule", "50%:tp2.pp1.dp2", "--micro-batch-size-schedule", "8192:2"]
     save = ["--save", str(output / "ramp-saved")]
 

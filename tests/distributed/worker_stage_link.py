@@ -27,7 +27,7 @@ MORE = {
 LOW = {"pp2": 2, "pp4": 3 + 2 + 1, "tp2 pp2": 2}
 """Layouts for gradients of low rank, and how many messages of a step are, over all ranks."""
 RANK = 4
-STEPS = 20
+STEPS = 8
 
 
 def main(output: Path) -> Any:

@@ -117,7 +117,7 @@ def join() -> None:
     """Prepares a worker, and joins the world of the launcher on gloo.
 
     A worker makes many short runs, so that what each costs at its start counts: mock data are of
-    fewer documents, and what imports have made stays out of every search for garbage.
+    fewer documents.
     """
     prepare()
     import torch
@@ -125,7 +125,6 @@ def join() -> None:
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     MockGPTLowLevelDataset.size = 1000
-    gc.unfreeze = lambda: None
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     # A group that is left over ends while Python still runs: its threads may want the interpreter.

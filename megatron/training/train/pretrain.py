@@ -145,8 +145,8 @@ def _run(
             outcome = replace(outcome, state=state)
             if stored is None and (note := warmup_note(config)):
                 log_rank_zero(f"note: {note}")
+            _imports_at_rest()
             with (
-                _imports_at_rest(),
                 open_run(config, run, stored, state, callbacks.settings(), start_fields) as tracker,
                 _watch(run, limits, state, tracker) as watchdog,
                 _trace(config, run, device, watchdog) as trace,
@@ -274,19 +274,12 @@ def _trace(config: Config, run: RunDirectory, device: Device, watchdog: Watchdog
     )
 
 
-@contextlib.contextmanager
-def _imports_at_rest() -> Iterator[None]:
-    """Spares every collection the hundreds of thousands of objects that imports have made; taking a
-    layout down collects, and a job waits for it. Does nothing where the caller has done so."""
-    if gc.get_freeze_count():
-        yield
-        return
+@functools.cache
+def _imports_at_rest() -> None:
+    """Spares every later collection the hundreds of thousands of objects that imports have made.
+    Taking a layout down collects, and a job waits for it. Once a process."""
     gc.collect()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextlib.contextmanager
