@@ -16,9 +16,9 @@ that mostly sends through the pipeline, say much about all others. The factors o
 likeliest ones, found by Newton's steps, because a link may be several times slower than was
 thought. Around them one linear solve gives the posterior, the same in whatever order data come.
 
-Where the measurements are far off together, the shared factor has the spread that is likeliest in
-place of the prior's. A machine of another speed throughout then says nothing about one layout
-against another. Half of what is added belongs to computation, as its links may be no slower.
+Where the measurements are far off together, the variance that explains it joins the prior. It goes
+to the shared factor, but for half of the share that computation has in the steps measured: the
+links of a slow machine may be no slower. Layouts that compute alike then keep their order.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _TAILS = 4 / 3
 """Standard deviations of one configuration over another count so many times where runs choose. The
 few large errors are larger than a normal distribution has them, and a trial pays by these."""
 _OF_COMPUTE = 0.5
-"""Share of computation in the variance that measurements add to what all have in common."""
+"""Share of computation in the variance that measurements add, where they do nothing else."""
 _NEWTON_STEPS = 30
 _CONVERGED = 1e-9
 
@@ -251,9 +251,10 @@ def correct(
     apart = np.diag(sd**2) + (0.0 if old.all() else s.drift**2 * np.outer(old, old))
     apart += _kernel(known, known, s)
     more = _more_in_common(apart + parts.covariance(known, known, theta), ratios)
-    s = replace(s, common=math.sqrt(s.common**2 + (1 - _OF_COMPUTE) * more))
-    apart += (1 - _OF_COMPUTE) * more
-    parts = replace(parts, compute_sd=math.sqrt(parts.compute_sd**2 + _OF_COMPUTE * more))
+    of_compute = _OF_COMPUTE * more * float(parts.slopes(known, theta)[:, _COMPUTE].mean())
+    s = replace(s, common=math.sqrt(s.common**2 + more - of_compute))
+    apart += more - of_compute
+    parts = replace(parts, compute_sd=math.sqrt(parts.compute_sd**2 + of_compute))
     theta = parts.likeliest(known, ratios, apart)
     rest = ratios - parts.log_factors(known, theta)
     inner = apart + parts.covariance(known, known, theta)
@@ -314,6 +315,7 @@ class _Parts:
 
     constant_s: float
     compute_sd: float = PartSpread().compute
+    """Standard deviation of the factor of computation."""
 
     @property
     def sd(self) -> Any:
@@ -462,8 +464,8 @@ def _answer(
 
 
 def _more_in_common(covariance: Any, ratios: Any) -> float:
-    """The variance that makes what the measurements have in common likeliest, besides what it has;
-    0 where it has more.
+    """The variance to add to what all measurements have in common, so that their mean is likeliest.
+    It is 0 where their covariance explains the mean already.
 
     Args:
         covariance: [m, m] of the measurements.

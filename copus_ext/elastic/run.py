@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import importlib
 import os
 import signal
@@ -78,6 +79,8 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
         # Between generations; the supervisor has also written the file that asks to stop.
         signal.signal(number, lambda number, frame: None)
     importlib.import_module("megatron.training.train.pretrain")  # before this rank is ready
+    gc.collect()
+    gc.freeze()  # what imports have made; taking down a world collects
     membership.ready()
     held, fruitless, left_s = HeldCopies(), 0, 0.0
     generation = membership.wait_newer(FIRST_S)

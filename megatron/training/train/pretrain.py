@@ -145,7 +145,6 @@ def _run(
             outcome = replace(outcome, state=state)
             if stored is None and (note := warmup_note(config)):
                 log_rank_zero(f"note: {note}")
-            _imports_at_rest()
             with (
                 open_run(config, run, stored, state, callbacks.settings(), start_fields) as tracker,
                 _watch(run, limits, state, tracker) as watchdog,
@@ -272,14 +271,6 @@ def _trace(config: Config, run: RunDirectory, device: Device, watchdog: Watchdog
         busy=functools.partial(watchdog.phase, "writing a trace", patient=True),
         meet=dist.barrier,
     )
-
-
-@functools.cache
-def _imports_at_rest() -> None:
-    """Spares every later collection the hundreds of thousands of objects that imports have made.
-    Taking a layout down collects, and a job waits for it. Once a process."""
-    gc.collect()
-    gc.freeze()
 
 
 @contextlib.contextmanager
