@@ -4,13 +4,21 @@
 
 GPT-3 175B on 1,024 and 4,096 A100: the whole space of one global batch, and of ten at once; a
 re-plan of some thousand configurations; and the ranking against one that simulates everything. Each
-three times, the re-plan ten times; the best counts. Writes docs/results/planner_speed.json.
+three times, the re-plan ten times; the best counts. Two commands, from their start to their end,
+five times: the plan of 1,024 A100, and the order of 64 nodes of three speeds. Writes
+docs/results/planner_speed.json.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +33,17 @@ from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import to_rows
 
+ROOT = Path(__file__).resolve().parents[1]
+UNEVEN = {
+    "gpu": "A100-80GB",
+    "num_nodes": 64,
+    "gpus_per_node": 8,
+    "nic_bytes_per_s": "100GB/s",
+    "intra_bytes_per_s": "300GB/s",
+    "constants": "a100-80g",
+    "nodes": [{"count": 30}, {"count": 14, "speed": 0.7}, {"count": 20, "speed": 0.9}],
+}
+"""A cluster file of 64 nodes, of which 34 are slower than the others."""
 LADDER = [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
 
 
@@ -100,6 +119,29 @@ def against_everything() -> dict[str, Any]:
     return {"configurations": len(points), "simulated": compared, "same_ranking": equal}
 
 
+def whole(*words: str) -> dict[str, Any]:
+    """Seconds of `tools/plan.py` with some words from its start to its end, five times."""
+    command = [sys.executable, str(ROOT / "tools/plan.py"), *words]
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds, "least_s": min(seconds), "median_s": statistics.median(seconds)}
+
+
+def commands() -> dict[str, Any]:
+    """The two commands."""
+    with tempfile.TemporaryDirectory() as folder:
+        uneven = Path(folder) / "cluster.json"
+        uneven.write_text(json.dumps(UNEVEN))
+        model, batch = ("--model", "gpt3-175b"), "--global-batch-size"
+        return {
+            "plan of 1,024 A100": whole(*model, "--cluster", "a100-80g:1024", batch, "1536"),
+            "64 uneven nodes": whole("nodes", *model, "--cluster", str(uneven), batch, "512"),
+        }
+
+
 def main() -> None:
     """Measures, prints and writes."""
     args = arguments(__doc__, "planner_speed.json").parse_args()
@@ -108,6 +150,7 @@ def main() -> None:
         "spaces": [space(1024, [1536]), space(1024, LADDER), space(4096, [4096])],
         "replan": replan(),
         "exactness": against_everything(),
+        "commands": commands(),
         **origin(),
     }
     write(args.output, result)

@@ -165,9 +165,9 @@ def lead(args: argparse.Namespace, store: Any, place: Place) -> int:
     rounds = session.without(session.tournament(len(hosts)), record.pairs)
     most_s = len(rounds) * settings.most_s
     say(f"{len(hosts)} nodes, {settings.backend}, {len(rounds)} rounds, {most_s:.0f} s at most")
-    session.announce(store, ranks, rounds, settings)
+    session.announce(store, ranks, settings)
     try:
-        lost = session.lead_rounds(store, rounds, settings, place, record, say)
+        lost = session.lead_all(store, rounds, settings, place, record, say, expected=expected)
     finally:
         # Also after a signal: what is known is kept and shown.
         record.flush()

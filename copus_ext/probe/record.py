@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, Links
-from copus_ext.probe.findings import usual
+from copus_ext.probe.findings import find, usual
 from copus_ext.probe.link_fit import Timed, duplex
 from megatron.training.checkpoint.files import read_text, write_atomically
 from megatron.training.common.errors import UsageError
@@ -94,12 +94,14 @@ class LinkRecord:
         return frozenset((i, j) for i, j in self.known if i < j)
 
     def add(self, known: Mapping[tuple[int, int], Timed], silent: Mapping[Pair, str]) -> None:
-        """Takes the pairs of a round.
+        """Takes the pairs of a round. Of a link that was timed before, the faster time stays.
 
         Raises:
             OSError: they cannot be written.
         """
-        self.known |= known
+        for way, timed in known.items():
+            before = self.known.get(way, timed)
+            self.known[way] = min(before, timed, key=lambda one: one.seconds[-1])
         self.silent |= silent
         # A large table takes long to write: then not after every round.
         if time.monotonic() >= self._next_write_s:
@@ -134,6 +136,16 @@ class LinkRecord:
             speeds[way] = timed.bytes_per_s
             delays[way] = min(timed.latency_s, self.known[way[1], way[0]].latency_s)
         return speeds, delays
+
+    def lonely(self, expected: float | None) -> frozenset[Pair]:
+        """The pairs with a slow or far link that no slow or far node explains: something that
+        passed may have disturbed one of them.
+
+        Args:
+            expected: bandwidth that every link should have; None compares them with each other.
+        """
+        found = find(*self.matrices(), self.hosts, expected=expected)
+        return frozenset((min(w), max(w)) for w in (*found.slow.links, *found.far.links))
 
     @property
     def duplex(self) -> float:

@@ -214,6 +214,8 @@ def lead_rounds(
     place: Place,
     record: LinkRecord,
     say: Callable[[str], None],
+    *,
+    first: int = 0,
 ) -> list[str]:
     """On the first node: runs all rounds and keeps the record.
 
@@ -224,15 +226,17 @@ def lead_rounds(
         place: of this process.
         record: takes every round as soon as it is done.
         say: takes a line of progress after every round.
+        first: how many rounds an earlier call has run.
 
     Returns:
         Names of the nodes that have gone or can measure no more; later rounds are left out.
     """
     began = time.monotonic()
-    for number, pairs in enumerate(rounds):
+    for done, pairs in enumerate(rounds):
+        number = first + done
         until = time.monotonic() + settings.most_s + _MARGIN_S
-        store.set(f"go/{number}", "run")
-        answers = {0: _play(store, pairs, settings, place, 0)}
+        store.set(f"go/{number}", json.dumps(pairs))
+        answers = {0: _play(store, number, pairs, settings, place, 0)}
         keys = {node: f"times/{number}/{node}" for pair in pairs for node in pair if node}
         missing = wait_for(store, list(keys.values()), max(until - time.monotonic(), 0))
         for node, key in keys.items():
@@ -240,10 +244,10 @@ def lead_rounds(
             answers[node] = gone if key in missing else json.loads(store.get(key))
         silent = _add_round(record, pairs, answers)
         spent = time.monotonic() - began
-        left = spent / (number + 1) * (len(rounds) - number - 1)
+        left = spent / (done + 1) * (len(rounds) - done - 1)
         plural = "s" * (len(pairs) > 1)
         say(
-            f"round {number + 1} of {len(rounds)}: {len(pairs)} pair{plural}, {spent:.0f} s so "
+            f"round {done + 1} of {len(rounds)}: {len(pairs)} pair{plural}, {spent:.0f} s so "
             f"far, about {left:.0f} s left"
         )
         for (a, b), why in silent.items():
@@ -251,6 +255,35 @@ def lead_rounds(
         if lost := [record.hosts[n] for n, a in sorted(answers.items()) if a and a.get("stuck")]:
             return lost
     return []
+
+
+def lead_all(
+    store: Any,
+    rounds: Sequence[Round],
+    settings: Settings,
+    place: Place,
+    record: LinkRecord,
+    say: Callable[[str], None],
+    *,
+    expected: float | None = None,
+) -> list[str]:
+    """On the first node: runs all rounds. Those with a link that then looks slow or far for itself
+    are run once more, whole, as the other pairs of a round are a part of what its links carry.
+
+    Args:
+        store, rounds, settings, place, record, say: as `lead_rounds`.
+        expected: bandwidth that every link should have; None compares them with each other.
+
+    Returns:
+        As `lead_rounds`.
+    """
+    lost = lead_rounds(store, rounds, settings, place, record, say)
+    if lost or record.silent or not (pairs := record.lonely(expected)):
+        return lost
+    again = [some for some in tournament(len(record.hosts)) if pairs.intersection(some)]
+    plural = "s look" if len(pairs) > 1 else " looks"
+    say(f"{len(pairs)} pair{plural} slow or far; {len(again)} of the rounds are run once more")
+    return lead_rounds(store, again, settings, place, record, say, first=len(rounds))
 
 
 def _add_round(record: LinkRecord, pairs: Round, answers: Mapping[int, Any]) -> dict[Pair, str]:
@@ -269,21 +302,20 @@ def _add_round(record: LinkRecord, pairs: Round, answers: Mapping[int, Any]) -> 
     return silent
 
 
-def follow_rounds(
-    store: Any, rounds: Sequence[Round], settings: Settings, place: Place, node: int
-) -> None:
+def follow_rounds(store: Any, settings: Settings, place: Place, node: int) -> None:
     """On the other nodes: takes part in every round until the first node ends the probe.
 
     Raises:
         Silence: the first node says nothing any more.
     """
     patience = 2 * (settings.most_s + _MARGIN_S)
-    for number in range(len(rounds) + 1):
+    for number in itertools.count():
         if wait_for(store, [f"go/{number}"], patience):
             raise Silence("the first node has gone")
-        if store.get(f"go/{number}") != b"run":
+        if (pairs := json.loads(store.get(f"go/{number}"))) is None:
             return
-        if (answer := _play(store, rounds[number], settings, place, node)) is not None:
+        pairs = tuple((a, b) for a, b in pairs)
+        if (answer := _play(store, number, pairs, settings, place, node)) is not None:
             store.set(f"times/{number}/{node}", json.dumps(answer))
 
 
@@ -294,7 +326,7 @@ def dismiss(store: Any, world_size: int, seconds: float) -> None:
         store.set("plan", "null")
     for number in itertools.count():
         if not store.check([f"go/{number}"]):
-            store.set(f"go/{number}", "end")
+            store.set(f"go/{number}", "null")
             break
     wait_for(store, [f"bye/{rank}" for rank in range(1, world_size)], seconds)
 
@@ -310,19 +342,17 @@ def take_part(store: Any, place: Place, seconds: float) -> None:
     plan = json.loads(store.get("plan"))
     if plan is not None and place.rank in plan["ranks"]:
         settings = Settings(**{**plan["settings"], "sizes": tuple(plan["settings"]["sizes"])})
-        rounds = [tuple((a, b) for a, b in pairs) for pairs in plan["rounds"]]
-        follow_rounds(store, rounds, settings, place, plan["ranks"].index(place.rank))
+        follow_rounds(store, settings, place, plan["ranks"].index(place.rank))
     store.set(f"bye/{place.rank}", "")
 
 
-def announce(store: Any, ranks: Sequence[int], rounds: Sequence[Round], settings: Settings) -> None:
-    """On the first node: tells the others what is to be timed."""
-    plan = {"ranks": list(ranks), "rounds": rounds, "settings": asdict(settings)}
-    store.set("plan", json.dumps(plan))
+def announce(store: Any, ranks: Sequence[int], settings: Settings) -> None:
+    """On the first node: tells the others who takes part and how links are timed."""
+    store.set("plan", json.dumps({"ranks": list(ranks), "settings": asdict(settings)}))
 
 
 def _play(
-    store: Any, pairs: Round, settings: Settings, place: Place, node: int
+    store: Any, number: int, pairs: Round, settings: Settings, place: Place, node: int
 ) -> dict[str, Any] | None:
     """A node's part of a round; None if it rests.
 
@@ -334,7 +364,8 @@ def _play(
     if mine is None:
         return None
     try:
-        return within(settings.most_s, lambda: _measure(store, settings, place, mine, node))
+        own = _keys_of(store, number, mine)
+        return within(settings.most_s, lambda: _measure(own, settings, place, mine, node))
     except Silence as error:
         return {"why": str(error), "stuck": True}
     except Exception as error:
@@ -342,10 +373,13 @@ def _play(
         return {"why": line[:200]}
 
 
-def _measure(store: Any, settings: Settings, place: Place, pair: Pair, node: int) -> dict[str, Any]:
+def _keys_of(store: Any, number: int, pair: Pair) -> Any:
+    """The part of the store that a pair of a round has for itself."""
     import torch.distributed as dist
 
-    # A pair is timed once in a probe, so that its keys are its own.
-    own = dist.PrefixStore(f"pair/{pair[0]}/{pair[1]}", store)
-    trips, both = link.measure(own, pair.index(node), gpu=place.local_rank, **asdict(settings))
+    return dist.PrefixStore(f"round/{number}/{pair[0]}/{pair[1]}", store)
+
+
+def _measure(store: Any, settings: Settings, place: Place, pair: Pair, node: int) -> dict[str, Any]:
+    trips, both = link.measure(store, pair.index(node), gpu=place.local_rank, **asdict(settings))
     return one_way(trips, both).to_json()

@@ -293,7 +293,7 @@ def control(output: Path, go: Any, results: dict[str, Any]) -> None:
         policy = {"copus_policy": "doubling", "copus_doubling_first_tokens": 128 * 64.0}
         return [controllers()[0](**policy, copus_mode="act", copus_gns_interval=1)]
 
-    flags = ["--lr-decay-style", "constant", "--lr-warmup-iters", "0"]
+    flags = ["--lr-decay-style", "constant", "--lr-warmup-iters", "0", "--micro-batch-size", "4"]
     saved = ["--save", str(output / "controlled-saved"), "--save-interval", "1"]
     go("controlled", [*flags, *saved], acting())
     inside = 0

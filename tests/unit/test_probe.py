@@ -514,8 +514,8 @@ def play(
     record.begin(resume=False)
     with ThreadPoolExecutor(n) as pool:
         others = [pool.submit(session.take_part, store, at(i, n), 5) for i in range(1, n)]
-        session.announce(store, range(n), tournament(n), SETTINGS)
-        lost = session.lead_rounds(store, tournament(n), SETTINGS, at(0, n), record, said.append)
+        session.announce(store, range(n), SETTINGS)
+        lost = session.lead_all(store, tournament(n), SETTINGS, at(0, n), record, said.append)
         session.dismiss(store, n, 5)
         for other in others:
             other.result()
@@ -533,6 +533,31 @@ def test_all_rounds_are_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         f"round {i} of 5: 2 pairs" for i in range(1, 6)
     ]
     assert said[-1].endswith("about 0 s left")
+
+
+def test_a_link_that_was_disturbed_once_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 1 to 2 something passed; from 0 to 3 it is slow whenever it is timed."""
+    played: Counter[Any] = Counter()
+
+    def measure(*args: Any) -> dict[str, Any]:
+        played[args[-2:]] += 1
+        pair, node = args[-2:]
+        is_slow = (pair, node) == ((0, 3), 0) or (
+            (pair, node) == ((1, 2), 1) and played[pair, node] == 1
+        )
+        return timed(2e8 if is_slow else 1e9).to_json()
+
+    record, said, lost = play(tmp_path, monkeypatch, measure, n=6)
+    found = find(*record.matrices(), record.hosts)
+    assert not lost and found.slow.links == ((0, 3),)
+    (line,) = [line for line in said if "once more" in line]
+    again = [some for some in tournament(6) if {(0, 3), (1, 2)}.intersection(some)]
+    assert line.startswith(f"2 pairs look slow or far; {len(again)} of the rounds")
+    twice = {pair for (pair, _), times in played.items() if times == 2}
+    assert twice == set(itertools.chain(*again)), "whole rounds, with the load of the first time"
+    assert not any(times > 2 for times in played.values())
 
 
 def test_a_silent_link_is_named_and_the_others_are_timed(
