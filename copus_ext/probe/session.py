@@ -1,7 +1,8 @@
 """A probe of all links, in rounds. The processes meet in the store of torch.distributed.
 
 Keys of the store: `here/RANK` holds node and host of a process. The first node sets `plan`, and
-`go/ROUND` to `run` or `end`. The others set `times/ROUND/NODE`, and `bye/RANK` when they leave.
+`go/ROUND` to the pairs of the round, or null at the end. The others set `times/ROUND/NODE`, and
+`bye/RANK` when they leave.
 """
 
 from __future__ import annotations
