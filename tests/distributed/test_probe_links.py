@@ -90,7 +90,9 @@ def test_a_link_that_hangs_is_named_and_the_rest_is_taken_up(tmp_path: Path) -> 
     assert refused.returncode == 2 and "--resume or delete" in refused.stderr
     again = probe(output, "--resume").check()
     left = (12 - len(found)) // 2
-    told = [line for line in again.stderr.splitlines() if ": round " in line]
+    # Links of a busy machine may look slow, and are timed once more.
+    first = again.stderr.split(" run once more")[0]
+    told = [line for line in first.splitlines() if ": round " in line]
     assert sum(int(line.split(": ")[2].split()[0]) for line in told) == left
     assert len(ways(output)) == 12 and ClusterSpec.load(output).num_nodes == 4
 
@@ -171,7 +173,8 @@ def test_a_planted_slow_link_is_named(tmp_path: Path, slow: dict[str, Any], line
     assert spec.links is not None
     warned = [one for one in said.splitlines() if one.startswith("warning: slow")]
     assert code == ("\nwarning: " in said), said
-    assert len(warned) == bool(line) and "".join(warned).startswith(line.format(*spec.links.hosts))
+    is_named = "".join(warned).startswith(line.format(*spec.links.hosts))
+    assert len(warned) == bool(line) and is_named, said
     assert spec.nic_bytes_per_s == pytest.approx(100e6, rel=0.3)
     if "slow_pairs" in slow:
         assert spec.links.bytes_per_s[1][3] == pytest.approx(12.5e6, rel=0.3)
