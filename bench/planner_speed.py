@@ -4,8 +4,8 @@
 
 GPT-3 175B on 1,024 and 4,096 A100: the whole space of one global batch, and of ten at once; a
 re-plan of some thousand configurations; and the ranking against one that simulates everything. Each
-three times, the re-plan ten times; the best counts. Two commands, from their start to their end,
-five times: the plan of 1,024 A100, and the order of 64 nodes of three speeds. Writes
+three times, the re-plan ten times; the best counts. Two commands are timed from start to end, five
+times each: the plan of 1,024 A100, and the order of 64 nodes of three speeds. Writes
 docs/results/planner_speed.json.
 """
 
@@ -131,7 +131,7 @@ def whole(*words: str) -> dict[str, Any]:
 
 
 def commands() -> dict[str, Any]:
-    """The two commands."""
+    """Times the plan of 1,024 A100, and the order of 64 nodes of three speeds."""
     with tempfile.TemporaryDirectory() as folder:
         uneven = Path(folder) / "cluster.json"
         uneven.write_text(json.dumps(UNEVEN))

@@ -3,8 +3,9 @@
 srun --ntasks-per-node 1 python tools/probe_links.py --cluster h100-80g:64 --output cluster.json
 
 Start it on every node, with srun or torchrun; of several processes on a node the first one probes.
-Every round pairs all nodes, so that n nodes take n - 1 rounds. OUTPUT.rounds.json keeps each
-finished round, and --resume goes on with it. Slow links and nodes are named.
+Every round pairs all nodes, so that n nodes take n - 1 rounds, and a few once more where a single
+link looks slow. OUTPUT.rounds.json keeps each finished round, and --resume goes on with it. Slow
+links and nodes are named.
 Exit codes: 0 done, 1 something is slow and --strict was given, or the first node has gone, 2 wrong
 usage, 3 links gave no answer (no cluster file), 5 a file cannot be read or written, 130 stopped.
 """

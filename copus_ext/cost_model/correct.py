@@ -79,7 +79,8 @@ _TAILS = 4 / 3
 """Standard deviations of one configuration over another count so many times where runs choose. The
 few large errors are larger than a normal distribution has them, and a trial pays by these."""
 _OF_COMPUTE = 0.5
-"""Share of computation in the variance that measurements add, where they do nothing else."""
+"""Share of the variance that measurements add which goes to computation, where the steps measured
+only compute."""
 _NEWTON_STEPS = 30
 _CONVERGED = 1e-9
 

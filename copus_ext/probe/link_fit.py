@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -74,10 +75,23 @@ class Timed:
         """Time of the smallest message."""
         return self.seconds[0]
 
-    @property
+    @functools.cached_property
     def bytes_per_s(self) -> float:
         """Bandwidth of the line through all times."""
         return fit_line(self.num_bytes, self.seconds)[1]
+
+
+def least(one: Timed, other: Timed) -> Timed:
+    """The least times of two measurements of a direction, size by size; the larger sizes of the one
+    that has more."""
+    few, more = sorted((one, other), key=lambda timed: len(timed.num_bytes))
+    both = [timed.both_ways for timed in (one, other) if timed.both_ways is not None]
+    seconds = [min(pair) for pair in zip(few.seconds, more.seconds)]
+    return Timed(
+        num_bytes=more.num_bytes,
+        seconds=(*seconds, *more.seconds[len(seconds) :]),
+        both_ways=min(both, key=lambda timed: (-timed[0], timed[1]), default=None),
+    )
 
 
 def fit_line(num_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, Links
 from copus_ext.probe.findings import find, usual
-from copus_ext.probe.link_fit import Timed, duplex
+from copus_ext.probe.link_fit import Timed, duplex, least
 from megatron.training.checkpoint.files import read_text, write_atomically
 from megatron.training.common.errors import UsageError
 
@@ -94,14 +94,19 @@ class LinkRecord:
         return frozenset((i, j) for i, j in self.known if i < j)
 
     def add(self, known: Mapping[tuple[int, int], Timed], silent: Mapping[Pair, str]) -> None:
-        """Takes the pairs of a round. Of a link that was timed before, the faster time stays.
+        """Takes the pairs of a round. Of a link that was timed before, the least times stay; one
+        that gives no answer any more is not known.
 
         Raises:
             OSError: they cannot be written.
         """
         for way, timed in known.items():
-            before = self.known.get(way, timed)
-            self.known[way] = min(before, timed, key=lambda one: one.seconds[-1])
+            self.known[way] = least(self.known.get(way, timed), timed)
+            # Fitted now: those of all links at the end would let the other nodes wait too long.
+            _ = self.known[way].bytes_per_s
+        for a, b in silent:
+            self.known.pop((a, b), None)
+            self.known.pop((b, a), None)
         self.silent |= silent
         # A large table takes long to write: then not after every round.
         if time.monotonic() >= self._next_write_s:
@@ -137,7 +142,7 @@ class LinkRecord:
             delays[way] = min(timed.latency_s, self.known[way[1], way[0]].latency_s)
         return speeds, delays
 
-    def lonely(self, expected: float | None) -> frozenset[Pair]:
+    def unexplained_pairs(self, expected: float | None) -> frozenset[Pair]:
         """The pairs with a slow or far link that no slow or far node explains: something that
         passed may have disturbed one of them.
 

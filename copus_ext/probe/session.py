@@ -2,7 +2,7 @@
 
 Keys of the store: `here/RANK` holds node and host of a process. The first node sets `plan`, and
 `go/ROUND` to the pairs of the round, or null at the end. The others set `times/ROUND/NODE`, and
-`bye/RANK` when they leave.
+`bye/RANK` when they leave. A pair has the keys of `round/ROUND/NODE/NODE` for itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from megatron.training.common.errors import UsageError
 _POLL_S = 0.02
 _MARGIN_S = 10.0
 """For everything but messages: threads that start, the store."""
+_FEW_ROUNDS = 3
+"""So many may always be run once more."""
 _T = TypeVar("_T")
 Round = tuple[Pair, ...]
 """Pairs that are timed at the same time; no node is in two of them."""
@@ -268,8 +270,9 @@ def lead_all(
     *,
     expected: float | None = None,
 ) -> list[str]:
-    """On the first node: runs all rounds. Those with a link that then looks slow or far for itself
-    are run once more, whole, as the other pairs of a round are a part of what its links carry.
+    """On the first node: runs all rounds. Then it runs those once more that have a single link that
+    looks slow or far. They are run whole, because the pairs of a round may share a switch. Where
+    more than a quarter of the rounds has one, nothing that passed is the cause.
 
     Args:
         store, rounds, settings, place, record, say: as `lead_rounds`.
@@ -279,11 +282,19 @@ def lead_all(
         As `lead_rounds`.
     """
     lost = lead_rounds(store, rounds, settings, place, record, say)
-    if lost or record.silent or not (pairs := record.lonely(expected)):
+    if lost or record.silent:
         return lost
-    again = [some for some in tournament(len(record.hosts)) if pairs.intersection(some)]
-    plural = "s look" if len(pairs) > 1 else " looks"
-    say(f"{len(pairs)} pair{plural} slow or far; {len(again)} of the rounds are run once more")
+    every, pairs = tournament(len(record.hosts)), record.unexplained_pairs(expected)
+    again = [some for some in every if pairs.intersection(some)]
+    if not 0 < len(again) <= max(_FEW_ROUNDS, len(every) // 4):
+        return lost
+    plural, rounds_are = "s look" if len(pairs) > 1 else " looks", "rounds are"
+    if len(again) == 1:
+        rounds_are = "round is"
+    say(
+        f"{len(pairs)} pair{plural} slow or far: {len(again)} {rounds_are} run once more, "
+        f"{len(again) * settings.most_s:.0f} s at most"
+    )
     return lead_rounds(store, again, settings, place, record, say, first=len(rounds))
 
 

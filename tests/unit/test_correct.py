@@ -249,7 +249,7 @@ def test_further_columns_tell_configurations_apart() -> None:
     assert 1 < got.factor[0] < got.factor[1]
 
 
-def test_a_slow_link_says_nothing_of_computation() -> None:
+def test_a_slow_link_says_no_more_of_computation_than_of_itself() -> None:
     """One that mostly waits for a link takes five times as long as predicted."""
     steps = mixed({"compute": [1.0, 0.2], "dp": [0, 0.8]})
     got = module.correct(steps, steps.take([1]), [math.log(5.0)])

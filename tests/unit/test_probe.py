@@ -1,4 +1,4 @@
-"""The probe of links: rounds, fits, slow links, the record, and the meeting of the processes."""
+"""The probe of links: rounds, fits, slow links and the record."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ import json
 import math
 import re
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from copus_ext.commands.probe_links import base_of, expected_of, parser, settings_of
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
-from copus_ext.probe import session
 from copus_ext.probe.findings import (
     MOST_LINES,
     Culprits,
@@ -32,10 +28,10 @@ from copus_ext.probe.findings import (
     table,
     usual,
 )
-from copus_ext.probe.link_fit import Timed, duplex, fit_line, one_way
+from copus_ext.probe.link_fit import Timed, duplex, fit_line, least, one_way
 from copus_ext.probe.pair import Wire, both_ways, lead
 from copus_ext.probe.record import LinkRecord, cluster_text
-from copus_ext.probe.session import Silence, tournament, without
+from copus_ext.probe.session import tournament, without
 from megatron.training.common.errors import UsageError
 from tests.helpers.launch import ROOT
 
@@ -358,6 +354,31 @@ def timed(beta: float, alpha: float = 1e-5) -> Timed:
 HOW = {"backend": "gloo", "sizes": list(SIZES)}
 
 
+@given(st.integers(2, 6), st.integers(2, 6), st.data())
+def test_of_two_measurements_each_size_has_its_least_time(
+    few: int, more: int, data: st.DataObject
+) -> None:
+    """A slow link leaves large sizes out, so that the two may have other sizes."""
+
+    def drawn(number: int) -> Timed:
+        seconds = data.draw(st.lists(st.floats(1e-6, 1.0), min_size=number, max_size=number))
+        size = SIZES[number - 1]
+        both = data.draw(st.one_of(st.none(), st.floats(1e-6, 1.0).map(lambda s: (size, s))))
+        return Timed(num_bytes=SIZES[:number], seconds=tuple(seconds), both_ways=both)
+
+    one, other = drawn(few), drawn(more)
+    found = least(one, other)
+    assert found == least(other, one)
+    for at, size in enumerate(SIZES[: max(few, more)]):
+        known = [t.seconds[at] for t in (one, other) if size in t.num_bytes]
+        assert found.seconds[at] == min(known)
+    both = [t.both_ways for t in (one, other) if t.both_ways]
+    if both:
+        assert found.both_ways is not None
+        assert found.both_ways[0] == max(size for size, _ in both)
+        assert found.both_ways[1] == min(s for size, s in both if size == found.both_ways[0])
+
+
 def recorded(path: Path, hosts: list[str], pairs: list[tuple[int, int]]) -> LinkRecord:
     record = LinkRecord(path, hosts, HOW)
     record.begin(resume=False)
@@ -453,142 +474,6 @@ def test_the_table_names_every_node(n: int) -> None:
     assert "?" in table(speeds, delays, hosts(n)) or n == 2
     nothing = np.full((n, n), np.nan)
     assert table(nothing, nothing, hosts(n)) == "no link was timed"
-
-
-def test_the_first_process_of_every_node_probes() -> None:
-    given = [(7, "a"), (7, "a"), (3, "b"), (5, "b"), (3, "b")]
-    places = [{"node": node, "host": host} for node, host in given]
-    assert session.nodes_of(places) == ([0, 2, 3], ["a", "b:1", "b:2"])
-
-
-def test_the_launcher_says_which_node_it_is() -> None:
-    plain = {"RANK": "5", "WORLD_SIZE": "8"}
-    four = {**plain, "LOCAL_WORLD_SIZE": "4"}
-    grouped = {**four, "GROUP_RANK": "3"}
-    cases = [(plain, False, 5), (four, False, 1), (grouped, False, 3), (grouped, True, 5)]
-    for env, every_rank, node in cases:
-        assert session.place_of(env, every_rank=every_rank).node == node, env
-
-
-def test_without_a_launcher_it_says_how_to_start() -> None:
-    for env in ({}, {"RANK": "x", "WORLD_SIZE": "2"}):
-        with pytest.raises(UsageError, match="torchrun or srun"):
-            session.place_of(env, every_rank=False)
-
-
-SETTINGS = session.Settings(backend="gloo", sizes=SIZES, repeats=3, pair_s=0.1, timeout_s=0.1)
-
-
-def at(rank: int, world_size: int = 4) -> session.Place:
-    return session.Place(
-        rank=rank, world_size=world_size, node=rank, host=f"node{rank}", local_rank=0
-    )
-
-
-def test_who_does_not_come_is_named() -> None:
-    store = dist.HashStore()
-    for rank in (0, 2):
-        session.introduce(store, at(rank))
-    with pytest.raises(Silence, match="ranks 1, 3 have not come"):
-        session.gather(store, 4, 0.1)
-
-
-def test_a_first_node_that_has_gone_ends_the_others() -> None:
-    store = dist.HashStore()
-    with pytest.raises(Silence, match="has gone"):
-        session.take_part(store, at(1), 0.1)
-    session.dismiss(store, 1, 0.1)
-    session.take_part(store, at(1), 0.1)
-    assert store.check(["bye/1"])
-
-
-def play(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: Any, n: int = 4
-) -> tuple[LinkRecord, list[str], list[str]]:
-    """Rounds of threads over a store in memory; what was recorded, said and lost."""
-    monkeypatch.setattr(session, "_measure", measure)
-    monkeypatch.setattr(session, "_MARGIN_S", 0.5)
-    monkeypatch.setattr(session, "_POLL_S", 0.001)
-    store, names, said = dist.HashStore(), hosts(n), []
-    record = LinkRecord(tmp_path / "rounds.json", names, HOW)
-    record.begin(resume=False)
-    with ThreadPoolExecutor(n) as pool:
-        others = [pool.submit(session.take_part, store, at(i, n), 5) for i in range(1, n)]
-        session.announce(store, range(n), SETTINGS)
-        lost = session.lead_all(store, tournament(n), SETTINGS, at(0, n), record, said.append)
-        session.dismiss(store, n, 5)
-        for other in others:
-            other.result()
-    return record, said, lost
-
-
-def good(*_: Any) -> dict[str, Any]:
-    return timed(1e9).to_json()
-
-
-def test_all_rounds_are_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, said, lost = play(tmp_path, monkeypatch, good, n=5)
-    assert record.pairs == set(itertools.combinations(range(5), 2)) and not lost
-    assert [line.split(",")[0] for line in said] == [
-        f"round {i} of 5: 2 pairs" for i in range(1, 6)
-    ]
-    assert said[-1].endswith("about 0 s left")
-
-
-def test_a_link_that_was_disturbed_once_is_not_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From 1 to 2 something passed; from 0 to 3 it is slow whenever it is timed."""
-    played: Counter[Any] = Counter()
-
-    def measure(*args: Any) -> dict[str, Any]:
-        played[args[-2:]] += 1
-        pair, node = args[-2:]
-        is_slow = (pair, node) == ((0, 3), 0) or (
-            (pair, node) == ((1, 2), 1) and played[pair, node] == 1
-        )
-        return timed(2e8 if is_slow else 1e9).to_json()
-
-    record, said, lost = play(tmp_path, monkeypatch, measure, n=6)
-    found = find(*record.matrices(), record.hosts)
-    assert not lost and found.slow.links == ((0, 3),)
-    (line,) = [line for line in said if "once more" in line]
-    again = [some for some in tournament(6) if {(0, 3), (1, 2)}.intersection(some)]
-    assert line.startswith(f"2 pairs look slow or far; {len(again)} of the rounds")
-    twice = {pair for (pair, _), times in played.items() if times == 2}
-    assert twice == set(itertools.chain(*again)), "whole rounds, with the load of the first time"
-    assert not any(times > 2 for times in played.values())
-
-
-def test_a_silent_link_is_named_and_the_others_are_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(*args: Any) -> dict[str, Any]:
-        if args[-2] == (1, 2) and args[-1] == 2:
-            raise RuntimeError("Timed out waiting 30000ms\nmore")
-        return good()
-
-    record, said, lost = play(tmp_path, monkeypatch, measure)
-    assert not lost and record.silent == {(1, 2): "Timed out waiting 30000ms"}
-    assert len(record.pairs) == 5
-    assert "no answer between node1 and node2: Timed out waiting 30000ms" in said
-
-
-def test_a_link_that_hangs_ends_the_probe_with_its_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hung = Event()
-
-    def measure(*args: Any) -> dict[str, Any]:
-        if args[-2] == (0, 2):
-            hung.wait(20)
-        return good()
-
-    record, _, lost = play(tmp_path, monkeypatch, measure)
-    hung.set()
-    assert lost == ["node0", "node2"] and (0, 2) in record.silent
-    number = next(i for i, some in enumerate(tournament(4)) if (0, 2) in some)
-    assert len(record.pairs) == 2 * number + 1, "the other pair of the round is kept"
 
 
 @pytest.mark.parametrize(
