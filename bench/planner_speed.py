@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.support import arguments, origin, write
+from bench.support import ROOT, arguments, origin, write
 from copus_ext.cost_model import schedule
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import PRESETS
@@ -33,7 +33,6 @@ from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import to_rows
 
-ROOT = Path(__file__).resolve().parents[1]
 UNEVEN = {
     "gpu": "A100-80GB",
     "num_nodes": 64,
@@ -47,13 +46,19 @@ UNEVEN = {
 LADDER = [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
 
 
-def best_of(action: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
-    """Least seconds of some runs, and what the last returned."""
+def timed(action: Callable[[], Any], times: int) -> tuple[list[float], Any]:
+    """Seconds of some runs, and what the last returned."""
     seconds, result = [], None
     for _ in range(times):
         start = time.perf_counter()
         result = action()
         seconds.append(time.perf_counter() - start)
+    return seconds, result
+
+
+def best_of(action: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
+    """Least seconds of some runs, and what the last returned."""
+    seconds, result = timed(action, times)
     return min(seconds), result
 
 
@@ -122,11 +127,7 @@ def against_everything() -> dict[str, Any]:
 def whole(*words: str) -> dict[str, Any]:
     """Seconds of `tools/plan.py` with some words from its start to its end, five times."""
     command = [sys.executable, str(ROOT / "tools/plan.py"), *words]
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True)
-        seconds.append(time.perf_counter() - start)
+    seconds, _ = timed(lambda: subprocess.run(command, check=True, capture_output=True), 5)
     return {"seconds": seconds, "least_s": min(seconds), "median_s": statistics.median(seconds)}
 
 

@@ -167,8 +167,9 @@ def lead(args: argparse.Namespace, store: Any, place: Place) -> int:
     most_s = len(rounds) * settings.most_s
     say(f"{len(hosts)} nodes, {settings.backend}, {len(rounds)} rounds, {most_s:.0f} s at most")
     session.announce(store, ranks, settings)
+    leads = session.Lead(store=store, settings=settings, place=place, record=record, say=say)
     try:
-        lost = session.lead_all(store, rounds, settings, place, record, say, expected=expected)
+        lost = leads.time_all(rounds, expected=expected)
     finally:
         # Also after a signal: what is known is kept and shown.
         record.flush()

@@ -210,92 +210,80 @@ def gather(store: Any, world_size: int, seconds: float) -> tuple[list[int], list
     return nodes_of([json.loads(store.get(key)) for key in keys])
 
 
-def lead_rounds(
-    store: Any,
-    rounds: Sequence[Round],
-    settings: Settings,
-    place: Place,
-    record: LinkRecord,
-    say: Callable[[str], None],
-    *,
-    first: int = 0,
-) -> list[str]:
-    """On the first node: runs all rounds and keeps the record.
+@dataclass(kw_only=True)
+class Lead:
+    """The part of the first node, which runs the rounds and keeps the record."""
 
-    Args:
-        store: of the launch.
-        rounds: what is to be timed.
-        settings: how.
-        place: of this process.
-        record: takes every round as soon as it is done.
-        say: takes a line of progress after every round.
-        first: how many rounds an earlier call has run.
+    store: Any
+    """Of the launch."""
+    settings: Settings
+    place: Place
+    """Of this process."""
+    record: LinkRecord
+    """Takes every round as soon as it is done."""
+    say: Callable[[str], None]
+    """Takes a line of progress after every round."""
+    num_run: int = 0
+    """Rounds that were run so far; the number of the next one in the store."""
 
-    Returns:
-        Names of the nodes that have gone or can measure no more; later rounds are left out.
-    """
-    began = time.monotonic()
-    for done, pairs in enumerate(rounds):
-        number = first + done
-        until = time.monotonic() + settings.most_s + _MARGIN_S
-        store.set(f"go/{number}", json.dumps(pairs))
-        answers = {0: _play(store, number, pairs, settings, place, 0)}
-        keys = {node: f"times/{number}/{node}" for pair in pairs for node in pair if node}
-        missing = wait_for(store, list(keys.values()), max(until - time.monotonic(), 0))
-        for node, key in keys.items():
-            gone = {"why": f"{record.hosts[node]} has gone", "stuck": True}
-            answers[node] = gone if key in missing else json.loads(store.get(key))
-        silent = _add_round(record, pairs, answers)
-        spent = time.monotonic() - began
-        left = spent / (done + 1) * (len(rounds) - done - 1)
-        plural = "s" * (len(pairs) > 1)
-        say(
-            f"round {done + 1} of {len(rounds)}: {len(pairs)} pair{plural}, {spent:.0f} s so "
-            f"far, about {left:.0f} s left"
-        )
-        for (a, b), why in silent.items():
-            say(f"no answer between {record.hosts[a]} and {record.hosts[b]}: {why}")
-        if lost := [record.hosts[n] for n, a in sorted(answers.items()) if a and a.get("stuck")]:
+    def time_all(self, rounds: Sequence[Round], *, expected: float | None = None) -> list[str]:
+        """Runs all rounds, and then those once more that have a single link that looks slow or far.
+        They are run whole, because the pairs of a round may share a switch. Where more than a
+        quarter of the rounds has one, nothing that passed is the cause.
+
+        Args:
+            rounds: what is to be timed.
+            expected: bandwidth that every link should have; None compares them with each other.
+
+        Returns:
+            Names of the nodes that have gone or can measure no more; later rounds are left out.
+        """
+        lost = self._run(rounds)
+        if lost or self.record.silent:
             return lost
-    return []
+        pairs = self.record.unexplained_pairs(expected)
+        every = tournament(len(self.record.hosts))
+        again = [some for some in every if pairs.intersection(some)]
+        if not 0 < len(again) <= max(_FEW_ROUNDS, len(every) // 4):
+            return []
+        self.say(
+            f"pairs that look slow or far: {len(pairs)}; rounds to run once more: {len(again)}, "
+            f"{len(again) * self.settings.most_s:.0f} s at most"
+        )
+        return self._run(again)
 
+    def _run(self, rounds: Sequence[Round]) -> list[str]:
+        """Runs some rounds; returns as `time_all`."""
+        began = time.monotonic()
+        hosts = self.record.hosts
+        for number, pairs in enumerate(rounds, start=1):
+            answers = self._answers(pairs)
+            silent = _add_round(self.record, pairs, answers)
+            spent = time.monotonic() - began
+            left = spent / number * (len(rounds) - number)
+            plural = "s" * (len(pairs) > 1)
+            self.say(
+                f"round {number} of {len(rounds)}: {len(pairs)} pair{plural}, {spent:.0f} s so "
+                f"far, about {left:.0f} s left"
+            )
+            for (a, b), why in silent.items():
+                self.say(f"no answer between {hosts[a]} and {hosts[b]}: {why}")
+            if lost := [hosts[n] for n, a in sorted(answers.items()) if a and a.get("stuck")]:
+                return lost
+        return []
 
-def lead_all(
-    store: Any,
-    rounds: Sequence[Round],
-    settings: Settings,
-    place: Place,
-    record: LinkRecord,
-    say: Callable[[str], None],
-    *,
-    expected: float | None = None,
-) -> list[str]:
-    """On the first node: runs all rounds. Then it runs those once more that have a single link that
-    looks slow or far. They are run whole, because the pairs of a round may share a switch. Where
-    more than a quarter of the rounds has one, nothing that passed is the cause.
-
-    Args:
-        store, rounds, settings, place, record, say: as `lead_rounds`.
-        expected: bandwidth that every link should have; None compares them with each other.
-
-    Returns:
-        As `lead_rounds`.
-    """
-    lost = lead_rounds(store, rounds, settings, place, record, say)
-    if lost or record.silent:
-        return lost
-    every, pairs = tournament(len(record.hosts)), record.unexplained_pairs(expected)
-    again = [some for some in every if pairs.intersection(some)]
-    if not 0 < len(again) <= max(_FEW_ROUNDS, len(every) // 4):
-        return lost
-    plural, rounds_are = "s look" if len(pairs) > 1 else " looks", "rounds are"
-    if len(again) == 1:
-        rounds_are = "round is"
-    say(
-        f"{len(pairs)} pair{plural} slow or far: {len(again)} {rounds_are} run once more, "
-        f"{len(again) * settings.most_s:.0f} s at most"
-    )
-    return lead_rounds(store, again, settings, place, record, say, first=len(rounds))
+    def _answers(self, pairs: Round) -> dict[int, Any]:
+        """Runs a round; returns what each of its nodes answers, by node."""
+        number, self.num_run = self.num_run, self.num_run + 1
+        until = time.monotonic() + self.settings.most_s + _MARGIN_S
+        self.store.set(f"go/{number}", json.dumps(pairs))
+        answers = {0: _play(self.store, number, pairs, self.settings, self.place, 0)}
+        keys = {node: f"times/{number}/{node}" for pair in pairs for node in pair if node}
+        missing = wait_for(self.store, list(keys.values()), max(until - time.monotonic(), 0))
+        for node, key in keys.items():
+            gone = {"why": f"{self.record.hosts[node]} has gone", "stuck": True}
+            answers[node] = gone if key in missing else json.loads(self.store.get(key))
+        return answers
 
 
 def _add_round(record: LinkRecord, pairs: Round, answers: Mapping[int, Any]) -> dict[Pair, str]:

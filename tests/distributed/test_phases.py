@@ -12,7 +12,7 @@ from tests.helpers.on_ranks import on_ranks
 Runs = dict[str, Any]
 LENGTHS, STEPS, SAMPLES = (64, 256, 1024), (6, 6, 3), 960
 pytestmark = pytest.mark.timeout(1880)
-"""Whichever test comes first waits for all runs: three minutes alone, and more beside others."""
+"""Whichever test comes first waits for all runs: two minutes alone, and more beside others."""
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def test_a_link_that_hangs_is_named_and_the_rest_is_taken_up(tmp_path: Path) -> 
     again = probe(output, "--resume").check()
     left = (12 - len(found)) // 2
     # Links of a busy machine may look slow, and are timed once more.
-    first = again.stderr.split(" run once more")[0]
+    first = again.stderr.split("to run once more")[0]
     told = [line for line in first.splitlines() if ": round " in line]
     assert sum(int(line.split(": ")[2].split()[0]) for line in told) == left
     assert len(ways(output)) == 12 and ClusterSpec.load(output).num_nodes == 4

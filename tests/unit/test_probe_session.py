@@ -80,7 +80,10 @@ def play(
     with ThreadPoolExecutor(n) as pool:
         others = [pool.submit(session.take_part, store, at(i, n), 5) for i in range(1, n)]
         session.announce(store, range(n), SETTINGS)
-        lost = session.lead_all(store, tournament(n), SETTINGS, at(0, n), record, said.append)
+        leads = session.Lead(
+            store=store, settings=SETTINGS, place=at(0, n), record=record, say=said.append
+        )
+        lost = leads.time_all(tournament(n))
         session.dismiss(store, n, 5)
         for other in others:
             other.result()
@@ -122,7 +125,9 @@ def test_a_link_that_was_disturbed_once_is_not_named(
     assert not lost and found.slow.links == ((0, 3),) and not found.far
     (line,) = [line for line in said if "once more" in line]
     again = [some for some in tournament(6) if {(0, 3), (1, 2), (2, 4)}.intersection(some)]
-    assert line.startswith(f"3 pairs look slow or far: {len(again)} rounds are run once more, ")
+    assert line.startswith(
+        f"pairs that look slow or far: 3; rounds to run once more: {len(again)}, "
+    )
     twice = {pair for (pair, _), times in played.items() if times == 2}
     assert twice == set(itertools.chain(*again)), "whole rounds, with the load of the first time"
     assert not any(times > 2 for times in played.values())
