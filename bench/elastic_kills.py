@@ -3,14 +3,18 @@
     python -m bench.elastic_kills --kills 100
 
 Launches of four CPU ranks on one to four nodes (a node is a supervisor with its launcher and ranks)
-lose ranks and whole nodes by SIGKILL, and nodes that stop and go on later, at drawn moments: while
-ranks compute, in collectives, in the optimizer, in saves, evaluations, copies, recoveries, and in
-moves to another layout, of which each run makes one every 15 steps. A rank that was killed is
-started again and joins. In runs of several nodes fewer ranks are asked for at two drawn steps; a
-node that was let go is started again, and joins. Every run must end by itself. Its record must hold
-every step once with the samples of an undisturbed run, and the losses of that run. Then the same
-kills are timed with a relaunch in place of the recovery. Writes docs/results/elastic_kills.json. It
-takes about a quarter of a minute for each kill; run nothing else.
+train on the sources of Python's standard library. They lose ranks and whole nodes by SIGKILL, and
+nodes that stop and go on later, at drawn moments: while ranks compute, in collectives, in the
+optimizer, in saves, evaluations, copies, recoveries, and in moves to another layout, of which each
+run makes one every 15 steps. The campaign goes on until enough of its kills have struck in moves,
+saves and recoveries.
+
+A rank that was killed is started again and joins. In runs of several nodes fewer ranks are asked
+for at two drawn steps; a node that was let go is started again, and joins. Every run must end by
+itself. Its record must hold every step once with the samples of an undisturbed run, and the losses
+of that run. Then the same kills are timed with a relaunch in place of the recovery. Writes
+docs/results/elastic_kills.json. It takes about a quarter of a minute for each kill; run nothing
+else.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import functools
 import json
 import os
 import random
+import shlex
 import signal
 import statistics
 import subprocess
@@ -31,17 +36,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.support import ROOT, arguments, origin, write
+from bench.support import ROOT, arguments, make_dataset, origin, write
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
 from tests.helpers.launch import free_port
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 12 --lr 1e-3
---tokenizer-type NullTokenizer --vocab-size 127 --mock-data --swiglu --normalization RMSNorm
+--tokenizer-type ByteLevelTokenizer --swiglu --normalization RMSNorm
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --eval-interval 20 --log-interval 1
 --pad-vocab-for-tensor-parallel-size 4 --use-distributed-optimizer --save-interval 25"""
+"""All flags but the layout, the number of steps and the data."""
 LAYOUTS = (
     "--tensor-model-parallel-size 2",
     "--pipeline-model-parallel-size 2",
@@ -49,9 +55,10 @@ LAYOUTS = (
     "",
 )
 NODES = ((4,), (2, 2), (2, 1, 1), (1, 1, 1, 1))
+CHANGES = ("move", "save", "recovery")
 MOMENTS = (
-    *("compute", "optimizer", "after the optimizer", "any time", "any time", "copy", "save"),
-    *("evaluation", "recovery", "move", "move"),
+    *("compute", "optimizer", "after the optimizer", "any time", "copy", "evaluation"),
+    *(2 * CHANGES),
 )
 _APART = 80
 """Steps between two kills: a rank that was killed has come back by then."""
@@ -118,10 +125,14 @@ def start_node(
     layout: str,
     steps: int,
     *,
+    data: str,
     mark: str,
     elastic: bool = True,
 ) -> subprocess.Popen[bytes]:
-    """The supervisor of one node."""
+    """The supervisor of one node; `data` is the prefix of the data set."""
+    link = folder / "data"
+    if not link.is_symlink():
+        link.symlink_to(Path(data).parent)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COPUS_KILL_PLAN": str(folder / "plan.json")}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     env[processes.MARK] = mark
@@ -134,7 +145,7 @@ def start_node(
             port.write_text(str(free_port()))
         own += ["--rdzv-endpoint", f"127.0.0.1:{port.read_text()}"]
     flags = [*MODEL.split(), *layout.split(), "--train-iters", str(steps)]
-    flags += ["--save", str(folder / "run")]
+    flags += ["--save", "run", "--data-path", f"data/{Path(data).name}"]
     command = [sys.executable, "-m", "copus_ext.launch.supervisor", *own, "--"]
     command += [str(ROOT / "bench/elastic_kills_rank.py"), *flags]
     with (folder / f"log{node}").open("ab") as log:
@@ -144,11 +155,18 @@ def start_node(
 
 
 def start(
-    folder: Path, nodes: Sequence[int], layout: str, steps: int, *, elastic: bool, mark: str
+    folder: Path,
+    nodes: Sequence[int],
+    layout: str,
+    steps: int,
+    *,
+    data: str,
+    mark: str,
+    elastic: bool,
 ) -> list[subprocess.Popen[bytes]]:
-    """A supervisor for every node."""
+    """A supervisor for every node; see `start_node`."""
     return [
-        start_node(folder, nodes, node, layout, steps, mark=mark, elastic=elastic)
+        start_node(folder, nodes, node, layout, steps, data=data, mark=mark, elastic=elastic)
         for node in range(len(nodes))
     ]
 
@@ -249,10 +267,11 @@ def trial(
     *,
     kills: int,
     elastic: bool,
+    data: str,
     keep: Path | None,
     flags: str = "",
 ) -> dict[str, Any]:
-    """One run with its kills, with some more flags."""
+    """One run with its kills on a data set, with some more flags."""
     nodes = NODES[seed % len(NODES)]
     layout = f"{LAYOUTS[(seed // len(NODES)) % len(LAYOUTS)]} {flags}".strip()
     steps = _FIRST + _APART * kills + 20
@@ -265,10 +284,11 @@ def trial(
         if elastic:
             plan["requests"] = requests_of(seed, nodes, kills)
         (folder / "plan.json").write_text(json.dumps(plan))
-        children = start(folder, nodes, layout, steps, elastic=elastic, mark=mark)
+        how: dict[str, Any] = {"data": data, "mark": mark}
+        children = start(folder, nodes, layout, steps, elastic=elastic, **how)
 
         def again(node: int) -> subprocess.Popen[bytes]:
-            return start_node(folder, nodes, node, layout, steps, mark=mark)
+            return start_node(folder, nodes, node, layout, steps, **how)
 
         done = functools.partial(_is_done, folder, steps)
         codes = attend(children, again, done, _HANG_S + kills * 30.0)
@@ -278,7 +298,7 @@ def trial(
             # As a batch script would: node 0, which decides on a relaunch, is gone.
             relaunches += 1
             (folder / "plan.json").write_text(json.dumps({"kills": []}))
-            children = start(folder, nodes, layout, steps, elastic=elastic, mark=mark)
+            children = start(folder, nodes, layout, steps, elastic=elastic, **how)
             codes = wait(children, _HANG_S)
         processes.end_marked(mark)
         log = "".join(path.read_text() for path in sorted(folder.glob("log*")))
@@ -286,6 +306,7 @@ def trial(
             "seed": seed,
             "nodes": list(nodes),
             "layout": layout or "data parallel",
+            "command": _command_of(folder),
             "codes": codes,
             "hung": None in codes,
             "started_by_hand": relaunches,
@@ -306,21 +327,31 @@ def _is_done(folder: Path, steps: int) -> bool:
     return any(r["kind"] == "step" and r["iteration"] == steps for r in rows)
 
 
-def undisturbed(steps: int, flags: str = "") -> dict[int, float]:
+def _command_of(folder: Path) -> str | None:
+    """What a rank that was killed ran, in the folder of its run; None where no kill struck."""
+    kills = sorted(folder.glob("kill-*"))
+    if not kills:
+        return None
+    program, *flags = json.loads(kills[0].read_text())["argv"]
+    return shlex.join(["python", str(Path(program).relative_to(ROOT)), *flags])
+
+
+def undisturbed(steps: int, data: str, flags: str = "") -> dict[int, float]:
     """Loss by iteration of the same samples without a kill, under one layout of two ranks."""
     with tempfile.TemporaryDirectory(prefix="elastic-") as scratch:
         folder = Path(scratch)
         (folder / "plan.json").write_text(json.dumps({"kills": []}))
         mark = f"elastic-{os.getpid()}-reference"
-        codes = wait(start(folder, (2,), flags, steps, elastic=True, mark=mark), 900)
+        children = start(folder, (2,), flags, steps, data=data, elastic=True, mark=mark)
+        codes = wait(children, 900)
         assert codes == [0], (folder / "log0").read_text()[-3000:]
         rows = [r for r in read_metrics(folder / "run") if r["kind"] == "step"]
         return {r["iteration"]: r["losses"]["lm loss"] for r in rows}
 
 
-def rounding(reference: dict[int, float], flags: str) -> float:
+def rounding(reference: dict[int, float], data: str, flags: str) -> float:
     """The largest difference of a loss between two layouts of two ranks, without a kill."""
-    other = undisturbed(max(reference), f"{LAYOUTS[0]} {flags}".strip())
+    other = undisturbed(max(reference), data, f"{LAYOUTS[0]} {flags}".strip())
     return max(abs(other[i] / loss - 1) for i, loss in reference.items())
 
 
@@ -336,6 +367,10 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def _num_in_changes(runs: Sequence[dict[str, Any]]) -> int:
+    return sum(row["moment"] in CHANGES for run in runs for row in run["rows"])
+
+
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What all runs say together."""
     rows = [row for run in runs for row in run["rows"]]
@@ -343,6 +378,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     deaths = [r for r in live if r["what"] != "frozen node"]
     return {
         "kills": len(rows),
+        "kills_in_moves_saves_and_recoveries": _num_in_changes(runs),
         "recovered_live": len(live),
         "relaunched": sum(r["outcome"] == "checkpoint" for r in rows),
         "no_step_followed": sum(r["outcome"] == "no step followed" for r in rows),
@@ -367,6 +403,7 @@ def result_of(
     """What is written."""
     return {
         "what": "kills of ranks and nodes in elastic runs of four CPU ranks",
+        "command": runs[0]["command"],
         "steps_between_copies": _INTERVAL,
         "tolerance_of_losses": _TOLERANCE,
         "loss_difference_of_two_layouts_without_kills": rounding,
@@ -384,6 +421,8 @@ def main() -> None:
     """Runs the campaign."""
     parser = arguments(__doc__, "elastic_kills.json")
     parser.add_argument("--kills", type=int, default=100)
+    help_text = "at least so many of them in moves, saves and recoveries"
+    parser.add_argument("--kills-in-changes", type=int, default=30, help=help_text)
     parser.add_argument("--kills-per-run", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--relaunches", type=int, default=3, help="runs without --elastic")
@@ -391,19 +430,27 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="folder for what the runs leave")
     args: argparse.Namespace = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    with tempfile.TemporaryDirectory(prefix="elastic-data-") as folder:
+        _campaign(args, make_dataset(Path(folder) / "stdlib"))
+
+
+def _campaign(args: argparse.Namespace, data: str) -> None:
     per_run = args.kills_per_run
-    reference = undisturbed(_FIRST + _APART * per_run + 20, args.flags)
-    rounded = rounding(reference, args.flags)
-    how: dict[str, Any] = {"keep": args.keep, "flags": args.flags}
+    reference = undisturbed(_FIRST + _APART * per_run + 20, data, args.flags)
+    rounded = rounding(reference, data, args.flags)
+    how: dict[str, Any] = {"data": data, "flags": args.flags}
     runs: list[dict[str, Any]] = []
     seed = args.first_seed
-    while sum(len(run["rows"]) for run in runs) < args.kills:
-        runs.append(trial(seed, reference, kills=per_run, elastic=True, **how))
+    while (
+        sum(len(run["rows"]) for run in runs) < args.kills
+        or _num_in_changes(runs) < args.kills_in_changes
+    ):
+        runs.append(trial(seed, reference, kills=per_run, elastic=True, keep=args.keep, **how))
         print(json.dumps({k: v for k, v in runs[-1].items() if k != "rows"}), flush=True)
         args.output.write_text(json.dumps(result_of(runs, [], rounded)) + "\n")
         seed += 1
     relaunched = [
-        trial(4 * i, reference, kills=1, elastic=False, keep=None, flags=args.flags)
+        trial(4 * i, reference, kills=1, elastic=False, keep=None, **how)
         for i in range(args.relaunches)
     ]
     write(args.output, result_of(runs, relaunched, rounded), hide=("runs", "rows"))

@@ -2,10 +2,10 @@
 
 The plan is a JSON file that `COPUS_KILL_PLAN` names: {"kills": [{"number", "step", "moment",
 "victim": [node, local], "what"}]}. Each kill happens once; the rank writes `kill-<number>` beside
-the plan, with the time and the step, before it acts. `pause_s` more seconds go by in each step
-after `pause_from`, with `ranks` only while there are fewer, so that those that come again find the
-others at work. With `move_every` the run changes its layout in the running processes every
-so many steps. `requests` asks for a number of ranks at a step, each once.
+the plan, with the time, the step and its command line, before it acts. `pause_s` more seconds go by
+in each step after `pause_from`, with `ranks` only while there are fewer, so that those that come
+again find the others at work. With `move_every` the run changes its layout in the running processes
+every so many steps. `requests` asks for a number of ranks at a step, each once.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def _act(kill: dict[str, Any]) -> None:
     supervisor = launcher.parent()
     ranks = [p for p in launcher.children() if p.pid != os.getpid()]
     node = [*([supervisor] if supervisor is not None else []), launcher, *ranks]
-    os.write(handle, json.dumps({"t": time.time(), "iteration": _STEP[0]}).encode())
+    happened = {"t": time.time(), "iteration": _STEP[0], "argv": sys.argv}
+    os.write(handle, json.dumps(happened).encode())
     os.close(handle)
     if kill["what"] == "frozen node":
         pids = [str(p.pid) for p in node] + [str(os.getpid())]

@@ -295,7 +295,7 @@ class PeerCopies(Callback):
         live = own_shards(_Chunks(context.model), context.optimizer, context.groups)
         self.held.sets[moment] = CopySet(
             layout=config.layout,
-            common=common_state(config, context.state, context.scheduler, []),
+            common=common_state(config, context.state, context.scheduler, context.data_identity),
             step=adam_steps(context.optimizer) or 0,
             scaler=_on_host(scaler_state(context.optimizer)),
             pieces=[Piece.of(dist.get_rank(), live)],

@@ -6,6 +6,9 @@ Every run must end with the losses and the samples of one without a kill.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import subprocess
 import time
 import uuid
@@ -23,6 +26,7 @@ from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.text import text_prefix
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(1800)]
 STEPS = 160
@@ -33,7 +37,8 @@ _LIMIT_S = 400.0
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Loss by iteration of a run without a kill."""
     folder = tmp_path_factory.mktemp("reference")
-    flags = [*MODEL.split(), "--train-iters", str(STEPS), "--save", str(folder)]
+    flags = [*MODEL.split(), "--data-path", text_prefix()]
+    flags += ["--train-iters", str(STEPS), "--save", str(folder)]
     run_ranks([ROOT / "pretrain_gpt.py", *flags], 2, timeout_s=600).check()
     rows = [r for r in read_metrics(folder) if r["kind"] == "step"]
     return {r["iteration"]: r["losses"]["lm loss"] for r in rows}
@@ -49,8 +54,9 @@ class Run:
         layout: str,
         kills: Sequence[dict[str, Any]],
         pause_s: float,
+        data: str,
     ) -> None:
-        self.folder, self.mark = folder, uuid.uuid4().hex
+        self.folder, self.mark, self.data = folder, uuid.uuid4().hex, data
         # The others are at work for long enough that those that come again find them.
         plan = {"kills": list(kills), "pause_from": 20, "pause_s": pause_s}
         if kills:
@@ -58,7 +64,14 @@ class Run:
         (folder / "plan.json").write_text(json.dumps(plan))
         self.nodes, self.layout = nodes, layout
         self.children: list[subprocess.Popen[bytes]] = start(
-            folder, nodes, layout, STEPS, elastic=True, mark=self.mark
+            folder, nodes, layout, STEPS, data=data, elastic=True, mark=self.mark
+        )
+
+    def start_again(self, node: int) -> None:
+        """Starts a node that has ended."""
+        self.children[node].wait()
+        self.children[node] = start_node(
+            self.folder, self.nodes, node, self.layout, STEPS, data=self.data, mark=self.mark
         )
 
     @property
@@ -105,9 +118,13 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def make(
-        nodes: Sequence[int], layout: str, *kills: dict[str, Any], pause_s: float = 0.0
+        nodes: Sequence[int],
+        layout: str,
+        *kills: dict[str, Any],
+        pause_s: float = 0.0,
+        data: str = "",
     ) -> Run:
-        runs.append(Run(tmp_path, nodes, layout, kills, pause_s))
+        runs.append(Run(tmp_path, nodes, layout, kills, pause_s, data or text_prefix()))
         return runs[-1]
 
     yield make
@@ -135,8 +152,7 @@ def test_a_rank_and_a_node_are_lost_and_come_again(
     )
     run.wait_for(lambda: (run.folder / "kill-2").exists())
     # The node comes again while the other trains.
-    run.children[1].wait()
-    run.children[1] = start_node(run.folder, run.nodes, 1, run.layout, STEPS, mark=run.mark)
+    run.start_again(1)
     assert run.end() == [0, 0]
     run.check(reference)
     starts = run.starts()
@@ -145,6 +161,26 @@ def test_a_rank_and_a_node_are_lost_and_come_again(
     assert all(s["loaded"] == "memory of the ranks" for s in starts[1:])
     assert {s["why"] for s in starts} == {"start", "loss", "join"}
     assert "both copies" not in run.log
+
+
+def test_data_that_changed_since_the_copy_is_refused_as_at_a_resume(
+    begin: Callable[..., Run], tmp_path: Path
+) -> None:
+    (own := tmp_path / "own").mkdir()
+    for file in Path(text_prefix()).parent.glob("*_document.*"):
+        shutil.copy(file, own)
+    tokens = next(own.glob("*.bin"))
+    run = begin((2,), "", pause_s=0.2, data=str(tokens.with_suffix("")))
+    run.wait_for(lambda: run.last_step() > 20)
+    # Another file in its place: the ranks still read the one that they have open.
+    (longer := own / "longer").write_bytes(tokens.read_bytes() + b"\0\0")
+    longer.replace(tokens)
+    os.kill(run.starts()[0]["pid"], signal.SIGKILL)
+    assert run.end() == [1]
+    refused = [x for x in run.log.splitlines() if "the data is not what the run has" in x]
+    assert refused and all("stdlib_text_document.bin has" in x for x in refused), run.log[-3000:]
+    assert all("--allow-changed-data" in x for x in refused)
+    assert "start again" not in run.log and len(run.starts()) == 2
 
 
 def test_without_both_copies_the_run_goes_on_from_its_checkpoint(

@@ -15,7 +15,7 @@ from megatron.training.checkpoint.load import Stored, load_weights
 from megatron.training.checkpoint.save import Checkpointer
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.device import Device
-from megatron.training.common.errors import UsageError
+from megatron.training.common.errors import TrainingFailure, UsageError
 from megatron.training.common.signals import StopAsked
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
@@ -71,6 +71,7 @@ def build_job(
     callbacks.fire("on_setup_start", context)
     callbacks.fire("on_data_init_start", context)
     data = _build_data(config, tokenizer, device)
+    context.data_identity = _settle_data(config, stored)
     readers = data.open(config.phase)
     job = Job(
         config=config,
@@ -89,7 +90,6 @@ def build_job(
         outside=outside,
         callbacks=callbacks,
         context=context,
-        data_identity=_settle_data(config, stored),
         balance=Balance.of(config),
     )
     if job.balance is not None and not state.expert_biases:
@@ -176,7 +176,8 @@ def _settle_data(config: Config, stored: Stored | None) -> list[dict[str, Any]]:
     """Describes the data sets, and refuses others than those a run goes on with. All ranks.
 
     Raises:
-        UsageError: on every rank, naming those that differ.
+        UsageError: on every rank, naming those that differ from those of a checkpoint.
+        TrainingFailure: the same, where they have changed while the run was alive.
     """
     now, problem = [], None
     if dist.get_rank() == 0:
@@ -190,11 +191,13 @@ def _settle_data(config: Config, stored: Stored | None) -> list[dict[str, Any]]:
     if stored is None or stored.data is None or config.checkpoint.finetune:
         return now
     if found := changes(stored.data, now):
-        told = f"the data is not what {stored.folder} was trained on: {'; '.join(found)}"
+        is_live = stored.restore is not None
+        trained = "the run has" if is_live else f"{stored.folder} was"
+        told = f"the data is not what {trained} trained on: {'; '.join(found)}"
         if not config.checkpoint.allow_changed_data:
-            raise UsageError(
-                f"{told}; give the same data, or --allow-changed-data to go on with this"
-            )
+            told += "; give the same data, or --allow-changed-data to go on with this"
+            # A supervisor may start a live run again from nothing, and must not do it here.
+            raise TrainingFailure(told) if is_live else UsageError(told)
         log_rank_zero(f"note: {told}")
     return now
 
@@ -231,7 +234,7 @@ def _open_checkpointer(job: Job) -> Checkpointer | None:
                 log_rank_zero(f"ALERT: {fields['line']}")
 
     return Checkpointer(
-        config, job.groups, on_event, failed=job.failed_saves, data=job.data_identity
+        config, job.groups, on_event, failed=job.failed_saves, data=context.data_identity
     )
 
 

@@ -39,6 +39,9 @@ class CallbackContext:
     """Counters of the run."""
     run_dir: Path | None = None
     """Directory of the run, on rank 0 alone."""
+    data_identity: list[dict[str, Any]] = field(default_factory=list)
+    """The data sets of the run, as checkpoints and copies of its state remember them; empty until
+    they are built, and for invented data."""
     user_state: dict[str, Any] = field(default_factory=dict)
     """Belongs to the callbacks."""
     loss_dict: dict[str, float] | None = None

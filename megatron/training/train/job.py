@@ -95,8 +95,6 @@ class Job:
     """What they are given."""
     failed_saves: FailedSaves = field(default_factory=FailedSaves)
     """Checkpoints that could not be written, whatever the layout."""
-    data_identity: list[dict[str, Any]] = field(default_factory=list)
-    """The data sets, as checkpoints remember them."""
     rank_times: RankTimes = field(default_factory=RankTimes)
     """What each rank of the layout needs for its own part of a step."""
     balance: Balance | None = None

@@ -1,0 +1,82 @@
+"""A small data set of real text, which the runs of tests train on: sources of Python's standard
+library, a top-level block for each document.
+
+Its tokens are ASCII codes, and 127 ends a document, so that it fits a NullTokenizer of 127 tokens
+and every tokenizer of more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from megatron.training.data.documents import stdlib_sources
+
+VARIABLE = "COPUS_TEST_TEXT"
+"""Environment variable with the prefix, for all processes that a test process starts."""
+VOCAB_SIZE = 127
+"""For `--vocab-size` of a NullTokenizer."""
+_ROOT = Path(__file__).resolve().parents[2]
+_NAME = "stdlib_text_document"
+_NUM_DOCUMENTS, _MAX_BYTES = 1000, 1000
+
+
+@functools.cache
+def text_prefix() -> str:
+    """What `--data-path` takes: a data set of this process and of all that it starts, so that no
+    other process writes the same index files. It goes with this process."""
+    if prefix := os.environ.get(VARIABLE):
+        return prefix
+    if "RANK" in os.environ:
+        raise RuntimeError(f"ranks share a data set: give its prefix in {VARIABLE}")
+    folder = Path(tempfile.mkdtemp(prefix="copus-text-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for file in _made_once().glob(f"{_NAME}.*"):
+        shutil.copy(file, folder)
+    os.environ[VARIABLE] = str(folder / _NAME)
+    return os.environ[VARIABLE]
+
+
+def _made_once() -> Path:
+    """A folder with the data set, which the first process of this machine makes."""
+    recipe = zlib.crc32(Path(__file__).read_bytes() + sys.version.encode())
+    folder = Path(tempfile.gettempdir()) / f"copus-test-text-{os.getuid()}-{recipe:08x}"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+                _make(Path(work) / "made")
+                (Path(work) / "made").rename(folder)
+    return folder
+
+
+def _make(folder: Path) -> None:
+    """Writes the data set as a user would: documents as JSON lines, and the tool."""
+    folder.mkdir()
+    texts = folder / "documents.jsonl"
+    with texts.open("w") as file:
+        for _, block in zip(range(_NUM_DOCUMENTS), _blocks()):
+            file.write(json.dumps({"text": " ".join(map(str, block))}) + "\n")
+    tool = [sys.executable, str(_ROOT / "tools/preprocess_data.py"), "--input", str(texts)]
+    tool += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)]
+    tool += ["--append-eod", "--output-prefix", str(folder / "stdlib")]
+    subprocess.run(tool, check=True, cwd=_ROOT, stdout=subprocess.DEVNULL)
+
+
+def _blocks() -> Iterator[bytes]:
+    """Short definitions of the standard library, and what stands between them."""
+    for path in stdlib_sources():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for block in text.encode("ascii", errors="replace").split(b"\n\n\n"):
+            if block.strip() and len(block) <= _MAX_BYTES:
+                yield block
