@@ -21,8 +21,8 @@ from megatron.training.common.control import PAUSE_FILE
 logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
-VERSION = 3
-"""3: decisions by the rules of docs/decisions/032; today older ones may come out as others."""
+VERSION = 4
+"""4: decisions by the rules of docs/decisions/069; today older ones may come out as others."""
 _POSITIONS = (
     "consumed_samples",
     "hold_growth_until_samples",

@@ -127,7 +127,9 @@ def _unknown(s: DecisionInputs) -> str:
     if steps < least:
         return f"the noise scale is not known yet: {steps:.0f} of {least:.0f} measurements"
     is_known = s.critical_batch_size is not None and s.critical_batch_size > 0
-    return "" if is_known else constraints.ONLY_NOISE
+    if is_known or not policies.needs_critical_batch_size(s.rules.policy):
+        return ""
+    return constraints.ONLY_NOISE
 
 
 def _log_throughputs(s: DecisionInputs, batch: int) -> list[float]:
@@ -353,7 +355,7 @@ def _reason_to_change(s: DecisionInputs, goal: _Goal, chosen: Candidate) -> str:
     if chosen.gain is not None and chosen.needed is not None:
         is_tried = trial.judge(s, s.rows.index(to), goal.log_goodput) is not None
         parts.append(_gain_words(chosen.gain, chosen.needed, is_tried=is_tried))
-    if policies.needs_noise(s.rules.policy) and goal.batch is not None:
+    if policies.needs_critical_batch_size(s.rules.policy) and goal.batch is not None:
         parts.append(critical_batch_size_words(s))
     if goal.batch is not None:
         parts.append(f"target batch {goal.batch:.0f}")
@@ -373,5 +375,5 @@ def critical_batch_size_words(s: DecisionInputs) -> str:
             source = f"half of a published law at {trained * s.rules.seq_length:.0f} tokens"
     else:
         source = f"{multiplier:g} x noise scale {critical / multiplier:.1f}"
-    least = "at least " if s.noise.status == "lower_bound_only" else ""
+    least = "at least " if s.is_noise_bound else ""
     return f"critical batch size {least}{critical:.1f} = {source}"

@@ -283,9 +283,14 @@ class DecisionInputs:
         return is_enough and phi is not None and phi > 0
 
     @property
+    def is_noise_bound(self) -> bool:
+        """Whether decisions go by the lower end of the noise scale's interval, because nothing
+        bounds it above. Published policies know no interval and take the estimate."""
+        return self.noise.status == "lower_bound_only" and self.rules.policy == "adaptive"
+
+    @property
     def _noise_samples(self) -> float | None:
-        is_bound = self.noise.status == "lower_bound_only"
-        return self.noise.low_samples if is_bound else self.noise.phi_samples
+        return self.noise.low_samples if self.is_noise_bound else self.noise.phi_samples
 
     @property
     def trained_samples(self) -> float:
@@ -302,7 +307,7 @@ class DecisionInputs:
     def critical_batch_size(self) -> float | None:
         """The critical batch size that decisions go by, samples; None without any knowledge.
 
-        While only a lower bound of the noise scale is known, it comes from that.
+        While only a lower bound of the noise scale is known, `adaptive` takes that.
         """
         phi = self._noise_samples
         if phi is None or (self.rules.early_steps and not self.is_noise_known):

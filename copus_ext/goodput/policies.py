@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from copus_ext.goodput.inputs import DecisionInputs, Rules
 
 WEIGHING = ("adaptive", "copus")
-"""Policies that compare configurations; `copus` is the paper's to the letter."""
+"""Policies that compare configurations; `copus` is that of arXiv 2604.26687."""
 TARGETS = ("static", "step_schedule", "cbs", "norm_test", "doubling", "seesaw")
 """Policies that name a batch."""
 POLICIES = (*WEIGHING, *TARGETS)
@@ -25,6 +25,12 @@ _FIRST_DOUBLING = 8
 def needs_noise(policy: str) -> bool:
     """Whether a policy depends on the noise scale."""
     return policy not in (*SCHEDULED, "static", "seesaw")
+
+
+def needs_critical_batch_size(policy: str) -> bool:
+    """Whether a policy has no goal without a critical batch size. The norm test compares the
+    gradient with its variance, and so has one where the gradient shows only noise."""
+    return needs_noise(policy) and policy != "norm_test"
 
 
 def target_batch(s: DecisionInputs) -> float | None:
@@ -84,15 +90,18 @@ def _seesaw(s: DecisionInputs) -> float:
 
 
 def _norm_test(s: DecisionInputs) -> float | None:
-    """Least batch with V/B <= eta^2 |g|^2 where |g|^2 = |G|^2 + V/B at the present batch (Byrd et
-    al. 2012); never below the present one."""
+    """Least batch with V/B <= eta^2 |g|^2, never below the present one (Byrd et al. 2012, eq. 3.4;
+    arXiv 2402.11215). The largest of the grid where |g|^2 is not positive; None before V is known.
+
+    |g|^2 is the squared norm that the gradient of the present batch has on average, |G|^2 + V/B.
+    """
     batch = s.now.global_batch_size
     g2, v = s.noise.grad_norm_sq, s.noise.grad_variance_trace
     if g2 is None or v is None:
         return None
     measured = g2 + v / batch
     if measured <= 0:
-        return None
+        return float(max(batch, *s.rules.grid))
     return float(max(batch, math.ceil(v / (s.rules.norm_test_eta**2 * measured))))
 
 

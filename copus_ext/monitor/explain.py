@@ -176,6 +176,8 @@ def explain(d: DecisionRecord, s: DecisionInputs | None) -> list[str]:
 def _noise(s: DecisionInputs) -> str:
     """What the decision knew of the noise scale."""
     critical = s.critical_batch_size
+    if critical is None and s.noise.grad_norm_sq is not None:
+        return "The gradient showed only noise, so that no noise scale was known."
     if critical is None:
         return "The noise scale was not measured yet."
     if critical == 0:

@@ -416,7 +416,7 @@ def test_other_policies_shrink_too_and_a_batch_without_goodput_is_left() -> None
     assert decide(situation(256, 8.0, flags=flags)).to.global_batch_size == 128
     unsure = situation(256, measured=noise(8.0, sd=3.0), flags=flags)
     assert "not certain" in decide(unsure).reason
-    bound = noise(5.0, status="lower_bound_only")
+    bound = dataclasses.replace(noise(5.0), status="lower_bound_only", high_samples=None)
     assert "no upper bound" in decide(situation(64, measured=bound, flags=flags)).reason
     falling = {"policy": "step_schedule", "schedule": ((0, 64), (100, 8)), "allow_shrink": True}
     assert decide(situation(64, None, rules=falling)).to.global_batch_size == 8
