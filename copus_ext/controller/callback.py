@@ -90,6 +90,7 @@ class Controller(Callback):
         self._flag_layout: Layout | None = None
         self._present, self._ratio = PresentSamples(), 1
         self._key, self._log_text = "", UNDECIDED
+        self._began_at = 0
 
     @property
     def _acts(self) -> bool:
@@ -116,6 +117,7 @@ class Controller(Callback):
         timings = time_machine(config.runtime.device)
         self.link = link_of(timings, config)
         self._restore(context)
+        self._began_at = context.state.iteration
         self.state.begin_launch(timings)
         self._flag_layout = config.layout
         self.machine = on_rank0("setting up the controller", lambda: self._find_machine(context))
@@ -592,4 +594,5 @@ class Controller(Callback):
         if dist.get_rank() == 0:
             changes = self.state.changes
             self.log.note("end", iteration=context.state.iteration, changes=len(changes))
-            print(summary(changes, mode=self.flags.copus_mode), flush=True)
+            mode, since = self.flags.copus_mode, self._began_at
+            print(summary(changes, mode=mode, since=since), flush=True)

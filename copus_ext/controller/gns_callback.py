@@ -241,9 +241,9 @@ class GradientNoiseCallback(Callback):
         context.scalars.update(noise_scalars(noise))
 
     def on_log(self, context: CallbackContext) -> None:
-        """Adds a line below the log line."""
+        """Adds the noise scale to the log line."""
         ended = self.observer.is_broken
-        context.log_fragments.append(noise_line(self.observer.noise(), ended=ended))
+        context.log_fields += noise_fields(self.observer.noise(), ended=ended)
 
     def on_relayout_start(self, context: CallbackContext) -> None:
         """Removes the hooks."""
@@ -278,22 +278,18 @@ def noise_scalars(noise: NoiseScale) -> dict[str, float]:
     return {tag: value for tag, value in named.items() if value is not None}
 
 
-def noise_line(noise: NoiseScale, *, ended: bool = False) -> str:
-    """The noise scale as a line of the log."""
+def noise_fields(noise: NoiseScale, *, ended: bool = False) -> list[str]:
+    """The noise scale as fields of the log line; the record of the step has all of it."""
     if ended:
-        return " noise scale: no longer measured, see the error above |"
+        return ["noise scale: no longer measured, see the error above"]
     if noise.status == "none":
         why = (
             "not measured yet"
             if noise.estimator != "none"
             else "this layout and batch leave nothing to compare (docs/gns.md)"
         )
-        return f" noise scale: {why} |"
+        return [f"noise scale: {why}"]
     low = "unknown" if noise.low_samples is None else f"{noise.low_samples:.1f}"
     high = "unbounded" if noise.high_samples is None else f"{noise.high_samples:.1f}"
     phi = "unknown" if noise.phi_samples is None else f"{noise.phi_samples:.1f}"
-    return (
-        f" noise scale (samples): {phi} | 95% interval: {low} to {high} | "
-        f"|G|^2: {noise.grad_norm_sq:.6E} | tr(Sigma): {noise.grad_variance_trace:.6E} | "
-        f"estimator: {noise.estimator} | age (tokens): {noise.age_tokens:.0f} |"
-    )
+    return [f"noise scale (samples): {phi}", f"95% interval: {low} to {high}"]

@@ -55,14 +55,22 @@ def warm_up_line(factor: float | None, *, after_shrinking: bool, full_at_step: i
     )
 
 
-def summary(changes: list[ConfigChange], *, mode: str) -> str:
-    """The changes of a run and their outcomes, a line for each."""
+def summary(changes: list[ConfigChange], *, mode: str, since: int = 0) -> str:
+    """The changes of a launch and their outcomes, a line for each.
+
+    Args:
+        changes: of the run.
+        mode: `--copus-mode`.
+        since: steps that were done when the launch began.
+    """
     if mode != "act":
         return "copus: observed only; the journal says what it would have done"
-    if not changes:
-        return "copus: nothing was changed"
-    lines = [f"copus: {counted(len(changes), 'change')}"]
-    for c in changes:
+    here = [c for c in changes if c.iteration > since or not since]
+    olds = len(changes) - len(here)
+    before = f" since step {since}; {counted(olds, 'change')} before" if olds else ""
+    what = counted(len(here), "change") if here else "nothing was changed"
+    lines = [f"copus: {what}{before}"]
+    for c in here:
         sizes = f"{c.from_batch} -> {c.to_batch}"
         if c.from_micro_batch != c.to_micro_batch:
             sizes += f" (micro-batch {c.from_micro_batch} -> {c.to_micro_batch})"

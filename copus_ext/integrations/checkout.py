@@ -144,5 +144,6 @@ def context_of(context: Any, args: Any, first_batch: int) -> Any:
         micro_batch_size=None,
         scalars={},
         step_fields={},
+        log_fields=[],
         log_fragments=[],
     )

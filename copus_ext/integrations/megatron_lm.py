@@ -206,12 +206,16 @@ class CopusCallback:
             self._save()
 
     def on_log(self, context: Any) -> None:
-        """Adds lines to the log."""
+        """Adds lines to the log after a decision, the noise scale first: that trainer's own log line
+        takes no more fields."""
+        inner = self._inner
         if self._controller is not None:
-            self._inner.log_fragments.clear()
-            self._controller.on_log(self._inner)
-            if context.log_fragments is not None:
-                context.log_fragments.extend(self._inner.log_fragments)
+            inner.log_fields.clear()
+            inner.log_fragments.clear()
+            self._controller.on_log(inner)
+            if context.log_fragments is not None and inner.log_fragments:
+                noise = " " + "".join(f"{field} | " for field in inner.log_fields).rstrip()
+                context.log_fragments.extend([noise, *inner.log_fragments])
 
     @property
     def is_log_due(self) -> bool:

@@ -50,7 +50,10 @@ def test_the_log_tells_each_decision_once(results: dict[str, Any]) -> None:
     observed = results["observed"]
     decisions = [r["decision"] for r in observed["journal"] if r["kind"] == "decision"]
     first, *news = [line for line in observed["told"] if line.startswith(" copus: ")]
-    assert len(observed["steps"]) > 2 * len(decisions) > 0, "the log has a line for every step"
+    steps = [line for line in observed["told"] if line.startswith(" [")]
+    assert len(observed["steps"]) == len(steps) > 2 * len(decisions) > 0, "a line for every step"
+    assert all(" | noise scale" in line and line.endswith(" |") for line in steps)
+    assert not [line for line in observed["told"] if line.startswith(" noise scale")]
     assert first == " copus: no decision yet |" and len(news) == len(decisions)
     assert all(decision["reason"] in line for decision, line in zip(decisions, news))
     changes = [line for line in results["doubling"]["told"] if "copus: batch" in line]
@@ -171,6 +174,10 @@ def test_a_resumed_run_goes_on_with_the_same_decisions(results: dict[str, Any]) 
     numbers = [r["number"] for r in whole["journal"] if r["kind"] == "decision"]
     later = [r["number"] for r in again["journal"] if r["kind"] == "decision"]
     assert later and later == numbers[-len(later) :]
+    # Its last lines tell of this launch: what was changed before is in the journal.
+    listed = [[s for s in run["told"] if s.startswith("  step ")] for run in (whole, again)]
+    assert 0 < len(listed[1]) < len(listed[0])
+    assert any(s.startswith("copus: ") and "since step 10; " in s for s in again["told"])
 
 
 def test_a_run_that_is_resumed_with_a_lower_maximum_keeps_to_it(results: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from copus_ext.controller.gns_callback import (
     STATE_KEY,
     Contradiction,
     GradientNoiseCallback,
-    noise_line,
+    noise_fields,
 )
 from copus_ext.gns.estimators import Weights
 from copus_ext.gns.hooks import GROUPS, StepNorms, choose, group_of, unavailable_groups
@@ -85,7 +85,7 @@ def test_after_a_contradiction_nothing_is_published(caplog: pytest.LogCaptureFix
     noise = controller.observer.noise()
     assert (noise.status, noise.estimator, noise.phi_samples) == ("none", "none", None)
     assert "two are five" in caplog.text and "training goes on" in caplog.text
-    assert "no longer measured" in noise_line(noise, ended=True)
+    assert "no longer measured" in noise_fields(noise, ended=True)[0]
     with pytest.raises(ValueError, match="ended with an error"):
         NoiseObserver.from_json(controller.observer.to_json(), half_life_tokens=None)
 
@@ -111,13 +111,12 @@ def test_auto(dp: int, micro_batches: int, fused: bool, want: str | None) -> Non
 
 def test_the_line_says_what_is_known() -> None:
     observer = NoiseObserver()
-    assert "nothing to compare" in noise_line(observer.noise())
+    assert "nothing to compare" in noise_fields(observer.noise())[0]
     observer.layout_estimator = "micro"
-    assert "not measured yet" in noise_line(observer.noise())
+    assert "not measured yet" in noise_fields(observer.noise())[0]
     observer = observed(30)
-    line = noise_line(observer.noise())
-    assert "noise scale (samples): 8.0 | 95% interval: 8.0 to 8.0" in line
-    assert "estimator: micro | age (tokens): 0 |" in line
+    fields = noise_fields(observer.noise())
+    assert fields == ["noise scale (samples): 8.0", "95% interval: 8.0 to 8.0"]
 
 
 def test_a_gap_ages_what_was_known_before_it() -> None:

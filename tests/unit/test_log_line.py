@@ -118,6 +118,13 @@ def test_every_number_comes_back_through_the_regex(
     assert (found["skipped_samples"] is None) == (skipped_samples == 0)
 
 
+def test_more_fields_come_behind_those_of_megatron() -> None:
+    line = training_line(report(), NOW)
+    more = training_line(report(), NOW, more=["noise scale (samples): 8.0", "b: 2"])
+    assert more == f"{line} noise scale (samples): 8.0 | b: 2 |"
+    assert USERS_REGEX.match(line)
+
+
 def test_validation_lines_are_ruled_and_carry_loss_and_perplexity() -> None:
     top, line, bottom = validation_lines(7, {"lm loss": 2.0}, where="on test set")
     found = re.match(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -48,12 +48,13 @@ class StepReport:
     """Steps with a NaN or infinite loss since the last log line."""
 
 
-def training_line(report: StepReport, now: datetime) -> str:
+def training_line(report: StepReport, now: datetime, *, more: Sequence[str] = ()) -> str:
     """Returns Megatron's log line, its fields in Megatron's order and widths.
 
     Args:
         report: means over the interval since the last line.
         now: wall time to print.
+        more: fields behind Megatron's.
     """
     r = report
     fields = [
@@ -79,6 +80,7 @@ def training_line(report: StepReport, now: datetime) -> str:
         fields.append(f"params norm: {r.params_norm:.3f}")
     fields.append(f"number of skipped iterations: {r.skipped_iterations:3d}")
     fields.append(f"number of nan iterations: {r.nan_iterations:3d}")
+    fields += more
     return f" [{now:%Y-%m-%d %H:%M:%S}] " + "".join(f"{field} | " for field in fields).rstrip()
 
 

@@ -67,8 +67,10 @@ class CallbackContext:
     """Values by tag for TensorBoard and its like; filled by `on_train_step_end`."""
     step_fields: dict[str, Any] = field(default_factory=dict)
     """Fields for the step's record; filled by `on_train_step_end`."""
+    log_fields: list[str] = field(default_factory=list)
+    """What the log line ends with; filled by `on_log`."""
     log_fragments: list[str] = field(default_factory=list)
-    """Lines to print after the log line; filled by `on_log`."""
+    """Lines to print after the log line, not one for every step; filled by `on_log`."""
     checkpoint_iteration: int | None = None
     """Iteration of the checkpoint just committed."""
     checkpoint_samples: int | None = None
@@ -121,7 +123,8 @@ class Callback:
         """A step is done and counted; `context.step` describes it."""
 
     def on_log(self, context: CallbackContext) -> None:
-        """The log line is about to be printed; append lines to `context.log_fragments`."""
+        """The log line is about to be printed; append to `context.log_fields` and
+        `context.log_fragments`."""
 
     def on_relayout_start(self, context: CallbackContext) -> None:
         """The model, optimizer and groups are about to go for those of another layout: let go of

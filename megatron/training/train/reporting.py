@@ -146,11 +146,13 @@ class Reporter:
         names = losses[0] if losses else ()
         means = {name: sum(step[name] for step in losses) / len(losses) for name in names}
         report = self._report(info, self.interval, means, norm)
-        fragments = self.job.context.log_fragments
-        fragments.clear()
+        context = self.job.context
+        context.log_fields.clear()
+        context.log_fragments.clear()
         self.job.fire("on_log")
         if is_last_rank():
-            for line in (training_line(report, datetime.now()), *fragments):
+            first = training_line(report, datetime.now(), more=context.log_fields)
+            for line in (first, *context.log_fragments):
                 print(line, flush=True)
         self.printed = True
         self.interval = _Interval()
