@@ -12,7 +12,8 @@ TRACK = ["tensorboard>=2.17"]
 WANDB = ["wandb>=0.18"]
 PROMETHEUS = ["prometheus-client>=0.20"]
 HF = ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.8", "safetensors>=0.4"]
-BENCH = ["matplotlib>=3.9", "scipy>=1.13"]
+FIT = ["scipy>=1.13"]
+BENCH = ["matplotlib>=3.9", *FIT]
 REPORT = ["plotly>=5.24", "jinja2>=3.1"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
 
@@ -48,6 +49,7 @@ setup(
         "prometheus": PROMETHEUS,
         "hf": HF,
         "report": REPORT,
+        "fit": FIT,
         "bench": BENCH,
         "docs": DOCS,
         "dev": [

@@ -91,6 +91,7 @@ echo "== 4. what happened"
 import sys
 from pathlib import Path
 
+from megatron.training.common.program import other_command
 from megatron.training.logging.metrics import read_metrics
 
 run = Path(sys.argv[1])
@@ -111,7 +112,7 @@ tokens = 128 * sum(r["global_batch_size"] for r in steps)
 seconds = sum(r["elapsed_per_iteration_ms"] for r in steps) / 1000
 print(f"trained:           {len(steps)} steps, {tokens} tokens, {tokens / seconds:.0f} tokens/s")
 print(f"files:             {run}/metrics.jsonl (every step), {run}/config.json, {run}/checkpoints")
-print(f"why it changed:    {run}/journal.jsonl; decide it again: python tools/replay.py {run}")
+print(f"why it changed:    {run}/journal.jsonl; decide it again: {other_command('replay.py')} {run}")
 print("try next:          other flags of Megatron-LM on pretrain_gpt.py; see README.md")
 losses = [r["losses"]["lm loss"] for r in evaluations]
 sys.exit(0 if losses[-1] < losses[0] else "quickstart: the validation loss did not fall")

@@ -4,7 +4,8 @@
 #   python=$(bash scripts/setup_env.sh [run|dev])
 #
 # run: what training needs (default); dev: also what scripts/test.sh needs. Prints the path of the
-# environment's python; everything else goes to standard error.
+# environment's python; everything else goes to standard error. Beside it lies `copus`, which runs
+# the commands of this repository from any folder.
 #
 #   COPUS_VENV    where the environment is or shall be   (default: .venv in the repository)
 #   COPUS_PYTHON  python to make it with                 (default: the first suitable one on PATH)
@@ -131,6 +132,20 @@ set_up() {
     printf '%s\n' "$wanted $(torch_build)" >"$stamp"
 }
 
+offer_copus() { # a launcher, and no installation: it costs nothing, and pip's own stays
+    local launcher=$venv/bin/copus mark="# Made by scripts/setup_env.sh." text
+    if [ -e "$launcher" ] && ! grep -qF "$mark" "$launcher"; then return; fi
+    text=$(
+        printf '#!/usr/bin/env bash\n%s\n' "$mark"
+        printf 'export PYTHONPATH=%q${PYTHONPATH:+:$PYTHONPATH}\n' "$root"
+        printf 'exec %q -m copus_ext.commands.main "$@"\n' "$(cd "$venv" && pwd)/bin/python"
+    )
+    [ "$text" = "$(cat "$launcher" 2>/dev/null)" ] && return
+    # An environment that others own may be read only.
+    { printf '%s\n' "$text" >"$launcher.$$" && chmod +x "$launcher.$$" &&
+        mv "$launcher.$$" "$launcher"; } 2>/dev/null || say "no copus in $venv/bin, which cannot be written"
+}
+
 python=$venv/bin/python
 if [ ! -x "$python" ]; then
     base=$(find_python)
@@ -158,4 +173,5 @@ if ! is_ready; then
     fi
     if ! is_ready; then set_up; fi
 fi
+offer_copus
 echo "$python"

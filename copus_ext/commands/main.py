@@ -6,9 +6,10 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from copus_ext import __version__
-from megatron.training.common.program import running_as
+from megatron.training.common.program import CommandParser, nearest, running_as
 
 COMMANDS = (
     "pretrain",
@@ -43,10 +44,27 @@ def first_line(name: str) -> str:
         return file.readline().strip().strip('"')
 
 
+def _known(word: str) -> str:
+    """The name of a command.
+
+    Raises:
+        argparse.ArgumentTypeError: there is none of this name.
+    """
+    if word not in COMMANDS:
+        hint = nearest(word, COMMANDS) or "; `copus --help` lists them"
+        raise argparse.ArgumentTypeError(f"there is no command {word}{hint}")
+    return word
+
+
+class _Parser(CommandParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(message.removeprefix("argument COMMAND: "))
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line up to the name of the command."""
     width = max(map(len, COMMANDS))
-    p = argparse.ArgumentParser(
+    p = _Parser(
         prog="copus",
         usage="%(prog)s COMMAND [flags]",
         description="Pre-training on megatron-core that adapts batch and layout as it runs.",
@@ -54,10 +72,9 @@ def parser() -> argparse.ArgumentParser:
         + "\n".join(f"  {name:{width}}  {first_line(name)}" for name in COMMANDS)
         + "\n\n`copus COMMAND --help` shows the flags of one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     p.add_argument("--version", action="version", version=f"copus {__version__}")
-    p.add_argument("command", metavar="COMMAND", choices=COMMANDS, help=argparse.SUPPRESS)
+    p.add_argument("command", metavar="COMMAND", type=_known, help=argparse.SUPPRESS)
     return p
 
 

@@ -16,7 +16,7 @@ import io
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from copus_ext.monitor import graph_plan, phase_plan
 from copus_ext.monitor.phase_plan import TOKENS_A_PARAMETER
@@ -66,11 +66,6 @@ _AT_ONCE = 16
 """Batches searched together: enough to share work, few enough for the memory."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageProblem(message)
-
-
 def parser(command: str = "search") -> argparse.ArgumentParser:
     """The flags of one of `COMMANDS`."""
     name = program_name("plan.py")
@@ -78,7 +73,7 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         command, f"{command} "
     )
     others = [f"  {word:{max(map(len, COMMANDS))}}  {text}" for word, text in COMMANDS.items()]
-    p = _Parser(
+    p = graph_plan.Parser(
         prog=name,
         usage=f"%(prog)s {usage}--model MODEL --cluster CLUSTER --global-batch-size SIZES [flags]",
         description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".",

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.common.errors import Refused, UsageError
+from megatron.training.common.optional import require
 from megatron.training.common.program import json_failure, program_name, run_command, tell
 from megatron.training.config.arguments import Parser
 
@@ -65,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
     words = "seconds that a loss increase of one nat is worth (0)"
     limits.add_argument("--theta", type=float, help=words)
     loss = p.add_argument_group("measuring the loss")
-    words = "measured loss increases, in place of measuring"
+    words = "loss increases in place of measuring: serving_sensitivity.json of an earlier plan, or "
+    words += "a file of that form (docs/serving.md, The file of losses)"
     loss.add_argument("--sensitivity", type=Path, metavar="FILE", help=words)
     words = "text, as of the trainer; default: what the checkpoint was trained on"
     loss.add_argument("--data-path", nargs="+", default=[], metavar="WORD", help=words)
@@ -126,10 +128,12 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--apply writes a checkpoint; give CHECKPOINT in place of --model")
     if args.apply is not None and args.apply.exists():
         raise UsageError(f"--apply {args.apply} exists; name another or remove it")
+    require("scipy", extra="fit", what="a serving plan")
 
 
 def described(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The cluster; and the model of `--model`, or None.
+    """The cluster; and the model of `--model`, or None. Its samples have the tokens of a prompt and
+    its answer: a config.json says only how long they may be.
 
     Raises:
         UsageError: they cannot be read.
@@ -139,6 +143,8 @@ def described(args: argparse.Namespace) -> tuple[Any, Any]:
 
     try:
         named = args.checkpoint is None
+        if named and str(args.model).endswith(".json"):
+            args.seq_length = args.prompt + args.generate
         return cluster_of(args), model_of(args) if named else None
     except (SpecError, InputProblem, UsageProblem) as error:
         raise UsageError(str(error)) from error
@@ -171,10 +177,14 @@ def measured_of(args: argparse.Namespace, source: Any, bits: tuple[int, ...]) ->
     from copus_ext.serving.sensitivity import Sensitivity
 
     if args.sensitivity is not None:
-        found = Sensitivity.read(args.sensitivity)
+        try:
+            found = Sensitivity.read(args.sensitivity)
+        except UsageError as error:
+            raise UsageError(f"--sensitivity {error}") from error
         if found.group_size != args.group_size:
             raise UsageError(
-                f"{args.sensitivity} was measured with --group-size {found.group_size}; give that"
+                f"--sensitivity {args.sensitivity} was measured with --group-size "
+                f"{found.group_size}; give that"
             )
         return found
     tqdm.monitor_interval = 0

@@ -16,15 +16,14 @@ import sys
 import warnings
 from typing import Any
 
-from megatron.training.common.program import program_name
+from megatron.training.common.program import CommandParser, program_name
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=program_name("preprocess_data.py"),
         description="Make an indexed data set (.bin and .idx) from text.",
-        allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(

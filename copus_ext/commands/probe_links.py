@@ -29,7 +29,8 @@ from copus_ext.probe.record import LinkRecord, cluster_text
 from copus_ext.probe.session import Place, Settings, Silence
 from megatron.training.checkpoint.files import write_atomically
 from megatron.training.common.errors import UsageError
-from megatron.training.common.program import other_command, program_name, tell
+from megatron.training.common.optional import require
+from megatron.training.common.program import CommandParser, other_command, program_name, tell
 
 _SIZES = {
     "gloo": "8,4KiB,64KiB,1MiB,4MiB,16MiB",
@@ -45,10 +46,9 @@ class Stopped(BaseException):
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = CommandParser(
         prog=program_name("probe_links.py"),
         description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
     )
     p.add_argument("--output", type=Path, required=True, metavar="FILE", help="cluster file")
     p.add_argument(
@@ -210,6 +210,7 @@ def probe(args: argparse.Namespace) -> int:
     """Finds the others and does this process's part; returns the exit code."""
     from copus_ext.launch.rank_side import adopt_srun
 
+    require("scipy", extra="fit", what="probe-links")
     adopt_srun()
     place = session.place_of(os.environ, every_rank=args.every_rank)
     store = session.find_store(args.timeout)

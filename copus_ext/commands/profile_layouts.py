@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.program import program_name, tell
+from megatron.training.common.program import CommandParser, program_name, tell
 
 _AGAIN = 85
 """Exit code: start again, to go on after a configuration that ran out of memory."""
@@ -35,7 +35,7 @@ _LONGEST_INTERVAL = 20
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Own flags before `--`, the trainer's behind it."""
     at = argv.index("--") if "--" in argv else len(argv)
-    p = argparse.ArgumentParser(
+    p = CommandParser(
         prog=program_name("profile_layouts.py"),
         usage="%(prog)s --store FILE [options] -- FLAGS OF YOUR RUN",
         description=(__doc__ or "").splitlines()[0],

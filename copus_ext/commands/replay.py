@@ -18,15 +18,15 @@ from typing import Any
 from copus_ext.controller.decision_log import NAME, VERSION, read_journal
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import DecisionInputs
-from megatron.training.common.program import FormerName, program_name, tell
+from copus_ext.monitor.run_files import run_problem
+from megatron.training.common.program import CommandParser, FormerName, program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = CommandParser(
         prog=program_name("replay.py"),
         description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
     )
     p.add_argument("journal", type=Path, help="journal.jsonl, or the directory of a run")
     p.add_argument("--all", action="store_true", help="print decisions to stay, too")
@@ -81,6 +81,15 @@ def main(argv: list[str] | None = None) -> int:
 def answer(args: argparse.Namespace) -> int:
     """Replays what the flags ask for."""
     path = args.journal / NAME if args.journal.is_dir() else args.journal
+    try:
+        problem = run_problem(args.journal, takes_journal=True)
+    except OSError as error:
+        problem = f"{path} cannot be read: {error}"
+    if not problem and not path.exists():
+        problem = f"RUN {args.journal} has no {NAME}: it ran without --copus"
+    if problem:
+        tell("replay.py", f"error: {problem}")
+        return 5
     names = ("noise_scale_multiplier", "objective")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     same = different = older = 0

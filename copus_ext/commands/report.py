@@ -6,7 +6,7 @@ python tools/report.py runs/quickstart -o report.html --follow
 
 The file needs no network. It may be made of a run that goes on, and of one that was killed. With
 --follow it is written again and again, and an open page reloads itself. Exit codes: 0 done, 2 wrong
-usage, 5 a run cannot be read or the file not be written.
+usage, 5 there is no run, or it cannot be read, or the file not be written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.training.common.program import program_name, tell
+from megatron.training.common.program import CommandParser, program_name, tell
 
 if TYPE_CHECKING:
     from copus_ext.monitor.report import ReportData
@@ -30,10 +30,9 @@ _LEAST_S = 1.0
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = CommandParser(
         prog=program_name("report.py"),
         description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
     )
     p.add_argument(
         "runs",
@@ -61,16 +60,21 @@ def main(argv: list[str] | None = None) -> int:
         return _say(f"{len(args.runs)} RUNs are too many for a page; name at most {_MOST_RUNS}", 2)
     if args.follow is not None and not _LEAST_S <= args.follow < float("inf"):
         return _say(f"--follow {args.follow:g} must be at least {_LEAST_S:g} s", 2)
+    from copus_ext.monitor.run_files import run_problem
+
+    try:
+        for problem in (run_problem(run, takes_journal=True) for run in args.runs):
+            if problem:
+                return _say(problem, 5)
+    except OSError as error:
+        return _say(f"a run cannot be read: {error}", 5)
     try:
         from copus_ext.monitor.report import ReportData, plotly_code
 
         plotly_code()
     except ImportError as error:
         return _say(f'{error.name} is missing; run: pip install -e ".[report]"', 5)
-    try:
-        data = ReportData(args.runs)
-    except ValueError as error:
-        return _say(str(error), 2)
+    data = ReportData(args.runs)
     try:
         data.refresh()
         for run in data.empty_runs:

@@ -15,7 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.training.common.program import FormerName, other_command, program_name, tell
+from megatron.training.common.program import (
+    FormerName,
+    other_command,
+    program_name,
+    tell,
+    with_hint,
+)
 
 _MOST_SEEDS = 10_000
 TRUTHS = ("goodput", "lr_model", "copus")
@@ -35,7 +41,7 @@ class InputProblem(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageProblem(message)
+        raise UsageProblem(with_hint(self, message))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -17,16 +17,14 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.live import Live
 
-from copus_ext.controller.decision_log import NAME as JOURNAL
-from copus_ext.monitor.run_files import CONFIG_FILE, END_BYTES, RunReader
+from copus_ext.monitor.run_files import END_BYTES, RunReader, run_problem
 from copus_ext.monitor.run_status import RunStatus, status_of
 from copus_ext.monitor.terminal import screen
-from megatron.training.common.program import other_command, program_name, tell
-from megatron.training.logging.metrics import METRICS_FILE, encode
+from megatron.training.common.program import CommandParser, other_command, program_name, tell
+from megatron.training.logging.metrics import encode
 
 _EVERY_S = 2.0
 _LEAST_S = 0.1
-_FILES = (METRICS_FILE, JOURNAL, CONFIG_FILE, "control")
 _SERVED = ("--serve", "--address", "--port", "--token", "--token-file")
 
 
@@ -44,10 +42,9 @@ class _Served(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = CommandParser(
         prog=program_name("status.py"),
         description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
     )
     p.add_argument("run", type=Path, metavar="RUN", help="directory of the run (--run-dir)")
     p.add_argument("--json", action="store_true", help="print a line of JSON instead of a screen")
@@ -71,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.follow is not None and not args.follow >= _LEAST_S:
         p.error(f"--follow {args.follow:g} must be at least {_LEAST_S:g} s")
     try:
-        if problem := problem_of(args.run):
+        if problem := run_problem(args.run):
             return _say(problem)
         show(RunReader(args.run, most_bytes=END_BYTES), args.follow, as_json=args.json)
     except (BrokenPipeError, KeyboardInterrupt):
@@ -79,18 +76,6 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         return _say(f"{args.run} cannot be read: {error}")
     return 0
-
-
-def problem_of(run: Path) -> str:
-    """Why a directory is no run; empty if it is one.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    if not run.is_dir():
-        return f"{run} is no directory; give the --run-dir (or --save) of the run"
-    is_run = any((run / name).exists() or (run / name).is_symlink() for name in _FILES)
-    return "" if is_run else f"{run} holds no run: neither {METRICS_FILE} nor {JOURNAL} is there"
 
 
 def show(reader: RunReader, every_s: float | None, *, as_json: bool) -> None:

@@ -14,16 +14,16 @@ import argparse
 import sys
 from pathlib import Path
 
+from copus_ext.monitor.run_files import run_problem
 from copus_ext.monitor.trace import FILE, folder_of, timeline, traces_of, with_steps, write_trace
-from megatron.training.common.program import program_name, tell
+from megatron.training.common.program import CommandParser, program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = CommandParser(
         prog=program_name("trace.py"),
         description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
     )
     p.add_argument("run", metavar="RUN", type=Path, help="directory of the run (--run-dir)")
     p.add_argument(
@@ -39,9 +39,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Writes the trace; returns the exit code."""
     args = parser().parse_args(argv)
-    if not args.run.is_dir():
-        return _say(f"{args.run} is no directory; give the --run-dir (or --save) of the run", 5)
     try:
+        if problem := run_problem(args.run):
+            return _say(problem, 5)
         trace, paths = timeline(args.run), traces_of(args.run)
         output = args.output or folder_of(args.run) / FILE
     except OSError as error:

@@ -15,17 +15,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.program import close_output, program_name, tell
+from megatron.training.common.program import CommandParser, close_output, program_name, tell
 
 NAME = "validate_planner.py"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = CommandParser(
         prog=program_name(NAME),
         description="Holds the planner against measured step times.",
-        allow_abbrev=False,
     )
     p.add_argument("file", type=Path, metavar="FILE.csv", help="measured runs, one a line")
     words = "correct each group by the times of this many of its runs (default: none)"

@@ -206,8 +206,8 @@ class CopusCallback:
             self._save()
 
     def on_log(self, context: Any) -> None:
-        """Adds lines to the log after a decision, the noise scale first: that trainer's own log line
-        takes no more fields."""
+        """Adds lines to the log after a decision, the noise scale first, since the log line of that
+        trainer takes no more fields."""
         inner = self._inner
         if self._controller is not None:
             inner.log_fields.clear()

@@ -16,7 +16,7 @@ from copus_ext.launch.slurm import Step, address_of, read_step
 from copus_ext.reshard.relaunch import value_of
 from megatron.training.common.errors import UsageError
 from megatron.training.common.gpus import check_torch_build, visible_gpus
-from megatron.training.common.program import program_name
+from megatron.training.common.program import program_name, with_hint
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MODULE = "python -m copus_ext.launch.supervisor"
@@ -83,7 +83,7 @@ class Options:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; for the flags see: {self.prog} --help")
+        raise UsageError(f"{with_hint(self, message)}; for the flags see: {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from copus_ext.planner.request import InputProblem, UsageProblem
-from megatron.training.common.program import program_name
+from megatron.training.common.program import program_name, with_hint
 
 FLAG = "--graph"
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageProblem` for what it cannot read."""
+
     def error(self, message: str) -> NoReturn:
-        raise UsageProblem(message)
+        raise UsageProblem(with_hint(self, message))
 
 
 def is_asked(argv: list[str]) -> bool:
@@ -32,7 +34,7 @@ def add_flag(group: argparse._ArgumentGroup) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    p = _Parser(
+    p = Parser(
         prog=f"{program_name('plan.py')} partition",
         description="Lay the nodes of a graph out over stages that run at the same time.",
         allow_abbrev=False,

@@ -30,15 +30,9 @@ class ReportData:
 
     Args:
         runs: directories; or journals, if nothing else is left of a run.
-
-    Raises:
-        ValueError: a path does not exist.
     """
 
     def __init__(self, runs: Sequence[Path]) -> None:
-        for run in runs:
-            if not run.exists():
-                raise ValueError(f"RUN {run} does not exist; give the --run-dir of a run")
         self._readers = [RunReader(run, name=name) for run, name in zip(runs, names_of(runs))]
         # A page that follows a run draws most landscapes again: run, generation, place.
         self._landscapes: dict[tuple[int, int, int], dict[str, Any]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from copus_ext.controller.decision_log import NAME as JOURNAL
-from copus_ext.controller.decision_log import upgraded
+from copus_ext.controller.decision_log import read_journal, upgraded
 from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.monitor.values import measured, number, table, text, whole, written
 from copus_ext.reshard.checked import read_value
@@ -34,6 +34,29 @@ _REQUEST = Path("control") / "request.json"
 _MOST_NAME = 200
 QUIET_EVENTS = ("checkpoint.begin", "checkpoint.commit", "layout", "run.start", "run.end")
 """Kinds that views show in another way than as events."""
+
+
+def run_problem(run: Path, *, takes_journal: bool = False) -> str:
+    """Why a path is no run, in the words of all commands that read one; empty if it is one.
+
+    Args:
+        run: what the user named.
+        takes_journal: whether a journal that is left of a run stands for it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    fix = "give the --run-dir (or --save) of a run"
+    if not run.exists() and not run.is_symlink():
+        return f"RUN {run} does not exist; {fix}"
+    if not run.is_dir() and not takes_journal:
+        return f"RUN {run} is no directory; {fix}"
+    if not run.is_dir():
+        has_records = run.is_file() and next(read_journal(run), None) is not None
+        return "" if has_records else f"RUN {run} holds no record of a run; {fix}, or its {JOURNAL}"
+    files = (METRICS_FILE, JOURNAL, CONFIG_FILE, "control")
+    is_run = any((run / name).exists() or (run / name).is_symlink() for name in files)
+    return "" if is_run else f"RUN {run} holds no record of a run; {fix}"
 
 
 class Step(NamedTuple):

@@ -84,7 +84,7 @@ def reason(
         return _of_experts(code, model, c)
     if code == "dominated":
         less = f"{c}: less recomputation fits and is never slower"
-        return less, f"price it with `copus plan explain {c}`"
+        return less, f"price it with `{other_command('plan.py')} explain {c}`"
     if code == "memory":
         assert peak_bytes is not None
         loaded = " with the busiest experts at twice the mean" if at.ep > 1 else ""

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from copus_ext.serving.problem import ServingProblem
-from megatron.training.common.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +27,9 @@ class Prices:
 
 
 def relax(p: ServingProblem) -> Prices:
-    """Solves the problem with parts of layers, whose order does not matter.
-
-    Raises:
-        UsageError: scipy is not installed.
-    """
-    try:
-        from scipy.optimize import linprog
-        from scipy.sparse import coo_array
-    except ImportError:
-        raise UsageError('a serving plan needs scipy; run: pip install -e ".[bench]"') from None
+    """Solves the problem with parts of layers, whose order does not matter."""
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_array
 
     layers, devices, bits = p.num_layers, p.num_devices, len(p.bits)
     held = devices * bits

@@ -15,6 +15,7 @@ from megatron.training.common.errors import UsageError
 SCHEMA = "copus-serving-sensitivity/1"
 FILE = "serving_sensitivity.json"
 """Name of the results beside a checkpoint."""
+_BITS = ("2", "3", "4", "5", "6", "7", "8", "16")
 _FIELDS = ("group_size", "loss", "loss_16", "loss_increase", "settings", "standard_error")
 
 
@@ -72,14 +73,58 @@ class Sensitivity:
             UsageError: it cannot be read, or holds something else.
         """
         try:
-            record = json.loads(path.read_text())
-            if record.pop("schema") != SCHEMA:
-                raise ValueError("another schema")
-            found = cls(**{name: record[name] for name in _FIELDS})
-            numbers = [found.loss, found.loss_16, found.group_size]
-            numbers += [x for layer in found.loss_increase for x in layer.values()]
-            if not all(math.isfinite(x) for x in numbers):
-                raise ValueError("a loss that is no finite number")
-            return found
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path} holds no measured sensitivity: {error}") from error
+            return cls(**_checked(json.loads(path.read_text())))
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{path} holds no measured sensitivity: {error}; docs/serving.md describes the file"
+            ) from error
+
+
+def _checked(record: Any) -> dict[str, Any]:
+    """The fields of a record, in `_FIELDS`.
+
+    Raises:
+        ValueError: naming the field that is missing, unknown or of another kind.
+    """
+    if not isinstance(record, dict):
+        raise ValueError("it must be an object")
+    if record.get("schema") != SCHEMA:
+        raise ValueError(f"schema is {record.get('schema')!r} and must be {SCHEMA!r}")
+    values = {"settings": {}, "standard_error": [], **record}
+    del values["schema"]
+    for name in values:
+        if name not in _FIELDS:
+            raise ValueError(f"{name} is no field of it")
+    for name in _FIELDS:
+        if name not in values:
+            raise ValueError(f"{name} is missing")
+    size = values["group_size"]
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"group_size is {size!r} and must be a whole number of at least 1")
+    for name in ("loss", "loss_16"):
+        _check_number(name, values[name])
+    for name in ("loss_increase", "standard_error"):
+        _check_layers(name, values[name])
+    if not isinstance(values["settings"], dict):
+        raise ValueError("settings must be an object")
+    if not values["loss_increase"]:
+        raise ValueError("loss_increase must have an object for each layer")
+    return values
+
+
+def _check_layers(name: str, layers: Any) -> None:
+    if not isinstance(layers, list):
+        raise ValueError(f"{name} must be a list with an object for each layer")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, dict):
+            raise ValueError(f"{name}[{i}] must be an object of bits and nats")
+        for bits, value in layer.items():
+            if bits not in _BITS:
+                raise ValueError(f"{name}[{i}] has {bits!r} bits; known: {', '.join(_BITS)}")
+            _check_number(f"{name}[{i}][{bits!r}]", value)
+
+
+def _check_number(name: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r} and must be a finite number")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.controller.decision_log import read_journal
+from copus_ext.controller.decision_log import NAME, read_journal
 from copus_ext.cost_model.spec_file import read_json
 from copus_ext.gns.estimators import Estimate
 from copus_ext.goodput.inputs import DecisionInputs
@@ -97,6 +97,10 @@ def from_journal(path: Path, truth: GroundTruth) -> NoiseTrajectory:
     """The noise scale that a run saw at its decisions. Its steps are turned into progress by a
     truth; its losses are not in the journal.
 
+    Args:
+        path: the journal, or the directory of the run.
+        truth: of progress.
+
     Raises:
         OSError: it cannot be read.
         TrajectoryError: it holds less than two decisions with a noise scale.
@@ -104,7 +108,7 @@ def from_journal(path: Path, truth: GroundTruth) -> NoiseTrajectory:
     progress, consumed = 0.0, 0
     points: list[tuple[float, float]] = []
     batch = 1
-    for record in read_journal(path):
+    for record in read_journal(path / NAME if path.is_dir() else path):
         if record["kind"] != "decision":
             continue
         try:
@@ -131,7 +135,7 @@ def load(path: Path, truth: GroundTruth) -> NoiseTrajectory:
         TrajectoryError: it is neither.
     """
     try:
-        if path.suffix == ".jsonl":
+        if path.suffix == ".jsonl" or path.is_dir():
             return from_journal(path, truth)
         return NoiseTrajectory.from_json(read_json(path))
     except (OSError, ValueError) as error:

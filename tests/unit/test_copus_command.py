@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_every_command_has_a_script_and_a_module() -> None:
 
 def test_errors_bear_the_name_that_was_called(capsys: pytest.CaptureFixture[str]) -> None:
     for words, line in (
-        (["replay", "/nowhere"], "copus replay: error: /nowhere"),
+        (["replay", "/nowhere"], "copus replay: error: RUN /nowhere"),
         (["pretrain", "--num-layers", "2"], "copus pretrain: error: --hidden-size is required"),
     ):
         assert main(words) != 0
@@ -84,6 +85,64 @@ def test_what_is_no_command_is_refused(
     assert error.startswith("usage: copus COMMAND") and "copus: error: " in error
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["replai"], "there is no command replai; did you mean replay?"),
+        (["inspect_checkpoint"], "did you mean inspect-checkpoint?"),
+        (["xyzzy"], "there is no command xyzzy; `copus --help` lists them"),
+        (["status", "run", "--folow"], "did you mean --follow?"),
+        (["simulate", "--lst"], "did you mean --list?"),
+        (["plan", "--fromat", "json", "--global-batch-size", "8"], "did you mean --format?"),
+        (["plan-serving", "x", "--cluster", "here", "--promt=3"], "did you mean --prompt?"),
+        (["launch", "--nproc-per-nod", "2", "--", "--lr", "1"], "did you mean --nproc-per-node?"),
+        (["pretrain", "--num-layer", "2"], "did you mean --num-layers?"),
+    ],
+)
+def test_a_misspelled_word_is_told_with_the_nearest(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(words)
+    except SystemExit as left:
+        code = left.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
+def test_every_command_says_the_same_of_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.txt").write_text("x\n")
+    commands = {"status": [], "report": ["-o", str(tmp_path / "x.html")], "trace": [], "replay": []}
+    for name, says in (
+        ("nowhere", "does not exist"),
+        ("empty", "holds no record of a run"),
+        ("foreign", "holds no record of a run"),
+    ):
+        run = tmp_path / name
+        want = f"error: RUN {run} {says}; give the --run-dir (or --save) of a run\n"
+        for command, more in commands.items():
+            assert main([command, str(run), *more]) == 5
+            told = capsys.readouterr()
+            assert (told.out, told.err) == ("", f"copus {command}: {want}")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.txt", "empty", "foreign"]
+    # What is left of a run is one where a command can use it.
+    journal = tmp_path / "journal.jsonl"
+    journal.write_text('{"kind": "start", "version": 4}\n')
+    assert main(["report", str(journal), "-o", str(tmp_path / "x.html")]) == 0
+    assert main(["replay", str(journal)]) == 0
+    for command in ("status", "trace"):
+        assert main([command, str(journal)]) == 5
+        assert f"RUN {journal} is no directory" in capsys.readouterr().err
+    metrics = tmp_path / "plain"
+    metrics.mkdir()
+    (metrics / "metrics.jsonl").touch()
+    assert main(["replay", str(metrics)]) == 5
+    assert "has no journal.jsonl: it ran without --copus" in capsys.readouterr().err
+
+
 def test_help_and_version_import_nothing_heavy(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys; from copus_ext.commands.main import main\n"
@@ -98,8 +157,24 @@ def test_help_and_version_import_nothing_heavy(capsys: pytest.CaptureFixture[str
         assert said in done.stdout
 
 
-def test_another_command_is_named_as_this_one_was_called() -> None:
+def test_another_command_is_named_as_this_one_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user who copies the words gets this Python and this checkout, wherever they stand."""
+    here = Path(sys.executable).parent
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PATH", f"{here}:/usr/bin")
     assert other_command("plan.py") == "python tools/plan.py"
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert other_command("plan.py") == f"{sys.executable} tools/plan.py"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(here))
+    assert other_command("plan.py") == f"python {ROOT}/tools/plan.py"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert other_command("of_no_checkout.py") == "copus of-no-checkout"
     with running_as("copus status"):
+        assert other_command("profile_layouts.py") == "copus profile-layouts"
+        (tmp_path / "copus").touch(mode=0o755)
+        assert other_command("profile_layouts.py") == f"{tmp_path}/copus profile-layouts"
+        monkeypatch.setenv("PATH", str(tmp_path))
         assert other_command("profile_layouts.py") == "copus profile-layouts"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig
 
 from copus_ext.commands import plan_serving
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
@@ -16,6 +18,7 @@ from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.serving.costs import ServingCosts, Workload, micro_batches
 from copus_ext.serving.sensitivity import SCHEMA, Sensitivity
 from megatron.training.common.errors import UsageError
+from tests.helpers.launch import ROOT
 
 BITS = (3, 4, 8, 16)
 MODEL = PRESETS["llama-2-7b"]
@@ -203,6 +206,69 @@ def test_files_that_do_not_fit_are_refused(
     assert "--group-size 128" in refusal(capsys, *given, "--group-size", "64")
     mixture = refusal(capsys, *["mixtral-8x7b" if w == "llama-2-7b" else w for w in given])
     assert mixture.startswith("2 ") and "mixtures" in mixture
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"schema": "x"}, "schema is 'x' and must be 'copus-serving-sensitivity/1'"),
+        ({"loss_16": None}, "loss_16 is None and must be a finite number"),
+        ({"loss": True}, "loss is True and must be a finite number"),
+        ({"group_size": 12.5}, "group_size is 12.5"),
+        ({"loss_increase": {}}, "loss_increase must be a list"),
+        ({"loss_increase": []}, "loss_increase must have an object for each layer"),
+        ({"loss_increase": [3]}, "loss_increase[0] must be an object"),
+        ({"loss_increase": [{"4": "x"}]}, "loss_increase[0]['4'] is 'x'"),
+        ({"loss_increase": [{}, {"9": 0.1}]}, "loss_increase[1] has '9' bits"),
+        ({"standard_error": 3}, "standard_error must be a list"),
+        ({"los": 2.0}, "los is no field of it"),
+    ],
+)
+def test_a_file_of_losses_is_refused_by_field_and_name(
+    changes: dict[str, Any],
+    said: str,
+    given: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = measured(tmp_path / "own.json", **changes)
+    line = refusal(capsys, *given[:-1], str(path))
+    assert line.startswith(f"2 plan_serving.py: error: --sensitivity {path} holds no measured")
+    assert said in line and "docs/serving.md" in line
+
+
+@pytest.mark.parametrize("name", ["loss", "loss_16", "group_size", "loss_increase"])
+def test_a_field_that_is_missing_is_named(
+    name: str, given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads(measured(tmp_path / "own.json").read_text())
+    del record[name]
+    (tmp_path / "own.json").write_text(json.dumps(record))
+    assert f"{name} is missing" in refusal(capsys, *given[:-1], str(tmp_path / "own.json"))
+
+
+def test_the_file_of_losses_of_the_page_is_read(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)
+    path = tmp_path / "own.json"
+    path.write_text(text)
+    assert Sensitivity.read(path).table((4, 8, 16)) == [[0.0041, 0.0001, 0.0], [0.0025, 0.0, 0.0]]
+
+
+def test_a_config_of_hugging_face_is_planned_like_the_model_of_its_name(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+    )
+    config.save_pretrained(tmp_path)
+    words = [str(tmp_path / "config.json") if w == "llama-2-7b" else w for w in given]
+    own, named = (answer(capsys, *each) for each in (words, given))
+    assert own["stages"] == named["stages"] and own["predicted_s"] == named["predicted_s"]
 
 
 def test_nothing_fits_is_said(

@@ -438,7 +438,7 @@ def test_a_page_says_when_its_run_falls_silent_or_is_asked_for_something(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["nowhere", "-o", "x.html"], 2, "--run-dir"),
+        (["nowhere", "-o", "x.html"], 5, "--run-dir"),
         (["RUN", "-o", "no/such/folder/x.html"], 5, "-o"),
         (["RUN", "-o", "x.html", "--follow", "0"], 2, "--follow 0"),
         (["RUN"] * 17 + ["-o", "x.html"], 2, "at most 16"),

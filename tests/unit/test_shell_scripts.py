@@ -19,7 +19,7 @@ SCRIPTS = sorted(
     if path.is_file() and path.read_bytes().startswith((b"#!/usr/bin/env bash", b"#!/bin/bash"))
 )
 NAMES = [str(path.relative_to(ROOT)) for path in SCRIPTS]
-TOOLS = ["bash", "cat", "cksum", "dirname", "flock", "grep", "mktemp", "rm", "uname"]
+TOOLS = ["bash", "cat", "chmod", "cksum", "dirname", "flock", "grep", "mktemp", "mv", "rm", "uname"]
 
 # Python, but pip installs made-up builds of torch and notes what it was asked for.
 PYTHON = f"""#!{sys.executable} -S
@@ -111,6 +111,25 @@ def test_a_gpu_node_replaces_the_cpu_build_of_a_login_node(machine: Machine) -> 
     assert (done.returncode, done.stdout) == (0, f"{machine.python}\n")
     assert machine.set_up("gpu")[1] == machine.set_up("login")[1] == []
     assert machine.set_up("login", COPUS_TORCH="cpu")[1] == [], "it serves CPU ranks as well"
+
+
+def test_copus_lies_beside_the_python_that_is_printed(machine: Machine, tmp_path: Path) -> None:
+    machine.set_up("login")
+    machine.python.unlink()
+    machine.python.symlink_to(sys.executable)
+    copus = machine.venv / "bin/copus"
+    done = subprocess.run(
+        [copus, "replai"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.endswith("there is no command replai; did you mean replay?\n")
+    # What pip has put there stays.
+    copus.write_text("#!/bin/sh\n")
+    machine.python.unlink()
+    machine.python.write_text(PYTHON)
+    machine.python.chmod(0o755)
+    machine.set_up("login")
+    assert copus.read_text() == "#!/bin/sh\n"
 
 
 def test_the_user_may_choose_the_build(machine: Machine) -> None:

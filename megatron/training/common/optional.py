@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 from pathlib import Path
 
+from megatron.training.common.errors import UsageError
+
 
 @functools.cache
 def have_transformer_engine() -> bool:
@@ -18,6 +20,25 @@ def have_transformer_engine() -> bool:
 def have_nvidia_apex() -> bool:
     """Whether NVIDIA's apex imports; PyPI's package of that name is another project."""
     return _imports("apex.optimizers")
+
+
+def require(library: str, *, extra: str, what: str) -> None:
+    """Looks for a library before work begins that cannot end without it.
+
+    Args:
+        library: top-level module, which is not imported.
+        extra: of setup.py that brings it.
+        what: needs it.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        is_there = importlib.util.find_spec(library) is not None
+    except ImportError:
+        is_there = False
+    if not is_there:
+        raise UsageError(f'{what} needs {library}; run: pip install -e ".[{extra}]"')
 
 
 def installed() -> dict[str, bool]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
+import shlex
+import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _given: str | None = None
+_NEAR = 0.7
+"""How alike a wrong word and a hint must be: difflib's ratio, from 0 to 1."""
 
 
 def program_name(script: str) -> str:
@@ -44,6 +49,32 @@ def tell(script: str, text: str) -> None:
         text: such as `error: ...` or `note: ...`.
     """
     print(f"{program_name(script)}: {text}", file=sys.stderr, flush=True)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean WORD?` with the known word that is most alike; empty if none is."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=_NEAR)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def with_hint(parser: argparse.ArgumentParser, message: str) -> str:
+    """An error of argparse, with the flag that an unknown one probably meant."""
+    words = message.removeprefix("unrecognized arguments: ").split()
+    if not message.startswith("unrecognized arguments: "):
+        return message
+    known = [s for action in parser._actions for s in action.option_strings]
+    flags = (word.partition("=")[0] for word in words if word.startswith("-"))
+    return message + next(filter(None, (nearest(flag, known) for flag in flags)), "")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser without abbreviations, which says what an unknown flag probably meant."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        super().error(with_hint(self, message))
 
 
 class FormerName(argparse.Action):
@@ -119,16 +150,33 @@ def json_failure(argv: Sequence[str] | None) -> Callable[[int, str], None]:
 
 
 def other_command(script: str) -> str:
-    """How a user of the running command calls another one: `copus NAME` if this one was called so,
-    or if the package is installed without its folder of scripts.
+    """How a user of the running command calls another one, from the folder where the user is.
+
+    That is `copus NAME` if this one was called so, or if there is no checkout. Else it is the
+    script of the checkout. What is not on PATH is named by its place.
 
     Args:
         script: name of the file that starts the other command from a checkout.
     """
-    is_checkout = (Path(__file__).resolve().parents[3] / "tools" / script).is_file()
-    if is_checkout and not (_given or "").startswith("copus "):
-        return f"python tools/{script}"
-    return "copus " + script.removesuffix(".py").replace("_", "-")
+    path = Path(__file__).resolve().parents[3] / "tools" / script
+    if path.is_file() and not (_given or "").startswith("copus "):
+        here = Path("tools") / script
+        there = here if here.is_file() and here.samefile(path) else path
+        return f"{_program('python', sys.executable)} {shlex.quote(str(there))}"
+    copus = Path(sys.executable).parent / "copus"
+    return _program("copus", str(copus)) + " " + script.removesuffix(".py").replace("_", "-")
+
+
+def _program(name: str, path: str) -> str:
+    """The name of a program if PATH leads to the folder of the one at a path, or if that is none.
+
+    The files themselves say nothing: those of virtual environments are links to one Python.
+    """
+    found = shutil.which(name)
+    if not os.path.exists(path):
+        return name
+    is_there = found is not None and Path(found).parent.samefile(Path(path).parent)
+    return name if is_there else shlex.quote(path)
 
 
 def close_output() -> None:

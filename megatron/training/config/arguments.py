@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.training.common.errors import UsageError
+from megatron.training.common.program import with_hint
 from megatron.training.config import GROUPS, Config, ModelConfig, MoeConfig
 from megatron.training.config.derive import derive
 from megatron.training.config.draft import Draft, Environment
@@ -53,7 +54,7 @@ class Parser(argparse.ArgumentParser):
     exit code."""
 
     def error(self, message: str) -> NoReturn:
-        text = message.removeprefix("argument ")
+        text = with_hint(self, message).removeprefix("argument ")
         if text.endswith(_TOO_FEW):
             text += "; give as many"
         elif _TOO_MANY in text:
