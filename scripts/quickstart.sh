@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a bare machine with Python 3.10+ to a trained model in about two minutes: sets up, makes a
+# From a bare machine with Python 3.10+ to a trained model in a few minutes: sets up, makes a
 # data set of the Python standard library's sources, trains a GPT of about 1M parameters on two CPU
 # ranks, the batch following the gradient noise scale, saves, goes on with the same run under
 # pipeline parallelism, writes a report, and generates text.

@@ -110,9 +110,11 @@ def answer(args: argparse.Namespace) -> int:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         tell("replay.py", f"error: {path}: {type(error).__name__}: {error}")
         return 5
-    print(f"{same} decisions the same, {different} different")
-    if older:
-        print(f"{older} decisions by the rules of an earlier release would be others today")
+    if not same + different + older:
+        print("no decisions: the run made none, or ended before its first")
+        return 0
+    by_older = f", {older} by the rules of an earlier release, others today" if older else ""
+    print(f"{same} decisions the same, {different} different{by_older}")
     return 1 if different and not changes else 0
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
+import math
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from copus_ext.commands import inspect_checkpoint
 from tests.helpers.launch import ROOT
 
 
@@ -26,10 +34,13 @@ def quickstart(folder: Path, steps: int, *words: str) -> subprocess.CompletedPro
     )
 
 
-def test_it_trains_saves_and_goes_on_under_another_layout(tmp_path: Path) -> None:
+def test_it_does_what_its_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     done = quickstart(tmp_path / "run", 12)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "layouts:" in done.stdout and " then " in done.stdout
+    assert re.search(r"^layouts: +tp1\.pp1\.dp2 then tp1\.pp2\.dp1$", done.stdout, re.MULTILINE)
+    assert "saved iteration 2 to" in done.stdout, "a sixth of the run"
     assert re.search(r"^copus: (\d+ change|nothing was changed)", done.stdout, re.MULTILINE)
     assert (tmp_path / "run/report.html").stat().st_size > 1e6
     texts = done.stdout.splitlines()[-3:]
@@ -37,6 +48,31 @@ def test_it_trains_saves_and_goes_on_under_another_layout(tmp_path: Path) -> Non
     # The batch falls early, so that the samples of 12 steps take more of them.
     latest = (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text()
     assert int(latest) >= 12
+    page = (ROOT / "docs/quickstart.md").read_text()
+    table = page.partition("## What it leaves")[2].partition("See its state")[0]
+    names = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
+    assert len(names) == 5 and [n for n in names if not (tmp_path / "run" / n).exists()] == []
+    # The commands that the page gives, and the one that the script names, on what it has left.
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "run").rename(tmp_path / "runs/quickstart")
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for line in re.findall(r"^\$python tools/(.+)$", page, re.MULTILINE):
+        name, *words = shlex.split(line)
+        if name not in ("report.py", "generate.py"):  # which the script has called
+            tool = importlib.import_module(f"copus_ext.commands.{Path(name).stem}")
+            ran.append(name)
+            assert tool.main(words) == 0, line
+    assert ran == ["status.py", "replay.py", "replay.py", "inspect_checkpoint.py"]
+    told = capsys.readouterr().out
+    first = re.search(r"(\d+) decisions the same, 0 different", told)
+    assert first and int(first[1]) > 0
+    inspect_checkpoint.main(["runs/quickstart/checkpoints", "--json"])
+    stored = json.loads(capsys.readouterr().out)["tensors"]
+    weights = [t["shape"] for t in stored if not t["key"].startswith("optimizer.")]
+    assert 0.8e6 < sum(map(math.prod, weights)) < 1.25e6, "about 1M parameters"
+    command = re.search(r"decide it again: (\S+) (tools/replay.py) ", done.stdout)
+    assert command and shutil.which(command[1]) and (ROOT / command[2]).is_file()
 
 
 def test_a_mixture_of_experts_trains_and_shares_its_experts_out(tmp_path: Path) -> None:

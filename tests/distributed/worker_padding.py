@@ -1,10 +1,16 @@
-"""Saves and resumes where buckets have padding inside: three replicas, small buckets."""
+"""Saves and resumes where buckets have padding inside: three replicas, small buckets. Also a
+checkpoint whose optimizer megatron-core's own writer has written."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
+
+from megatron.training.checkpoint import files
 from tests.helpers.jobs import TINY_GPT2, layout_flags, run
 
 SHAPE = "--num-layers 6 --hidden-size 96 --ffn-hidden-size 200 --kv-channels 12"
@@ -28,4 +34,25 @@ def main(output: Path) -> Any:
     ]:
         steps = run(flags, output / name, base=BASE)
         results[name] = [step["losses"]["lm loss"] for step in steps]
+    save_as_upstream(output, length)
+    run([*length, "--bf16", "--load", str(output / "upstream")], output / "told", base=BASE)
     return results
+
+
+def save_as_upstream(output: Path, length: list[str]) -> None:
+    """Saves what `--dist-ckpt-optim-fully-reshardable` of Megatron-LM does, without our marks."""
+
+    def theirs(optimizer: Any, model: Any, groups: Any, **how: Any) -> Any:
+        state, metadata = how["model_state"], how["metadata"]
+        return optimizer.sharded_state_dict(state, is_loading=False, metadata=metadata)
+
+    flags = [*length, "--bf16", "--exit-interval", str(BEFORE), "--save", str(output / "upstream")]
+    with mock.patch("megatron.training.checkpoint.save.sharded_optimizer_state", theirs):
+        run(flags, output / "theirs", base=BASE)
+    if dist.get_rank() == 0:
+        folder = files.folder_of(output / "upstream", BEFORE)
+        (folder / files.MANIFEST).unlink()
+        common = torch.load(folder / files.COMMON, weights_only=False)
+        del common[files.OUR_KEY]
+        torch.save(common, folder / files.COMMON)
+    dist.barrier()

@@ -8,7 +8,6 @@ import importlib
 import logging
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,17 +25,11 @@ from megatron.training.config.known_flags import known_flags
 from scripts.docs import pictures
 from scripts.docs.flags import all_groups, flags_page
 from tests.helpers.launch import ROOT
+from tests.helpers.pages import commands
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 JOURNAL = DOCS / "results" / "act_run.journal.jsonl"
-RECORD = """
-record() { printf '%s\\0' "$@" '' >&3; }
-python() { record python "$@"; }
-torchrun() { record torchrun "$@"; }
-bash() { record bash "$@"; echo python; }
-"""
-"""Commands of a page write down what they were called with; others are not found."""
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +97,6 @@ def test_the_pages_of_the_api_are_of_modules_that_exist() -> None:
     modules = re.findall(r": api/([\w.]+)\.md", (ROOT / "mkdocs.yml").read_text())
     assert len(modules) > 5
     assert [m for m in modules if not (ROOT / (m.replace(".", "/") + ".py")).exists()] == []
-
-
-def commands(path: Path) -> list[list[str]]:
-    """What the shell blocks of a page call, as the shell itself reads them."""
-    blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL)
-    done = subprocess.run(
-        ["/bin/bash", "-c", "exec 3>&1 >/dev/null\n" + RECORD + "\n".join(blocks)],
-        env={"PATH": "/nowhere"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return [part.split("\0") for part in done.stdout.removesuffix("\0\0").split("\0\0")]
 
 
 def accept(program: str, *flags: str, world_size: int) -> None:

@@ -22,6 +22,7 @@ from megatron.training.checkpoint import files
 from megatron.training.checkpoint.load import (
     Stored,
     iterations_to_try,
+    may_be_shifted,
     read_arguments,
     read_stored,
     stored_of,
@@ -519,3 +520,32 @@ def test_a_mixture_of_megatron_lm_is_read_as_its_flags_say() -> None:
     moe = resolve(with_checkpoint_args(given, stored.arguments), 1).moe
     assert (moe.num_experts, moe.moe_layers, moe.moe_aux_loss_coeff) == (8, (1, 0, 1, 0), (0.01,))
     assert (moe.moe_router_topk, moe.moe_ffn_hidden_size) == (4, 32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "may"),
+    [
+        ({"overlap_grad_reduce": True}, "fully_reshardable", True),
+        ({"pipeline_model_parallel_size": 2}, "fully_reshardable", True),
+        ({}, "fully_reshardable", False),
+        (
+            {"pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True},
+            "fully_reshardable",
+            False,
+        ),
+        ({"overlap_grad_reduce": True}, "dp_reshardable", False),
+        (
+            {"overlap_grad_reduce": True, "use_distributed_optimizer": False},
+            "fully_reshardable",
+            False,
+        ),
+    ],
+)
+def test_an_optimizer_that_megatron_lm_may_have_shifted_is_told(
+    flags: dict[str, Any], kind: str, may: bool
+) -> None:
+    """NVIDIA/Megatron-LM #5077: several buckets of a distributed optimizer."""
+    args = Namespace(**{"use_distributed_optimizer": True, **flags})
+    common = {"args": args, "content_metadata": {"distrib_optim_sharding_type": kind}}
+    assert may_be_shifted(common) == may
+    assert not may_be_shifted({})

@@ -44,6 +44,7 @@ from megatron.training.common.collectives import (
     first_problem,
 )
 from megatron.training.common.errors import TrainingFailure
+from megatron.training.common.program import other_command
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import GROUPS, Config
 from megatron.training.config.lengths import TrainingLengths
@@ -224,7 +225,8 @@ def _doubt(folder: Path, *, trust_unverified: bool) -> list[str]:
     stray = stray_file(folder, index)
     if stray is not None:
         return [f"{stray} lies outside the checkpoint"]
-    doubt = files.unverified(folder, read_common(folder), file_names(index))
+    common = read_common(folder)
+    doubt = files.unverified(folder, common, file_names(index))
     if doubt is not None and not trust_unverified:
         return [doubt]
     if doubt is not None:
@@ -235,7 +237,35 @@ def _doubt(folder: Path, *, trust_unverified: bool) -> list[str]:
             folder,
             files.MANIFEST,
         )
+        if may_be_shifted(common):
+            logger.warning(
+                "the optimizer of %s may be wrong: with several padded buckets Megatron-LM up to "
+                "core_v0.19.0 stores it shifted (NVIDIA/Megatron-LM #5077). Compare it with the "
+                "weights: %s %s --verify",
+                folder,
+                other_command("inspect_checkpoint.py"),
+                folder,
+            )
     return []
+
+
+def may_be_shifted(common: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint of Megatron-LM may hold a shifted optimizer: fully reshardable, from
+    buffers of several buckets. No checkpoint says which version wrote it, nor how many buckets
+    had padding.
+
+    Args:
+        common: what `common.pt` holds.
+    """
+    content = common.get("content_metadata") or {}
+    args = vars(common.get("args") or argparse.Namespace())
+    is_tied = not args.get("untie_embeddings_and_output_weights")
+    # Tied rows have a bucket of their own; else buckets come with overlapping.
+    several = args.get("overlap_grad_reduce") or (
+        is_tied and (args.get("pipeline_model_parallel_size") or 1) > 1
+    )
+    kind = content.get("distrib_optim_sharding_type")
+    return bool(kind == "fully_reshardable" and args.get("use_distributed_optimizer") and several)
 
 
 def read_arguments(

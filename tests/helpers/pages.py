@@ -1,0 +1,28 @@
+"""The commands that a page of the documentation gives."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+RECORD = """
+record() { printf '%s\\0' "$@" '' >&3; }
+python() { record python "$@"; }
+torchrun() { record torchrun "$@"; }
+bash() { record bash "$@"; echo python; }
+"""
+"""Commands of a page write down what they were called with; others are not found."""
+
+
+def commands(path: Path) -> list[list[str]]:
+    """What the shell blocks of a page call, as the shell itself reads them."""
+    blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL)
+    done = subprocess.run(
+        ["/bin/bash", "-c", "exec 3>&1 >/dev/null\n" + RECORD + "\n".join(blocks)],
+        env={"PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [part.split("\0") for part in done.stdout.removesuffix("\0\0").split("\0\0")]
