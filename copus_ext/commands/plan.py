@@ -38,7 +38,13 @@ from copus_ext.planner.request import (
     timings_of,
     uses_tp_pp_dp_mapping,
 )
-from megatron.training.common.program import close_output, other_command, program_name, tell
+from megatron.training.common.program import (
+    close_output,
+    nearest,
+    other_command,
+    program_name,
+    tell,
+)
 
 COMMANDS = {
     "search": "rank all configurations (also without a command)",
@@ -172,12 +178,10 @@ def _add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool) -> None:
     search.add_argument(
         "--allow-cross-node-tp", action="store_true", help="let tensor parallelism span nodes"
     )
-    search.add_argument(
-        "--memory-margin", type=float, default=0.04, help="share of the memory to leave free"
-    )
-    search.add_argument(
-        "--profile", type=Path, help=f"times from {other_command('profile_layouts.py')}"
-    )
+    words = "share of the memory to leave free"
+    search.add_argument("--memory-margin", type=float, default=0.04, help=words)
+    words = f"times from {other_command('profile_layouts.py')}"
+    search.add_argument("--profile", type=Path, help=words)
     search.add_argument("--constants", type=Path, help="JSON with fitted constants")
 
 
@@ -190,6 +194,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for word in ("phases", "elastic"):
         if f"--{word}" in argv:
             argv = [word, *(one for one in argv if one not in (f"--{word}", word))]
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        raise UsageProblem(f"there is no command {argv[0]}{nearest(argv[0], COMMANDS)}")
     command = argv[0] if argv and argv[0] in COMMANDS else "search"
     args = parser(command).parse_args(argv[1:] if argv and argv[0] in COMMANDS else argv)
     args.phases, args.elastic = command == "phases", command == "elastic"

@@ -94,6 +94,7 @@ def test_what_is_no_command_is_refused(
         (["status", "run", "--folow"], "did you mean --follow?"),
         (["simulate", "--lst"], "did you mean --list?"),
         (["plan", "--fromat", "json", "--global-batch-size", "8"], "did you mean --format?"),
+        (["plan", "explian", "tp=2"], "there is no command explian; did you mean explain?"),
         (["plan-serving", "x", "--cluster", "here", "--promt=3"], "did you mean --prompt?"),
         (["launch", "--nproc-per-nod", "2", "--", "--lr", "1"], "did you mean --nproc-per-node?"),
         (["pretrain", "--num-layer", "2"], "did you mean --num-layers?"),
