@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from copus_ext.commands import replay
 from tests.helpers.jobs import losses_of
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
 from tests.helpers.pages import commands
@@ -58,7 +59,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     told["plain"] = reader.next("torchrun").stdout
     told["observe"] = reader.next("torchrun").stdout
     told["replay"] = reader.next("python tools/replay.py runs/observe --all").stdout
-    told["what if"] = reader.next("python tools/replay.py runs/observe --noise").stdout
     while "--load" not in reader.left[0]:
         reader.left.pop(0)
     told["act"] = reader.next("torchrun").stdout
@@ -73,7 +73,9 @@ def test_a_run_that_is_observed_loses_as_the_plain_one(told: dict[str, str]) -> 
     assert " | noise scale (samples): " in line
 
 
-def test_the_replay_says_what_the_page_quotes(told: dict[str, str]) -> None:
+def test_the_replay_says_what_the_page_quotes(
+    told: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     (quoted,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for text in (quoted, told["replay"]):
         *lines, last = text.splitlines()
@@ -81,7 +83,10 @@ def test_the_replay_says_what_the_page_quotes(told: dict[str, str]) -> None:
         assert [line for line in lines if not LINE.fullmatch(line)] == []
     number = LAST.fullmatch(told["replay"].splitlines()[-1])
     assert number and int(number[1]) == len(told["replay"].splitlines()) - 1
-    assert re.search(r"^\d+ decisions the same, \d+ different$", told["what if"], re.MULTILINE)
+    (words,) = re.findall(r"`python tools/replay.py (runs/observe --\S+ \d+)`", PAGE.read_text())
+    assert replay.main([str(Path(told["folder"], words.split()[0])), *words.split()[1:]]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"\d+ decisions the same, \d+ different", last)
 
 
 def test_a_run_that_was_observed_goes_on_and_may_act(told: dict[str, str]) -> None:
