@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     from copus_ext.launch.rank_side import adopt_srun, end_with_launcher, leave_error
 
     end_with_launcher()
-    from copus_ext.controller.flags import CopusConfig
+    from copus_ext.controller.flags import CopusConfig, check_has_copus
     from copus_ext.elastic.messages import PIPE_VARIABLE
     from megatron.training.common.errors import TrainingFailure, UsageError
     from megatron.training.common.gpus import check_torch_build
@@ -53,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if PIPE_VARIABLE in os.environ:
             args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
+            check_has_copus(args.explicit_flags, is_on=args.copus)
             set_process_defaults()
             check_environment()
             check_torch_build(args.device)
@@ -102,12 +103,13 @@ def _train(
         start_fields: more fields of the record of the start.
         started_s: when the process started, on the monotonic clock; None: now.
     """
-    from copus_ext.controller.flags import CopusConfig
+    from copus_ext.controller.flags import CopusConfig, check_has_copus
     from megatron.training.common.gpus import check_torch_build
     from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
     from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
     args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
+    check_has_copus(args.explicit_flags, is_on=args.copus)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     set_process_defaults()
     check_environment()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,10 +167,36 @@ def controller_flags(args: Any) -> CopusConfig:
         return CopusConfig(**values)
     given = getattr(args, "explicit_flags", None)
     if given is None:
-        defaults = CopusConfig()
-        given = {name for name, value in values.items() if value != getattr(defaults, name)}
+        given = given_by_value(args)
     read = read_settings(Path(values["copus_config"]))
     return CopusConfig(**values | {name: v for name, v in read.items() if name not in given})
+
+
+def given_by_value(args: Any) -> set[str]:
+    """The controller's fields whose values are not the default ones: those that were given, as far
+    as the arguments of a parser that does not say it can tell."""
+    defaults = CopusConfig()
+    names = (spec.dest for spec in option_specs(CopusConfig))
+    return {name for name in names if getattr(args, name) != getattr(defaults, name)}
+
+
+def check_has_copus(given: Collection[str], *, is_on: bool) -> None:
+    """Refuses the controller's flags in a run without one, which would ignore them.
+
+    Args:
+        given: names of the fields whose flags stand on the command line, whatever their values.
+        is_on: whether `--copus` does.
+
+    Raises:
+        UsageError: one line with all of these flags, and the fix.
+    """
+    specs = option_specs(CopusConfig)
+    idle = [spec.strings[0] for spec in specs if spec.dest in given and spec.dest != "copus"]
+    if idle and not is_on:
+        it = "it" if len(idle) == 1 else "them"
+        raise UsageError(
+            f"{', '.join(idle)}: no effect without --copus; add --copus, or remove {it}"
+        )
 
 
 def plain_settings(flags: CopusConfig) -> dict[str, Any]:

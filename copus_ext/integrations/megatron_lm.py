@@ -90,12 +90,19 @@ class CopusCallback:
         if self._args is None:
             self._args = importlib.import_module("megatron.training.global_vars").get_args()
         args = self._args
+        from copus_ext.controller.flags import (
+            CopusConfig,
+            check_has_copus,
+            controller_flags,
+            given_by_value,
+        )
+
+        check_has_copus(given_by_value(args), is_on=args.copus)
         if not args.copus or args.copus_mode == "off":
             return
         import torch.distributed as dist
 
         from copus_ext.controller.callback import Controller
-        from copus_ext.controller.flags import CopusConfig, controller_flags
         from megatron.training.config.flag_names import notes_of_old_ways
 
         class _Controller(Controller):

@@ -14,7 +14,9 @@ import pytest
 from copus_ext.commands import replay, simulate
 from copus_ext.controller.flags import (
     CopusConfig,
+    check_has_copus,
     controller_flags,
+    given_by_value,
     read_settings,
     settings_by_name,
 )
@@ -37,6 +39,61 @@ def test_help_shows_a_dozen_flags_and_the_file() -> None:
     assert len(on_line) == 15
     assert all(f"{spec.strings[0]} " in shown for spec in on_line)
     assert not any(spec.strings[0] in shown for spec in specs if spec.in_file)
+
+
+def words_of(spec: Any) -> list[str]:
+    """A flag of the controller with a value that is its default where it has one."""
+    if spec.kind is bool:
+        return [spec.strings[0]]
+    value = spec.default if spec.default is not None else {str: "x", int: 2, float: 2.0}[spec.kind]
+    return [spec.strings[0], str(value)]
+
+
+OTHERS = [spec for spec in option_specs(CopusConfig) if spec.dest != "copus"]
+
+
+@pytest.mark.parametrize("spec", OTHERS, ids=lambda spec: spec.dest)
+def test_a_flag_of_the_controller_needs_the_controller(spec: Any) -> None:
+    words = words_of(spec)
+    line = f"{spec.strings[0]}: no effect without --copus; add --copus, or remove it"
+    spellings = [words, ["=".join(words)], *([old, *words[1:]] for old in spec.old_strings)]
+    for spelling in spellings[:1] if spec.kind is bool else spellings:
+        args = parse(*spelling)
+        with pytest.raises(UsageError) as raised:
+            check_has_copus(args.explicit_flags, is_on=args.copus)
+        assert str(raised.value) == line
+        args = parse(*spelling, "--copus")
+        check_has_copus(args.explicit_flags, is_on=args.copus)
+
+
+def test_one_line_names_all_flags_that_need_the_controller() -> None:
+    args = parse("--copus-layouts", "all", "--lr", "1", "--copus-mode", "off")
+    with pytest.raises(UsageError) as raised:
+        check_has_copus(args.explicit_flags, is_on=args.copus)
+    line = "--copus-mode, --copus-layouts: no effect without --copus; add --copus, or remove them"
+    assert str(raised.value) == line
+    # Megatron-LM's own parser does not say which flags were given.
+    assert given_by_value(args) == {"copus_mode", "copus_layouts"}
+    # Former names of flags that are no longer the controller's.
+    args = parse("--copus-take-over", "--copus-on-save-failure", "stop")
+    check_has_copus(args.explicit_flags, is_on=args.copus)
+
+
+def test_a_launch_refuses_them_before_anything_else(tmp_path: Path) -> None:
+    words = ["--copus-layouts", "current", "--run-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert done.stderr.strip().splitlines()[-1].endswith(
+        "error: --copus-layouts: no effect without --copus; add --copus, or remove it"
+    )
 
 
 def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
