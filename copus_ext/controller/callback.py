@@ -17,7 +17,7 @@ from copus_ext.controller import rules
 from copus_ext.controller.conditions_check import have_conditions_changed
 from copus_ext.controller.current_configuration import CurrentConfiguration
 from copus_ext.controller.decision_log import DecisionLog
-from copus_ext.controller.first_step import first_sizes, leave_batch
+from copus_ext.controller.first_step import first_sizes, leave_batch, tell_lengths
 from copus_ext.controller.flags import CopusConfig, plain_settings
 from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.headroom_notice import HeadroomNotice
@@ -35,12 +35,11 @@ from copus_ext.controller.present_samples import (
 from copus_ext.controller.rank_requests import RankRequests
 from copus_ext.controller.rate_test import LearningRateTest
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
-from copus_ext.controller.warm_up import WarmUpGuard
 from copus_ext.goodput import policies
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import Decision, DecisionInputs, build_inputs
-from copus_ext.goodput.lr_scaling import Ramp
+from copus_ext.goodput.lr_scaling import Ramp, RateRules
 from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, summary
 from copus_ext.goodput.state import ControllerState, RankChange, config_key
 from copus_ext.reshard.phases import ReshardResult
@@ -109,11 +108,10 @@ class Controller(Callback):
     def on_setup_start(self, context: CallbackContext) -> None:
         """Restores the state of the checkpoint; rank 0 opens throughput table and journal."""
         rules.check_phases(self.flags, context.config)
-        context = self._begin_samples(context)
+        whole, context = context, self._begin_samples(context)
         config = context.config
         rules.check_run(self.flags, config)
         self.gns.on_setup_start(context)
-        self.warm_up = WarmUpGuard(self.flags, config)
         timings = time_machine(config.runtime.device)
         self.link = link_of(timings, config)
         self._restore(context)
@@ -126,6 +124,8 @@ class Controller(Callback):
         if self._acts:
             self._set_first_step(context)
         on_rank0("starting the journal", lambda: self._record_start(context))
+        if self._acts:
+            tell_lengths(whole.config, self.flags)
         if self._acts and self.flags.copus_layouts == "all":
             self.layout_changes = LayoutChangeManager(
                 self.flags, self.state, self.log, prior_s=lambda to: self.pauses.to_s(to)
@@ -229,6 +229,7 @@ class Controller(Callback):
             mode=self.flags.copus_mode,
             flags=self.settings(),
             layout=str(context.config.layout),
+            rampup_batch_size=rules.ramp_of(context.config),
             note=self.table.note,
             link_bytes_per_s=self.link and self.link.bytes_per_s,
             peak_flops=self.table.peak_flops,
@@ -265,7 +266,6 @@ class Controller(Callback):
         )
         if before != self._ratio:
             self.gns.on_phase_start(context)
-            self.warm_up = WarmUpGuard(self.flags, config)
             self._on_layout(context)
             self._renew_table(context)
         self.log.note(
@@ -302,8 +302,6 @@ class Controller(Callback):
         is_due = not (self.failed or is_last) and self._is_due(context)
         decision = self._decide(context) if is_due else None
         request = self._apply(decision, context)
-        if self.state.global_batch_size is not None:
-            self.warm_up.report(self.state.global_batch_size, context, self.log)
         context.scalars.update(self.log.take_scalars())
         return request
 
@@ -436,8 +434,7 @@ class Controller(Callback):
             earlier_s=self.state.conditions.earlier_s,
         )
         in_warmup = state.lr_samples < config.optim.lr_warmup_samples
-        in_warmup |= self.warm_up.factor(now.global_batch_size, context) < 1.0
-        decayed = step.learning_rate / state.settings.lr_factor / (config.optim.lr or 1.0)
+        decayed = context.scheduler.get_lr({}) / (config.optim.lr or 1.0)
         return build_inputs(
             self.rules,
             self.state,
@@ -539,12 +536,16 @@ class Controller(Callback):
         return self._new_ramp(batch, context)
 
     def _new_ramp(self, batch: int, context: CallbackContext) -> Ramp:
-        """The learning rate's way to another batch. It starts at the present rate, also where the
-        warm-up holds that."""
-        state = context.state
-        start = state.settings.lr_factor / self.warm_up.factor(batch, context)
-        batch = self.state.batch_of_rate(batch)
-        return self.rates.ramp(batch, iteration=state.iteration, start=start)
+        """The learning rate's way to another batch. It starts at the present rate."""
+        state, batch = context.state, self.state.batch_of_rate(batch)
+        first = self.rates.reference_batch
+        start = state.settings.lr_factor / self._rates(context).lr_factor(first)
+        most = rules.most_ramp_samples(self.flags, context.config)
+        return self.rates.ramp(batch, iteration=state.iteration, start=start, most_samples=most)
+
+    def _rates(self, context: CallbackContext) -> RateRules:
+        """How the rates go with the batch in the next step."""
+        return rules.rates_at(self.rates, self.flags, context)
 
     def _wanted_settings(self, context: CallbackContext) -> StepSettings:
         """The settings of the next step."""
@@ -558,11 +559,11 @@ class Controller(Callback):
     ) -> StepSettings:
         """Settings of some batch sizes, with the rates that go with them."""
         iteration = context.state.iteration
-        of = self.state.batch_of_rate(batch)
-        factor = self.rates.lr_factor(of) if ramp is None else ramp.at(iteration)
-        rates = self.rates.at(batch, factor)
-        # Weight decay follows the batch and not the warm-up, as in the schedule's own.
-        rates["lr_factor"] *= self.warm_up.factor(batch, context)
+        of, now = self.state.batch_of_rate(batch), self._rates(context)
+        factor = self.rates.lr_factor(of)
+        if ramp is not None and not ramp.is_over(iteration):
+            factor = ramp.at(iteration)
+        rates = now.at(batch, factor * now.lr_factor(self.rates.reference_batch))
         rates["pipeline_message_bits"] = self.message_trials.bits(self.state)
         return StepSettings(global_batch_size=batch, micro_batch_size=micro, **rates)
 

@@ -66,7 +66,7 @@ class DecisionLog:
         """Writes a record and waits until it is on disk.
 
         Args:
-            kind: `start`, `decision`, `outcome`, `warmup`, `conditions`, `spike`, `paused`,
+            kind: `start`, `decision`, `outcome`, `conditions`, `spike`, `paused`,
                 `resumed`, `phase`, `messages`, `ranks`, `failure` or `end`; for a change of layout
                 `switch` and `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`;
                 for a fork test `fork.begin` and `fork`.

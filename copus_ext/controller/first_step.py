@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from copus_ext.controller import rules
-from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.flags import CopusConfig, name_of
 from copus_ext.controller.out_of_memory import micro_batch_that_fits
 from copus_ext.goodput.inputs import Rules
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.state import ControllerState
 from megatron.training.config.layout_rules import batch_problems
+from megatron.training.config.lengths import lengths_given
 from megatron.training.train.callbacks import CallbackContext
 
 
 def first_sizes(
     context: CallbackContext, flags: CopusConfig, known: Rules, *, fixed_micro_batch: bool
 ) -> tuple[int, int]:
-    """The sizes of the checkpoint, or else of the flags, as far as the bounds of this launch and
-    its memory allow them. Says on rank 0 what is not as the checkpoint has it. Collective.
+    """The sizes of the checkpoint, or else of the flags at this place of the run, as far as the
+    bounds of this launch and its memory allow them. Says on rank 0 what is not as the checkpoint
+    has it. Collective.
 
     Args:
         context: of the start.
@@ -31,13 +35,16 @@ def first_sizes(
     """
     settings, config = context.state.settings, context.config
     micro = settings.micro_batch_size or config.batch.micro_batch_size
-    if (before := settings.global_batch_size) is None:
+    before = settings.global_batch_size
+    if before is None and not known.schedule:
+        before = rules.batch_of_ramp(config, context.state.consumed_samples)
+    if before is None:
         batch = known.first_batch
     else:
         sizes = {"batch": before, "micro": micro, "fixed_micro_batch": fixed_micro_batch}
         batch, micro = within_bounds(context, flags, known, **sizes)
         if batch != before and dist.get_rank() == 0:
-            least, most = rules.bounds_at_start(flags, known)
+            least, most = rules.bounds_at_start(flags, known, config)
             side, bound = ("max", most) if batch < before else ("min", least)
             print(
                 f"copus: batch {batch} in place of {before}, as --copus-{side}-global-batch-size "
@@ -45,6 +52,43 @@ def first_sizes(
                 flush=True,
             )
     return batch, micro if fixed_micro_batch else micro_batch_that_fits(context, micro, batch)
+
+
+def tell_lengths(config: Any, flags: CopusConfig) -> None:
+    """Says on rank 0 once a launch what lengths in iterations, whose number will change with the
+    batch, have become; where the batch of a ramp begins; and which setting has no effect.
+
+    Args:
+        config: of the run, its lengths in the samples of its flags; of another trainer, anything.
+        flags: of the controller.
+    """
+    if dist.get_rank() != 0 or not hasattr(config, "explicit"):
+        return
+    batch, lines = config.batch, []
+    stays = flags.copus_policy == "static"
+    parts = [lengths_given(config.explicit, config.flat())]
+    if interval := batch.eval_interval:
+        is_constant = batch.rampup_batch_size is None and batch.step_batch_size_schedule is None
+        samples = f"is {interval * batch.initial_global_batch_size} samples"
+        what = samples if is_constant else "counts the steps that the flags would take"
+        parts.append(f"--eval-interval {interval} {what}")
+    if not stays and any(parts):
+        told = ", ".join(filter(None, parts))
+        lines.append(
+            f"lengths stay in samples when the batch changes: {told}; other intervals count steps"
+        )
+    if batch.rampup_batch_size is not None:
+        lines.append(
+            f"the first batch is {batch.rampup_batch_size[0]}, where --rampup-batch-size begins; "
+            + ("it stays" if stays else "the controller chooses all later ones")
+        )
+    if flags.copus_lr_warmup_min_steps is not None:
+        lines.append(
+            f"{name_of('copus_lr_warmup_min_steps')} has no effect, since the warm-up is the one "
+            "of the flags; remove it"
+        )
+    for line in lines:
+        print(f"copus: {line}", flush=True)
 
 
 def leave_batch(state: ControllerState, *, ramp: Ramp, context: CallbackContext) -> None:
@@ -73,7 +117,7 @@ def within_bounds(
     bounds: its batch then goes to the nearest one of the grid, in micro-batches of the same size
     or the largest smaller one. A schedule knows its own batches, and the batch stays where the
     layout can cut none of the grid."""
-    least, most = rules.bounds_at_start(flags, known)
+    least, most = rules.bounds_at_start(flags, known, context.config)
     if known.schedule or least <= batch <= most:
         return batch, micro
     layout, uneven = context.config.layout, context.config.batch.allow_uneven_micro_batches

@@ -65,7 +65,7 @@ class CopusConfig:
     """Smallest batch to choose. Default: a 64th of the first; the first where the batch may not
     shrink."""
     copus_max_global_batch_size: int | None = option(None)
-    """Largest batch to choose. Default: 64 times the first."""
+    """Largest batch to choose. Default: 64 times the first; the end of --rampup-batch-size."""
     copus_batch_grid: str | None = _setting(None)
     """Further batches to choose from, such as 24,48. Default: the first batch times powers of
     two."""
@@ -105,16 +105,17 @@ class CopusConfig:
     """How the learning rate scales with the batch, relative to the reference batch."""
     copus_lr_ramp_steps: int | None = _setting(None)
     """Steps over which the learning rate follows a larger batch. Default: 1/(1 - beta2), at most
-    100."""
-    copus_lr_warmup_min_steps: int = _setting(50)
-    """Least steps of the learning rate's warm-up, whatever its samples. 0 for any number. The
-    policies static and copus leave the warm-up as it is."""
+    100 and 5 % of the decay."""
+    copus_lr_warmup_min_steps: int | None = _setting(None)
+    """Without effect, and read for one release: the warm-up is the one of the flags, whatever the
+    batch does."""
     copus_weight_decay_rule: str = _setting("tokens", choices=("tokens", "const"))
     """tokens: the decay per token stays the same. const: the decay per step does."""
     copus_beta2_rule: str = _setting("const", choices=("const", "tokens"))
     """const: beta2 stays the same. tokens: its half-life in tokens does."""
     copus_reference_batch_size: int | None = _setting(None)
-    """Batch for which --lr and --weight-decay were chosen. Default: the first batch."""
+    """Batch for which --lr and --weight-decay were chosen. Default: the first batch; that of
+    --rampup-batch-size at the same sample."""
     copus_message_bits: str = _setting("keep", choices=("keep", "try"))
     """Messages between stages. keep: as --pipeline-message-bits says. try: where 8 bits for a
     number are predicted to save 5 % of the time, train some steps with and without from one state,

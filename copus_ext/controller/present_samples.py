@@ -8,6 +8,7 @@ the present samples, and takes a new view where a phase begins.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -113,7 +114,10 @@ def config_in_present_samples(config: Config) -> Config:
             for start, size in parse_steps(steps, batch.seq_length)
         )
     if ramp is not None:
-        ramp = tuple(max(number // phase.ratio, 1) for number in ramp)
+        start, increment, samples = (max(number // phase.ratio, 1) for number in ramp)
+        # A smaller increment where the way up is no multiple of it.
+        way = max(batch.global_batch_size // phase.ratio, 1) - start
+        ramp = start, math.gcd(increment, way), samples
     wsd = optim.lr_wsd_decay_samples
     return config.replace(
         **{field.name: field.default for field in dataclasses.fields(config.phases)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from copus_ext.controller.flags import (
 from copus_ext.cost_model.model_spec import divisors
 from copus_ext.goodput import policies
 from copus_ext.goodput.inputs import Rules
-from copus_ext.goodput.lr_scaling import RateRules, WarmUp, ramp_steps
+from copus_ext.goodput.lr_scaling import MOST_RAMP_SHARE, RateRules, ramp_steps
 from copus_ext.goodput.rate_rule import LEAST_WARM_UP_STEPS
 from copus_ext.goodput.state import (
     MIN_TIMED_STEPS,
@@ -26,7 +27,7 @@ from copus_ext.goodput.state import (
     ControllerState,
 )
 from megatron.training.common.errors import UsageError
-from megatron.training.config.batch_schedule import parse_steps
+from megatron.training.config.batch_schedule import make_schedule, parse_steps
 from megatron.training.config.draft import flag_of
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems, further_sizes, layout_problems
@@ -95,7 +96,7 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
         value = getattr(flags, field)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(f"{name_of(field)} {value:g} must be positive")
-    for field in ("copus_lr_ramp_steps", "copus_lr_warmup_min_steps", "copus_prebuild"):
+    for field in ("copus_lr_ramp_steps", "copus_prebuild"):
         value = getattr(flags, field)
         if value is not None and value < 0:
             raise UsageError(f"{name_of(field)} {value} must be at least 0")
@@ -130,11 +131,10 @@ def check_run(flags: CopusConfig, config: Config) -> None:
     given = batch.step_batch_size_schedule
     if scheduled and given is None:
         raise UsageError("--copus-policy step_schedule needs --step-batch-size-schedule")
-    flag = "--step-batch-size-schedule" if given is not None and not scheduled else None
-    flag = "--rampup-batch-size" if batch.rampup_batch_size is not None else flag
-    if flag and flags.copus_mode == "act":
+    if given is not None and not scheduled and flags.copus_mode == "act":
         raise UsageError(
-            f"{flag} sets the batch and so does --copus; drop one, or use --copus-mode observe"
+            "--step-batch-size-schedule sets the batch and so does --copus; drop one, or use "
+            "--copus-mode observe"
         )
     if flags.copus_anneal_by_batch and (style := config.optim.lr_decay_style) != "constant":
         raise UsageError(
@@ -189,7 +189,7 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             f"needs --microbatch-group-size-per-virtual-pipeline-stage {group}; choose another "
             "--global-batch-size"
         )
-    least, most = _bounds(flags, first)
+    least, most = _bounds(flags, config)
     if not least <= first <= most:
         raise UsageError(
             f"the first batch, {first}, is not between --copus-min-global-batch-size {least} and "
@@ -293,17 +293,18 @@ def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:
     ]
 
 
-def _bounds(flags: CopusConfig, first: int) -> tuple[int, int]:
-    least = flags.copus_min_global_batch_size
+def _bounds(flags: CopusConfig, config: Config) -> tuple[int, int]:
+    least, first = flags.copus_min_global_batch_size, first_batch_of(flags, config)
     if least is None:
         least = max(first // MOST_SHRINKING, 1) if _allows_shrink(flags) else first
-    return least, flags.copus_max_global_batch_size or MOST_GROWTH * first
+    most = config.batch.global_batch_size if ramp_of(config) else MOST_GROWTH * first
+    return least, flags.copus_max_global_batch_size or most
 
 
-def bounds_at_start(flags: CopusConfig, known: Rules) -> tuple[int, int]:
+def bounds_at_start(flags: CopusConfig, known: Rules, config: Config) -> tuple[int, int]:
     """The least and the largest batch that a launch goes on with from a checkpoint. A policy that
     does not shrink the batch also keeps one that another policy has made smaller than the first."""
-    least, most = _bounds(flags, known.first_batch)
+    least, most = _bounds(flags, config)
     is_kept = flags.copus_min_global_batch_size is None and not known.allow_shrink
     return 1 if is_kept else least, most
 
@@ -333,15 +334,32 @@ def _schedule(flags: CopusConfig, config: Config) -> tuple[tuple[int, int], ...]
 
 def first_batch_of(flags: CopusConfig, config: Config) -> int:
     """The batch of the first step, samples."""
-    schedule = _schedule(flags, config)
-    return schedule[0][1] if schedule else config.batch.initial_global_batch_size
+    if schedule := _schedule(flags, config):
+        return schedule[0][1]
+    ramp = ramp_of(config)
+    return ramp[0] if ramp else config.batch.initial_global_batch_size
+
+
+def ramp_of(config: Any) -> tuple[int, ...] | None:
+    """`--rampup-batch-size`, which other trainers and a simulated run lack."""
+    return getattr(config.batch, "rampup_batch_size", None)
+
+
+def batch_of_ramp(config: Config, consumed_samples: int) -> int | None:
+    """The batch that `--rampup-batch-size` takes at a place of the run, as it would without a
+    controller; None without that flag."""
+    if (ramp := ramp_of(config)) is None:
+        return None
+    size = config.batch.global_batch_size
+    schedule = make_schedule(global_batch_size=size, rampup_batch_size=ramp)
+    return schedule.at(consumed_samples)
 
 
 def rules_of(flags: CopusConfig, config: Config) -> Rules:
     """The rules of a run; batches are those that its layout can cut into micro-batches."""
     batch, layout = config.batch, config.layout
     first, schedule = first_batch_of(flags, config), _schedule(flags, config)
-    least, most = _bounds(flags, first)
+    least, most = _bounds(flags, config)
     if schedule:
         least, most = (pick(size for _, size in schedule) for pick in (min, max))
     doublings = range(-int(math.log2(first)), int(math.log2(max(most // first, 1))) + 1)
@@ -350,6 +368,7 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
     # A layout of a later launch may not cut the first batch: the nearest below stands for it.
     sizes = {size // unit * unit for size in plain if least <= size <= most}
     more = {*_user_grid(flags), *(size for _, size in schedule)}
+    more |= {batch.global_batch_size} if ramp_of(config) else set()
     sizes |= {size for size in more if least <= size <= most and size % unit == 0}
     tokens = flags.copus_doubling_first_tokens
     is_paper, is_ours = (flags.copus_policy == name for name in ("copus", "adaptive"))
@@ -401,17 +420,21 @@ def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:
     )
 
 
-def warm_up_of(flags: CopusConfig, config: Config) -> WarmUp | None:
-    """The warm-up that the rates of a run are held to. None where nothing holds them: in a run that
-    is only observed, under the policy that keeps the batch, and under the paper's."""
-    if flags.copus_mode != "act" or flags.copus_policy in ("copus", "static"):
-        return None
-    optim = config.optim
-    return WarmUp(
-        samples=optim.lr_warmup_samples,
-        min_steps=flags.copus_lr_warmup_min_steps,
-        start=optim.lr_warmup_init / (optim.lr or 1.0),
-    )
+def most_ramp_samples(flags: CopusConfig, config: Any) -> float:
+    """Most samples that the learning rate's way up to a larger batch takes: a twentieth of the
+    schedule's decay, or any number where the user has given its steps."""
+    decay = getattr(config.optim, "lr_decay_samples", None)
+    is_given = flags.copus_lr_ramp_steps is not None
+    return math.inf if is_given or decay is None else MOST_RAMP_SHARE * decay
+
+
+def rates_at(rates: RateRules, flags: CopusConfig, context: Any) -> RateRules:
+    """How the rates go with the batch where the run is. Under `--rampup-batch-size` the user
+    has chosen them for the batch that the ramp has there."""
+    batch = batch_of_ramp(context.config, context.state.consumed_samples)
+    if batch is None or flags.copus_reference_batch_size is not None:
+        return rates
+    return dataclasses.replace(rates, reference_batch=batch)
 
 
 def samples_to_decision(

@@ -1,8 +1,9 @@
 """Learning rate, weight decay and beta2 that go with a batch.
 
-A factor belongs to the absolute batch over the one for which the rates were chosen, so that going
-back restores every rate bit for bit. A warm-up counts steps as well as samples: else a run that
-starts at a large batch and shrinks would reach its full rate after a handful of steps.
+The rule's rate at some place of a run is that of its schedule times a factor. The factor belongs to
+the absolute batch over the one for which the rates were chosen, so that going back restores every
+rate bit for bit. The schedule itself is the user's: its warm-up and its decay count samples, and no
+batch moves them (docs/decisions/066-the-schedule-is-the-users.md).
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ class RateRules:
         (eq. 9 of arXiv 2604.26687), or in proportion, or 1."""
         return (batch / self.reference_batch) ** _EXPONENTS[self.lr]
 
-    def ramp(self, batch: int, *, iteration: int, start: float) -> Ramp:
-        """The learning rate's way to a batch that is taken after so many steps."""
-        steps, end = self.ramp_steps, self.lr_factor(batch)
-        return Ramp(start_iteration=iteration, num_steps=steps, start=start, end=end)
+    def ramp(
+        self, batch: int, *, iteration: int, start: float, most_samples: float = math.inf
+    ) -> Ramp:
+        """The learning rate's way to a batch that is taken after so many steps; it takes so many
+        samples at most."""
+        steps, end = min(self.ramp_steps, most_samples // batch), self.lr_factor(batch)
+        return Ramp(start_iteration=iteration, num_steps=int(steps), start=start, end=end)
 
     def at(self, batch: int, lr: float) -> dict[str, Any]:
         """Factors and beta2 of a step, as fields of the trainer's settings.
@@ -89,53 +93,9 @@ class Ramp:
         return iteration - self.start_iteration + 1 >= self.num_steps or self.end <= self.start
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmUp:
-    """The warm-up of the learning rate, in samples and in steps; fixed for a launch."""
-
-    samples: int
-    """Length of the schedule's warm-up, samples; 0 without one."""
-    min_steps: int
-    """Least steps of a warm-up; 0 for any number."""
-    start: float
-    """Rate at its start over the largest."""
-
-    def factor(self, batch: int, *, steps: int, samples: int) -> float:
-        """What multiplies the schedule's rate in the next step: at most 1.
-
-        The schedule is at min(1, n/W) after n of W samples. The rate is held at min(1, n/W, tB/W,
-        t/L) in step t, so that the warm-up has had as many steps as it would have had at batch B,
-        and L at least. While the batch stays and its warm-up has L steps, this is exactly 1.
-
-        A run without a warm-up has its full rate from step 1 on, as its user wants, and there is
-        nothing to make up for: the factor is 1.
-
-        Args:
-            batch: of the next step.
-            steps: number of the next step, from 1; steps that left the weights unchanged do not
-                count.
-            samples: that have moved the schedule so far.
-        """
-        if not self.samples:
-            return 1.0
-        schedule = min(samples / self.samples, 1.0)
-        wanted = min(schedule, steps * batch / self.samples)
-        if self.min_steps:
-            wanted = min(wanted, steps / self.min_steps)
-        if wanted >= schedule:
-            return 1.0
-        return self._rate(wanted) / self._rate(schedule)
-
-    def steps(self, batch: int) -> int:
-        """The step from which `factor` is 1 for good, if the batch stays."""
-        return max(math.ceil(self.samples / batch), self.min_steps)
-
-    def _rate(self, part: float) -> float:
-        """The rate over the largest after a part of the warm-up."""
-        return self.start + (1.0 - self.start) * part
-
-
 MOST_RAMP_STEPS = 100
+MOST_RAMP_SHARE = 0.05
+"""Of the learning rate's decay that the way up to a larger batch takes at most."""
 
 
 def ramp_steps(beta2: float) -> int:

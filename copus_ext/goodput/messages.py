@@ -38,23 +38,6 @@ def length_line(total_samples: int, *, before: int, after: int) -> str:
     )
 
 
-def warm_up_line(factor: float | None, *, after_shrinking: bool, full_at_step: int | None) -> str:
-    """How the warm-up holds the learning rate.
-
-    Args:
-        factor: what it leaves of the schedule's rate.
-        after_shrinking: whether the batch was larger before.
-        full_at_step: step from which the rate is the schedule's again.
-    """
-    if factor is None or factor >= 1.0:
-        return "the learning rate has warmed up and follows its schedule"
-    why = "again after the batch shrank" if after_shrinking else "in more steps than its schedule"
-    return (
-        f"the learning rate warms up {why}: {factor:.2g} of its schedule, full at step "
-        f"{full_at_step}"
-    )
-
-
 def summary(changes: list[ConfigChange], *, mode: str, since: int = 0) -> str:
     """The changes of a launch and their outcomes, a line for each.
 

@@ -77,8 +77,6 @@ class ControllerStatus:
     """The best alternative within reach; None if none was compared since the last change."""
     noise_scale_multiplier: float | None = None
     """The critical batch size over the noise scale."""
-    warm_up: str = ""
-    """How the warm-up holds the learning rate below its schedule; empty if it does not."""
     headroom: Headroom | None = None
     """What there is to gain in the rest of the run; None if unknown."""
     so_far: str = ""
@@ -120,7 +118,6 @@ def controller_status(
         time_saved=saved,
         mode=mode or "act",
         policy=policy,
-        warm_up=decisions.warm_up,
         headroom=decisions.headroom,
         changes=tuple(_change(d) for d in standing if d.is_change)[-_CHANGES:],
         **known,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from copus_ext.goodput.headroom import Headroom
-from copus_ext.goodput.messages import conditions_line, warm_up_line
+from copus_ext.goodput.messages import conditions_line
 from copus_ext.monitor.forks import ForkRecord, fork_record
 from copus_ext.monitor.values import FOREIGN, number, rows, seconds_of, table, text, whole
 from megatron.training.common.errors import counted
@@ -195,8 +195,8 @@ class DecisionHistory:
     """What was to be gained in the rest of the run, as last recorded by the last launch."""
     failure: str = ""
     """Why the controller of the last launch is disabled; empty if it is not."""
-    warm_up: str = ""
-    """How the warm-up holds the learning rate; empty if it does not."""
+    has_ramp: bool = False
+    """Whether the flags of the last launch change the batch by themselves."""
     decided: list[DecisionRecord] = field(default_factory=list)
     switches: list[SwitchRecord] = field(default_factory=list)
     outcomes: list[OutcomeRecord] = field(default_factory=list)
@@ -268,17 +268,15 @@ class DecisionHistory:
         elif kind in ("messages", "lr_test") and self.forks and record.get("verdict"):
             self.forks[-1] = replace(self.forks[-1], said=text(record.get("line")))
         if kind not in _NO_NOTE:
-            note = _note(kind, record)
-            self.notes.append(note)
-            if kind == "warmup":
-                self.warm_up = note.line if (number(record.get("factor")) or 1.0) < 1.0 else ""
+            self.notes.append(_note(kind, record))
 
     def _start(self, record: dict[str, Any]) -> None:
         """A launch undoes decisions that lie beyond its first step."""
         self.mode = text(record.get("mode"), 20)
         self.flags = table(record.get("flags"))
         self.peak_flops = number(record.get("peak_flops"))
-        self.failure, self.warm_up, self.begun_t = "", "", None
+        self.has_ramp = bool(record.get("rampup_batch_size"))
+        self.failure, self.begun_t = "", None
         self.headroom = _headroom(record.get("headroom"))
         iteration, layout = whole(record.get("iteration")), text(record.get("layout"), 100)
         if not (self.decided or self.layouts):
@@ -519,18 +517,12 @@ def _spike(record: dict[str, Any]) -> str:
 def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
     kind = text(kind, 60)
     made = counted(whole(record.get("changes")) or 0, "change")
-    warm_up = warm_up_line(
-        number(record.get("factor")),
-        after_shrinking=record.get("after_shrinking") is True,
-        full_at_step=whole(record.get("full_at_step")),
-    )
     lines = {
         "start": f"the controller starts in mode {text(record.get('mode'), 20)}",
         "end": f"the controller ends after {made}",
         "paused": "an operator paused the controller",
         "resumed": "an operator resumed the controller",
         "failure": f"the controller is disabled: {text(record.get('error'))}",
-        "warmup": warm_up,
         "conditions": _conditions(record),
         "spike": _spike(record),
         "switch.cancelled": f"change to {text(record.get('to'), 100)} cancelled",

@@ -20,6 +20,7 @@ from typing import Any
 
 from copus_ext.planner.request import UsageProblem, megatron_flag
 from megatron.training.common.errors import UsageError, counted
+from megatron.training.config.batch_schedule import make_schedule
 from megatron.training.config.phase_flags import parse_lengths
 
 TOKENS_A_PARAMETER = 20
@@ -78,17 +79,23 @@ def run_asked(args: argparse.Namespace, model: Any) -> Run:
     if len(sizes) != 1:
         raise UsageProblem("`phases` needs one --global-batch-size, of the first length")
     first = parse_lengths(text if ":" in text else f"0:{text}")[0][1]
-    tokens = args.train_tokens
+    tokens, ramp = args.train_tokens, tuple(ramp) if ramp else None
     if tokens is None and (samples := given("train_samples")):
         tokens = samples * first
     if tokens is None and (iterations := given("train_iters")):
-        tokens = iterations * sizes[0] * first
+        schedule = make_schedule(
+            global_batch_size=sizes[0],
+            rampup_batch_size=ramp,
+            step_batch_size_schedule=steps,
+            seq_length=first,
+        )
+        tokens = schedule.samples_after(iterations) * first
     stages = stages_of(
         seq_length_schedule=text,
         train_tokens=tokens or TOKENS_A_PARAMETER * float(model.num_active_parameters),
         global_batch_size=sizes[0],
         step_batch_size_schedule=steps,
-        rampup_batch_size=tuple(ramp) if ramp else None,
+        rampup_batch_size=ramp,
     )
     batch = ["--global-batch-size", str(sizes[0])]
     batch += ["--step-batch-size-schedule", steps] if steps else []

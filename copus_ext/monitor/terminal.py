@@ -144,8 +144,6 @@ def _decisions(
         yield "to gain", str(controller.headroom)
     held = "paused by control/pause; " if paused else ""
     yield "decided", f"{held}{mode}{where}{controller.reason}"
-    if controller.warm_up:
-        yield "warm-up", controller.warm_up
     if controller.goodput is not None:
         yield "goodput", f"{_short(controller.goodput)} useful samples/s"
     if (best := controller.best) is not None:

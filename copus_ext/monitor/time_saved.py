@@ -342,6 +342,8 @@ def so_far(run: RunHistory) -> tuple[str, TimeSaved | None]:
     if all(s.is_first for s in stretches):
         return _nothing(decisions, first if stretches else None), None
     assert first is not None
+    if decisions.has_ramp:
+        return "not known: without the controller --rampup-batch-size would change the batch", None
     if found is None:
         others = [s for s in stretches if not s.is_first and s.batch != s.first_batch]
         is_known = all(s.critical_batch_size for s in others)

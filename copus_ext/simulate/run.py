@@ -253,13 +253,7 @@ class Runner:
         """The learning rate's factor of the next step, as the controller sets it."""
         ramp = self.state.ramp
         factor = self.lr_factor if ramp is None else ramp.at(self.out.steps)
-        return factor * self._warm_up_factor(self.row.global_batch_size)
-
-    def _warm_up_factor(self, batch: int) -> float:
-        """What the warm-up leaves of the schedule's rate in the next step, at a batch."""
-        if self.warm_up is None:
-            return 1.0
-        return self.warm_up.factor(batch, steps=self.out.steps + 1, samples=self.consumed)
+        return factor
 
     def _is_measured(self, batch: int) -> bool:
         """Whether the next step measures the noise scale."""
@@ -314,7 +308,6 @@ class Runner:
         layouts = self.speeds.layouts if self.rules.relayout else [self.row.layout]
         rows, where = self.speeds.table(batches, self.used, layouts, self.row)
         in_warmup = self.consumed < s.warmup_samples
-        in_warmup |= self._warm_up_factor(self.row.global_batch_size) < 1.0
         return build_inputs(
             self.rules,
             self.state,
@@ -389,9 +382,10 @@ class Runner:
     def _apply(self, decision: Decision) -> None:
         to, before, ramp = decision.to, self.row, self.state.ramp
         if to.global_batch_size != before.global_batch_size:
-            start = self._lr_factor / self._warm_up_factor(to.global_batch_size)
+            start = self._lr_factor
             batch = self.state.batch_of_rate(to.global_batch_size)
-            ramp = self.rates.ramp(batch, iteration=self.out.steps, start=start)
+            most = rules.most_ramp_samples(self.flags, self.config)
+            ramp = self.rates.ramp(batch, iteration=self.out.steps, start=start, most_samples=most)
             self.lr_factor = self.rates.lr_factor(batch)
         if decision.kind == "relayout":
             pair = before.layout, to.layout
@@ -441,15 +435,12 @@ class Runner:
                 train_samples=s.total_samples,
             ),
             layout=row.layout,
-            optim=SimpleNamespace(
-                adam_beta2=s.beta2, lr=1.0, lr_warmup_init=0.0, lr_warmup_samples=s.warmup_samples
-            ),
+            optim=SimpleNamespace(adam_beta2=s.beta2, lr_decay_samples=s.total_samples),
         )
         self.rules = rules.rules_of(self.flags, self.config)
         self.rates = rules.rate_rules_of(self.flags, self.config)
         to_all = [s.prior_s(row.layout, layout) for layout in self.speeds.layouts]
         self.state.layout_costs.prior_s = max(to_all)
-        self.warm_up = rules.warm_up_of(self.flags, self.config)
 
     def _note(self) -> None:
         self._key = config_key(

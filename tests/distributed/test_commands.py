@@ -53,9 +53,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_gpt3_style_trains_real_text_saves_and_goes_on(text: Path, tmp_path: Path) -> None:
+def gpt3_flags(text: Path, folder: Path) -> list[str]:
+    """The example for GPT-3, made small, whose ramp and iterations stand beside each other."""
     for name in ("vocab.json", "merges.txt"):
-        shutil.copy(text / name, tmp_path)
+        shutil.copy(text / name, folder)
     flags = with_values(
         GPT3,
         {
@@ -78,7 +79,11 @@ def test_gpt3_style_trains_real_text_saves_and_goes_on(text: Path, tmp_path: Pat
         },
     )
     # From the default scale of 2^32 the first twenty steps or so would overflow.
-    flags += ["--initial-loss-scale", "4096"]
+    return [*flags, "--initial-loss-scale", "4096"]
+
+
+def test_gpt3_style_trains_real_text_saves_and_goes_on(text: Path, tmp_path: Path) -> None:
+    flags = gpt3_flags(text, tmp_path)
     result = train([*flags, "--exit-interval", "5"], tmp_path).check()
     assert "gloo" in result.stdout and "--distributed-backend" in result.stdout
     lines = LOG_LINE.findall(result.stdout)
@@ -87,8 +92,8 @@ def test_gpt3_style_trains_real_text_saves_and_goes_on(text: Path, tmp_path: Pat
     result = train(flags, tmp_path).check()
     assert "loaded checkpoints/iter_0000005" in result.stdout
     steps = steps_of(tmp_path / "checkpoints")
-    assert [step["global_batch_size"] for step in steps][:3] == [4, 4, 8]
-    assert steps[-1]["consumed_samples"] == 8 * 8
+    assert [step["global_batch_size"] for step in steps] == [4, 4] + [8] * 6
+    assert steps[-1]["consumed_samples"] == 56, "the 8 iterations asked for"
     assert losses_of(tmp_path / "checkpoints")[-1] < losses_of(tmp_path / "checkpoints")[0]
     assert files.read_latest(tmp_path / "checkpoints") == len(steps)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -97,6 +102,17 @@ def test_gpt3_style_trains_real_text_saves_and_goes_on(text: Path, tmp_path: Pat
     wanted = {"lm loss", "lm loss vs samples", "learning-rate", "batch-size", "grad-norm"}
     assert tags >= wanted | {"loss-scale", "lm loss validation"}
     assert [e.step for e in events.Scalars("lm loss")] == list(range(1, len(steps) + 1))
+
+
+def test_gpt3_style_begins_where_its_ramp_begins_under_copus(text: Path, tmp_path: Path) -> None:
+    result = train([*gpt3_flags(text, tmp_path), "--copus"], tmp_path).check()
+    steps = steps_of(tmp_path / "checkpoints")
+    sizes = [step["global_batch_size"] for step in steps]
+    assert sizes[0] == 4 and max(sizes) <= 8
+    assert steps[-1]["consumed_samples"] == 56, "the samples of the 8 iterations of the plain run"
+    assert "copus: the first batch is 4, where --rampup-batch-size begins" in result.stdout
+    lengths = "--train-iters 8 is 56 samples, --lr-decay-iters 7 is 48 samples"
+    assert f"note: iterations count the steps of --rampup-batch-size: {lengths}" in result.stdout
 
 
 def test_llama_style_trains(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ DOUBLING = {
     "copus_doubling_first_tokens": 64 * 32.0,
     "copus_doubling_ratio": 2.0,
     "copus_max_micro_batch_size": 1,
+    "copus_lr_ramp_steps": 10,
 }
 """Doubles after 64, 128 and 256 samples, whatever the machine's speed."""
 
 
-SHRINKING = {"copus_policy": "step_schedule", "copus_lr_warmup_min_steps": 10}
+SHRINKING = {"copus_policy": "step_schedule"}
 SHRINKS = ["--step-batch-size-schedule", "0:32 4K:8 6.4K:32", "--global-batch-size", "32"]
 SHRINKS += ["--lr-warmup-samples", "200"]
 """Takes 4 steps of 32, 9 of 8, then 32 again, while the learning rate warms up over 200 samples."""
@@ -41,8 +42,7 @@ def controllers() -> tuple[Any, Any, Any]:
         """Also keeps what every rank came to."""
 
         def __init__(self, **flags: Any) -> None:
-            # 45 steps are too few to warm up for 50.
-            super().__init__(CopusConfig(copus=True, **{"copus_lr_warmup_min_steps": 0, **flags}))
+            super().__init__(CopusConfig(copus=True, **flags))
             self.states: list[str] = []
 
         def on_train_step_end(self, context: CallbackContext) -> Request | None:

@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "helpers" / "fake_megatron_lm"), str(ROOT)]
 FLAGS = """--copus-policy doubling --copus-doubling-first-tokens 1024 --copus-doubling-ratio 2
---copus-max-global-batch-size 32 --copus-lr-warmup-min-steps 0"""
+--copus-max-global-batch-size 32"""
 
 
 def arguments(output: Path, more: list[str]) -> argparse.Namespace:

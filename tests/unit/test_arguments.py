@@ -297,9 +297,11 @@ def test_notes_say_what_happens_instead(flags: str, note: str) -> None:
 def test_gpt3_example() -> None:
     config = resolve(parse_args(GPT3.split()), 4)
     assert config.layout == Layout(tp=2, pp=2)
-    assert config.batch.train_samples == 500 * 64
-    assert config.optim.lr_decay_samples == 430 * 64
-    assert config.optim.lr_warmup_samples == int(0.001 * 430 * 64)
+    # Exactly 500 steps, of which the first ones are smaller: 16 in 22 steps, 32 in 11, 48 in 7.
+    ramped = 22 * 16 + 11 * 32 + 7 * 48
+    assert config.batch.train_samples == ramped + (500 - 40) * 64
+    assert config.optim.lr_decay_samples == ramped + (430 - 40) * 64
+    assert config.optim.lr_warmup_samples == int(0.001 * config.optim.lr_decay_samples)
     assert config.data.tokenizer_type == "GPT2BPETokenizer"
     assert config.model.ffn_hidden_size == 2048
     assert config.parallel.distributed_backend == "gloo"

@@ -134,3 +134,17 @@ def test_schedule_of_a_config() -> None:
     bad = config.replace(global_batch_size=12, step_batch_size_schedule="0:6 1K:12")
     with pytest.raises(UsageError, match="--global-batch-size 6"):
         BatchSchedule.of(bad)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 9), st.integers(0, 400))
+def test_so_many_iterations_are_exactly_so_many_steps(
+    start: int, increment: int, increments: int, iterations: int
+) -> None:
+    target = start + increment * increments
+    schedule = make_schedule(
+        global_batch_size=target, rampup_batch_size=(start, increment, 37 * increments)
+    )
+    samples = schedule.samples_after(iterations)
+    assert schedule.iterations_left(0, samples) == iterations
+    assert schedule.samples_after(iterations + 1) - samples == schedule.at(samples)
+    assert schedule.samples_after(-3) == -3 * start

@@ -96,7 +96,6 @@ def test_a_trainer_that_cannot_change_its_layout_says_so() -> None:
 @pytest.mark.parametrize(
     ("values", "more", "words"),
     [
-        ({}, "--rampup-batch-size 4 4 64", "--rampup-batch-size sets the batch"),
         ({"copus_policy": "step_schedule"}, "", "needs --step-batch-size-schedule"),
         ({"copus_max_global_batch_size": 4}, "", "the first batch, 8, is not between"),
     ],
@@ -174,7 +173,7 @@ CONSTANTS = [
     (config_module.PUBLISHED_NOISE_SCALE_MULTIPLIER, 2.0, OBJECTIVE),
     (config_module.MOST_SHRINKING, 64, BOTH_WAYS),
     (config_module.DECISION_STEPS, 20, CONTROLLER),
-    (CopusConfig().copus_lr_warmup_min_steps, 50, "docs/decisions/030-warm-up-counts-steps.md"),
+    (lr_scaling.MOST_RAMP_SHARE, 0.05, "docs/decisions/066-the-schedule-is-the-users.md"),
     (lr_scaling.MOST_RAMP_STEPS, 100, "docs/decisions/014-batch-ramp-at-most-100-steps.md"),
     (costs.MOST_FAILURES, 3, "docs/decisions/016-layouts-change-on-request.md"),
     (costs.RELAUNCH_S, 60.0, "copus_ext/controller/flags.py"),

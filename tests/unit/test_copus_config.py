@@ -91,8 +91,10 @@ def test_a_launch_refuses_them_before_anything_else(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2 and not (tmp_path / "run").exists()
-    assert done.stderr.strip().splitlines()[-1].endswith(
-        "error: --copus-layouts: no effect without --copus; add --copus, or remove it"
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .endswith("error: --copus-layouts: no effect without --copus; add --copus, or remove it")
     )
 
 

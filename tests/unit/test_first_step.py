@@ -12,7 +12,6 @@ import pytest
 from copus_ext.controller import callback, out_of_memory
 from copus_ext.controller.callback import Controller
 from copus_ext.controller.rules import rate_rules_of, rules_of
-from copus_ext.controller.warm_up import WarmUpGuard
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.loss_watch import LossWatch
 from copus_ext.goodput.lr_scaling import Ramp
@@ -38,7 +37,7 @@ class Launch:
         run = run or config()
         self.controller = one = Controller(flags(**given))
         one.rules, one.rates = rules_of(one.flags, run), rate_rules_of(one.flags, run)
-        one.warm_up, self.before = WarmUpGuard(one.flags, run), one.rates.lr_factor(batch)
+        self.before = one.rates.lr_factor(batch)
         change = ConfigChange(
             decision=3, from_batch=8, to_batch=batch, from_micro_batch=1, to_micro_batch=micro
         )

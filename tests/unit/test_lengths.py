@@ -110,6 +110,54 @@ def test_another_meaning_is_refused(flags: str, parts: list[str]) -> None:
         assert part in line
 
 
+RAMP = "--rampup-batch-size 2 2 24 --eval-iters 0 --lr-decay-style WSD"
+
+
+def test_iterations_of_a_ramp_are_steps_of_it_also_on_resume() -> None:
+    # 2 x 4, 4 x 2, 6 x 2, then 8.
+    flags = f"{RAMP} --train-iters 20 --lr-warmup-iters 5 --lr-wsd-decay-iters 13"
+    config = config_of(flags)
+    stored = TrainingLengths.of(config)
+    assert (stored.train_samples, stored.lr_decay_samples) == (28 + 12 * 8, 28 + 12 * 8)
+    assert (stored.lr_warmup_samples, stored.lr_wsd_decay_samples) == (12, 6 + 12 * 8)
+    (note,) = [note for note in config.runtime.notes if "count the steps" in note]
+    assert note == (
+        "iterations count the steps of --rampup-batch-size: --train-iters 20 is 124 samples, "
+        "--lr-warmup-iters 5 is 12 samples, --lr-wsd-decay-iters 13 is 102 samples"
+    )
+    for override in (False, True):
+        again = apply_checkpoint_lengths(config_of(flags), stored, override=override)
+        assert TrainingLengths.of(again) == stored
+    with pytest.raises(UsageError, match="--lr-warmup-iters 6 = 16 samples differs from the 12"):
+        apply_checkpoint_lengths(
+            config_of(flags.replace("warmup-iters 5", "warmup-iters 6")), stored, override=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ("--global-batch-size 16 --train-iters 100", "is 16 and was 8 at the first launch"),
+        ("--micro-batch-size 4 --train-samples 800", "is 4 and was 8 at the first launch"),
+        ("--global-batch-size 8 --train-iters 100", None),
+    ],
+)
+def test_a_resume_with_another_batch_says_what_the_lengths_are(now: str, words: str | None) -> None:
+    stored = TrainingLengths.of(config_of("--train-iters 100 --lr-warmup-iters 10"))
+    words_of_launch = f"{BASE.replace('--micro-batch-size 1 ', '')} --eval-iters 3 {now}"
+    if "--micro-batch-size" not in now:
+        words_of_launch += " --micro-batch-size 1"
+    config = resolve(parse_args(words_of_launch.split()), 1)
+    notes = apply_checkpoint_lengths(config, stored, override=False).runtime.notes
+    told = [note for note in notes if "was 8 at the first launch" in note]
+    if words is None:
+        assert not told
+        return
+    (line,) = told
+    assert words in line and "the run trains 800 samples, warms up over 80" in line
+    assert line.endswith("decays over 800; an evaluation is of 24")
+
+
 def test_override_takes_the_new_horizon() -> None:
     stored = TrainingLengths.of(
         config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10")

@@ -84,6 +84,15 @@ def test_stages_begin_where_the_trainer_changes(batch: int, flags: str) -> None:
     assert 0 <= 1280 * 64 - last.start_tokens - last.tokens < last.tokens // last.num_steps
 
 
+def test_iterations_of_a_command_are_steps_of_its_ramp() -> None:
+    command = "--global-batch-size 48 --rampup-batch-size 16 16 160 --seq-length 64"
+    words = ["--megatron-args", f"{command} --train-iters 20"]
+    args = plan.parser("phases").parse_args(words)
+    stages = phase_plan.run_asked(args, next(iter(PRESETS.values()))).stages
+    assert sum(stage.num_steps for stage in stages) == 20
+    assert [stage.global_batch_size for stage in stages] == [16, 32, 48]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -144,30 +144,6 @@ def test_a_controller_that_stays_is_the_static_batch_at_every_rate() -> None:
         assert seconds is not None and stays.times_s[target] == pytest.approx(seconds, rel=1e-3)
 
 
-def test_a_simulated_warm_up_counts_steps_as_a_real_one_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from copus_ext.controller.flags import CopusConfig
-    from copus_ext.goodput.lr_scaling import WarmUp
-    from copus_ext.simulate.contenders import Contender
-    from copus_ext.simulate.training import ProgressTraining
-
-    seen: list[float] = []
-    train = ProgressTraining.train
-
-    def noting(self: Any, batch: int, steps: int = 1, *, lr_factor: float = 1.0) -> None:
-        seen.append(lr_factor)
-        train(self, batch, steps, lr_factor=lr_factor)
-
-    monkeypatch.setattr(ProgressTraining, "train", noting)
-    # The schedule warms up in 32 steps of the first batch.
-    flags = CopusConfig(copus=True, copus_max_global_batch_size=16)
-    simulate(small(), Contender(name="held", flags=flags), seed=0)
-    rule = WarmUp(samples=500, min_steps=50, start=0.0)
-    held = [rule.factor(16, steps=t, samples=16 * (t - 1)) for t in range(1, 51)]
-    assert seen[:50] == held and min(held) < 0.7 and held[-1] == 1.0
-
-
 def test_the_oracle_refuses_a_schedule() -> None:
     truth = GroundTruth(noise_scale_multiplier=2.0, reference_batch=16.0, rate_exponent=0.5)
     with pytest.raises(ValueError, match="schedule of the learning rate"):

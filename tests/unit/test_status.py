@@ -237,18 +237,6 @@ def test_what_to_look_at(tmp_path: Path) -> None:
     assert [c.state for c in now.controller.changes] == ["being measured"] * 3
 
 
-def test_a_learning_rate_that_the_warm_up_holds_is_shown_until_it_is_not(tmp_path: Path) -> None:
-    record_run(tmp_path, ended=False)
-    journal = record_decisions(tmp_path)
-    journal.note("warmup", iteration=20, factor=0.5, after_shrinking=True, full_at_step=99)
-    line = (
-        "warm-up      the learning rate warms up again after the batch shrank: 0.5 of its schedule"
-    )
-    assert f"{line}, full at step 99" in shown(read_status(tmp_path))
-    journal.note("warmup", iteration=98, factor=1.0, after_shrinking=True, full_at_step=99)
-    assert "warm-up" not in shown(read_status(tmp_path))
-
-
 def test_crashes_count_and_later_launches_win(tmp_path: Path) -> None:
     record_run(tmp_path, 5, ended=False)
     record_run(tmp_path, 5, ended=False, launch="job.0.1", start=2)

@@ -1,4 +1,4 @@
-"""A warm-up that counts steps: what the controller leaves of the schedule's rate."""
+"""Notes on the warm-up of a run, and rates that go up and down with the batch."""
 
 from __future__ import annotations
 
@@ -6,101 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from copus_ext.controller.flags import CopusConfig
-from copus_ext.controller.rules import warm_up_of
-from copus_ext.goodput.lr_scaling import Ramp, RateRules, WarmUp
-from copus_ext.goodput.messages import warm_up_line
-from copus_ext.monitor.journal import DecisionHistory
+from copus_ext.goodput.lr_scaling import Ramp, RateRules
 from megatron.training.common.step_settings import StepSettings, set_rates
 from megatron.training.common.train_state import TrainState
 from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.lengths import USUAL_WARMUP_STEPS, warmup_note
+from megatron.training.config.lengths import warmup_note
 from tests.helpers.jobs import TINY
-
-BATCHES = st.lists(st.tuples(st.integers(1, 64), st.integers(1, 12)), min_size=1, max_size=5)
-
-
-def warm_up(samples: int = 1000, *, min_steps: int = 0, start: float = 0.0) -> WarmUp:
-    return WarmUp(samples=samples, min_steps=min_steps, start=start)
-
-
-def walk(rule: WarmUp, batches: list[int]) -> list[float]:
-    """The part of the largest rate that each step has under a constant schedule."""
-    rates, samples = [], 0
-    for step, batch in enumerate(batches, start=1):
-        schedule = min(samples / rule.samples, 1.0) if rule.samples else 1.0
-        rates.append(schedule * rule.factor(batch, steps=step, samples=samples))
-        samples += batch
-    return rates
-
-
-@given(st.integers(1, 64), st.integers(1, 3000), st.integers(0, 60), st.integers(1, 200))
-def test_while_the_batch_stays_the_schedules_rate_stays_bit_for_bit(
-    batch: int, samples: int, min_steps: int, step: int
-) -> None:
-    rule = warm_up(max(samples, min_steps * batch), min_steps=min_steps)
-    assert rule.factor(batch, steps=step, samples=(step - 1) * batch) == 1.0
-    # Steps that --iterations-to-skip passes over count, and their samples do not.
-    assert rule.factor(batch, steps=step + 3, samples=(step - 1) * batch) == 1.0
-
-
-@given(BATCHES, st.integers(1, 3000), st.integers(0, 60))
-def test_a_warm_up_has_the_steps_that_it_would_have_had_at_the_present_batch(
-    parts: list[tuple[int, int]], samples: int, min_steps: int
-) -> None:
-    batches = [batch for batch, steps in parts for _ in range(steps)]
-    rates = walk(warm_up(samples, min_steps=min_steps), batches)
-    for step, (batch, rate) in enumerate(zip(batches, rates), start=1):
-        done = sum(batches[: step - 1])
-        bounds = [1.0, done / samples, step * batch / samples, step / (min_steps or 1e-9)]
-        assert rate == pytest.approx(min(bounds), rel=1e-12)
-
-
-def test_a_shrink_warms_up_again_until_the_steps_are_made_up() -> None:
-    # 4 steps of 256 are more samples than the warm-up has: the schedule is at its peak.
-    rule = warm_up(1000)
-    batches = [256] * 4 + [32] * 40
-    rates = walk(rule, batches)
-    assert rates[4] == pytest.approx(5 * 32 / 1000)
-    assert rates[4:] == sorted(rates[4:]) and rule.steps(32) == 32
-    assert rates[30] < 1.0 == rates[31] == rates[40], "step 32 has the full rate"
-
-
-def test_few_steps_become_the_least_number() -> None:
-    rule = warm_up(64, min_steps=50)
-    rates = walk(rule, [32] * 60)
-    assert rates[2] == pytest.approx(3 / 50) and rates[48] < 1.0 == rates[49]
-    assert rule.steps(32) == 50 and walk(warm_up(64), [32] * 60)[2] == 1.0
-
-
-def test_a_run_without_a_warm_up_is_held_at_no_batch() -> None:
-    rule = warm_up(0, min_steps=50)
-    assert [rule.factor(batch, steps=3, samples=64) for batch in (16, 32, 64)] == [1.0] * 3
-
-
-def test_a_warm_up_that_starts_above_zero_is_never_below_its_start() -> None:
-    rule = warm_up(1000, start=0.1)
-    # The schedule is at .1 + .9 x .5 after 500 samples, and at .1 + .9 x .16 in the fifth step.
-    held = rule.factor(32, steps=5, samples=500)
-    assert held * (0.1 + 0.9 * 0.5) == pytest.approx(0.1 + 0.9 * 0.16)
-    assert rule.factor(32, steps=1, samples=0) == 1.0
 
 
 def config(more: str = "") -> Any:
     return resolve(parse_args([*TINY.split(), "--train-samples", "6400", *more.split()]), 2)
-
-
-def test_who_is_held() -> None:
-    run = config("--lr-warmup-samples 640 --lr-warmup-init 1e-4")
-    rule = warm_up_of(CopusConfig(copus=True), run)
-    assert rule == WarmUp(samples=640, min_steps=USUAL_WARMUP_STEPS, start=0.1)
-    for policy in ("copus", "static"):
-        assert warm_up_of(CopusConfig(copus=True, copus_policy=policy), run) is None
-    assert warm_up_of(CopusConfig(copus=True, copus_mode="observe"), run) is None
 
 
 def test_steps_without_an_update_do_not_count() -> None:
@@ -136,23 +53,6 @@ def test_the_note_names_iterations_where_lengths_are_in_iterations() -> None:
     few = resolve(parse_args([*flags, "--lr-warmup-iters", "6"]), 2)
     assert "in 6 steps; 50 or more are usual: raise --lr-warmup-iters" in (warmup_note(few) or "")
     assert "give --lr-warmup-iters" in (warmup_note(resolve(parse_args(flags), 2)) or "")
-
-
-def test_status_tells_until_when() -> None:
-    line = warm_up_line(0.314, after_shrinking=True, full_at_step=205)
-    assert line == (
-        "the learning rate warms up again after the batch shrank: 0.31 of its schedule, full at "
-        "step 205"
-    )
-    history = DecisionHistory()
-    record = {"kind": "warmup", "factor": 0.314, "after_shrinking": True, "full_at_step": 205}
-    history.add(0, record)
-    assert history.warm_up == line == history.notes[-1].line
-    history.add(1, {"kind": "warmup", "factor": 1.0, "full_at_step": 205})
-    assert history.warm_up == "" and "follows its schedule" in history.notes[-1].line
-    history.add(2, record)
-    history.add(3, {"kind": "start", "iteration": 0})
-    assert history.warm_up == "", "the next launch says it again"
 
 
 @pytest.mark.parametrize("lr", ["sqrt", "linear", "none"])

@@ -120,6 +120,9 @@ def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: 
     """Sets rates as the schedule and a controller say. Idempotent: the schedule stays where it is
     and its own values are never edited, so that a factor of 1 restores them bit for bit.
 
+    A factor below 1 takes no learning rate below the schedule's least one. The weight decay is then
+    so much less that the decay of a step, their product, is the one that the settings ask for.
+
     Args:
         optimizer: whose groups are set.
         scheduler: placed where the run is.
@@ -128,9 +131,22 @@ def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: 
     """
     scheduler.step(increment=0)
     for group in optimizer.param_groups:
-        group["lr"] *= settings.lr_factor
+        rate = group["lr"] * settings.lr_factor
+        least = _least_rate(group, scheduler) if settings.lr_factor < 1.0 else 0.0
+        group["lr"] = max(rate, least)
         group["weight_decay"] *= settings.weight_decay_factor
+        if rate < least:
+            group["weight_decay"] *= rate / least
         group["betas"] = (group["betas"][0], beta2 if settings.beta2 is None else settings.beta2)
+
+
+def _least_rate(group: dict[str, Any], scheduler: Any) -> float:
+    """The least learning rate of a group whose rate is the schedule's. After the warm-up this is
+    `--min-lr`; before, it is below that as the schedule is below its peak."""
+    peak = float(group.get("max_lr", scheduler.max_lr))
+    least = float(group.get("min_lr", scheduler.min_lr))
+    is_warming_up = scheduler.num_steps < scheduler.lr_warmup_steps
+    return least * (group["lr"] / peak) if is_warming_up and peak else least
 
 
 def learning_rate(optimizer: Any) -> float:

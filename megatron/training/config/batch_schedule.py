@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,15 @@ class BatchSchedule:
             count += until_end
             consumed_samples += until_end * size
         return count
+
+    def samples_after(self, iterations: int) -> int:
+        """Returns the samples of the first steps of a run that takes every step in full; below 0
+        those of as many steps of the first size before it."""
+        consumed = 0
+        for (_, size), (end, _) in itertools.pairwise(self.steps):
+            count = min(iterations, max(-(-(end - consumed) // size), 0))
+            consumed, iterations = consumed + count * size, iterations - count
+        return consumed + iterations * self.steps[-1 if iterations > 0 else 0][1]
 
     def boundary(self, asked: int) -> int:
         """Returns where the first step at or after a position begins, of a run that takes every

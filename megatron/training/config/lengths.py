@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +71,16 @@ class TrainingLengths:
         return cls(**data)
 
 
-def to_samples(iters: int | None, samples: int | None, global_batch_size: int) -> int | None:
-    """Returns a length in samples from the one of the two forms that is given, or None."""
-    if iters:
-        return iters * global_batch_size
-    return samples
+def to_samples(iters: int | None, samples: int | None, schedule: BatchSchedule) -> int | None:
+    """Returns a length in samples from the one of the two forms that is given, or None. Iterations
+    are the first so many steps of the batch schedule."""
+    return schedule.samples_after(iters) if iters else samples
+
+
+def last_samples(iters: int, schedule: BatchSchedule, lr_decay_samples: int) -> int:
+    """Returns the samples of the last so many steps of the decay."""
+    all_steps = schedule.iterations_left(0, lr_decay_samples)
+    return schedule.samples_after(all_steps) - schedule.samples_after(all_steps - iters)
 
 
 def warmup_samples(fraction: float | None, length: int | None, lr_decay_samples: int) -> int:
@@ -112,17 +118,18 @@ def derive_horizon(draft: Draft, environment: Environment) -> None:
     draft.stop_if_problems()
     unit = draft["global_batch_size"]
     draft["initial_global_batch_size"] = unit
-    total = to_samples(draft["train_iters"], draft["train_samples"], unit)
-    decay = to_samples(draft["lr_decay_iters"], draft["lr_decay_samples"], unit) or total
-    length = to_samples(draft["lr_warmup_iters"], draft["lr_warmup_samples"], unit)
+    schedule = schedule_of(draft)
+    total = to_samples(draft["train_iters"], draft["train_samples"], schedule)
+    decay = to_samples(draft["lr_decay_iters"], draft["lr_decay_samples"], schedule) or total
+    length = to_samples(draft["lr_warmup_iters"], draft["lr_warmup_samples"], schedule)
     assert total is not None and decay is not None
     draft["train_samples"] = total
     draft["lr_decay_samples"] = decay
     draft["lr_warmup_samples"] = warmup_samples(draft["lr_warmup_fraction"], length, decay)
-    draft["lr_wsd_decay_samples"] = to_samples(
-        draft["lr_wsd_decay_iters"], draft["lr_wsd_decay_samples"], unit
-    )
-    iterations = schedule_of(draft).iterations_left(0, total)
+    if draft["lr_wsd_decay_iters"]:
+        last = last_samples(draft["lr_wsd_decay_iters"], schedule, decay)
+        draft["lr_wsd_decay_samples"] = last
+    iterations = schedule.iterations_left(0, total)
     draft["eval_samples"] = count_eval_samples(
         iterations, draft["eval_interval"], draft["eval_iters"], unit
     )
@@ -156,6 +163,26 @@ def derive_horizon(draft: Draft, environment: Environment) -> None:
         "--decoupled-min-lr",
     )
     derive_weight_decay(draft)
+    if len(schedule.steps) > 1 and (given := lengths_given(draft.explicit, draft.values)):
+        flag = "rampup_batch_size" if draft["rampup_batch_size"] else "step_batch_size_schedule"
+        draft.notes.append(f"iterations count the steps of {flag_of(flag)}: {given}")
+
+
+def lengths_given(explicit: Collection[str], values: Mapping[str, Any]) -> str:
+    """What the lengths given in iterations became, such as `--train-iters 50 is 400 samples`; empty
+    where none is given so.
+
+    Args:
+        explicit: names of the flags that were given.
+        values: of all fields, with the lengths in samples.
+    """
+    told = [
+        f"{flag_of(iters)} {values[iters]} is {values[samples]} samples"
+        for samples, names in _GIVEN_BY.items()
+        for iters in names
+        if iters.endswith("_iters") and iters in explicit and values[iters]
+    ]
+    return ", ".join(told)
 
 
 def _check_units(draft: Draft) -> None:
@@ -233,6 +260,16 @@ def apply_checkpoint_lengths(config: Config, stored: TrainingLengths, *, overrid
             f"training is extended from {stored.train_samples} to {new['train_samples']} samples; "
             "the order of samples changes once another epoch is planned",
         )
+    now, first = config.batch.global_batch_size, stored.initial_global_batch_size
+    if now != first:
+        num = config.batch.eval_iters * first
+        evaluations = f"; an evaluation is of {num}" if num else ""
+        note = (
+            f"--global-batch-size is {now} and was {first} at the first launch, in whose steps "
+            f"iterations are counted: the run trains {new['train_samples']} samples, warms up over "
+            f"{new['lr_warmup_samples']} and decays over {new['lr_decay_samples']}{evaluations}"
+        )
+        notes += () if note in notes else (note,)
     grown = config.replace(
         initial_global_batch_size=stored.initial_global_batch_size, notes=notes, **new
     )
@@ -272,7 +309,7 @@ def _eval_samples(config: Config) -> int:
     )
 
 
-def _asked(config: Config, name: str, unit: int, lr_decay_samples: int) -> int | None:
+def _asked(config: Config, name: str, schedule: BatchSchedule, lr_decay_samples: int) -> int | None:
     """Returns what the flags given for one length mean in samples, or None if none was given."""
     flat = config.flat()
     given = [flag for flag in _GIVEN_BY[name] if flag in config.explicit and flat[flag] is not None]
@@ -281,32 +318,47 @@ def _asked(config: Config, name: str, unit: int, lr_decay_samples: int) -> int |
     flag = given[0]
     if flag == "lr_warmup_fraction":
         return warmup_samples(flat[flag], None, lr_decay_samples)
-    return flat[flag] * unit if flag.endswith("_iters") else flat[flag]
+    if not flag.endswith("_iters"):
+        return flat[flag]
+    if flag == "lr_wsd_decay_iters":
+        return last_samples(flat[flag], schedule, lr_decay_samples)
+    return schedule.samples_after(flat[flag])
+
+
+def _schedule_at_start(config: Config, stored: TrainingLengths) -> BatchSchedule:
+    """The batch schedule in whose steps the first launch counted iterations."""
+    batch = config.batch
+    return make_schedule(
+        global_batch_size=stored.initial_global_batch_size,
+        rampup_batch_size=batch.rampup_batch_size,
+        step_batch_size_schedule=batch.step_batch_size_schedule,
+        seq_length=batch.seq_length,
+    )
 
 
 def _confirmed(config: Config, stored: TrainingLengths) -> tuple[dict[str, Any], list[str]]:
     new = {name: getattr(stored, name) for name in _GIVEN_BY}
-    problems = []
+    problems, schedule = [], _schedule_at_start(config, stored)
     for name in _GIVEN_BY:
         if name.startswith("lr_") and config.optim.use_checkpoint_opt_param_scheduler:
             continue
-        asked = _asked(config, name, stored.initial_global_batch_size, stored.lr_decay_samples)
+        asked = _asked(config, name, schedule, stored.lr_decay_samples)
         if asked is not None and asked != new[name]:
             problems.append(_conflict(config, name, asked, stored))
     return new, problems
 
 
 def _overridden(config: Config, stored: TrainingLengths) -> tuple[dict[str, Any], list[str]]:
-    unit = stored.initial_global_batch_size
-    train = _asked(config, "train_samples", unit, 0)
+    schedule = _schedule_at_start(config, stored)
+    train = _asked(config, "train_samples", schedule, 0)
     train = stored.train_samples if train is None else train
-    decay = _asked(config, "lr_decay_samples", unit, 0)
+    decay = _asked(config, "lr_decay_samples", schedule, 0)
     decay = train if decay is None else decay
-    wsd = _asked(config, "lr_wsd_decay_samples", unit, decay)
+    wsd = _asked(config, "lr_wsd_decay_samples", schedule, decay)
     new = {
         "train_samples": train,
         "lr_decay_samples": decay,
-        "lr_warmup_samples": _asked(config, "lr_warmup_samples", unit, decay) or 0,
+        "lr_warmup_samples": _asked(config, "lr_warmup_samples", schedule, decay) or 0,
         "lr_wsd_decay_samples": stored.lr_wsd_decay_samples if wsd is None else wsd,
     }
     problems = []
@@ -324,9 +376,9 @@ def _conflict(config: Config, name: str, asked: int, stored: TrainingLengths) ->
     given = next(flag for flag in _GIVEN_BY[name] if flag in config.explicit)
     flag = "--" + given.replace("_", "-")
     value = config.flat()[given]
-    unit = (
-        f" at {stored.initial_global_batch_size} samples each" if given.endswith("_iters") else ""
-    )
+    is_constant = len(_schedule_at_start(config, stored).steps) == 1
+    unit = f" at {stored.initial_global_batch_size} samples each" if is_constant else ""
+    unit = unit if given.endswith("_iters") else ""
     told = f"{flag} {value}{unit}" + ("" if value == asked else f" = {asked} samples")
     kept = getattr(stored, name)
     start = f"{told} differs from the {kept} samples of the checkpoint; drop the flag"

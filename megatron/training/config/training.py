@@ -26,7 +26,8 @@ class BatchConfig:
     step_batch_size_schedule: str | None = option(None)
     """Batch sizes by tokens trained, such as "0:768 250B:1536". Thresholds take K, M, B or T."""
     train_iters: int | None = option(None)
-    """Length of training in iterations. Converted once to samples at --global-batch-size."""
+    """Length of training in iterations. Converted once to samples at --global-batch-size, or at
+    the sizes of --rampup-batch-size or --step-batch-size-schedule."""
     train_samples: int = option(None)
     """Length of training in samples."""
     eval_iters: int = option(100)

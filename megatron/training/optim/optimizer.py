@@ -147,12 +147,17 @@ def build_scheduler(
     for group in optimizer.param_groups:
         is_apart = group.get("is_decoupled_lr", False)
         group["max_lr"], group["min_lr"] = apart if is_apart else (o.lr, o.min_lr)
+    warmup: float = o.lr_warmup_samples
+    if o.lr_warmup_fraction is not None:
+        # Megatron-LM hands on the product as it is; the length in samples is rounded down.
+        share = o.lr_warmup_fraction * o.lr_decay_samples
+        warmup = share if int(share) == warmup else warmup
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=o.lr_warmup_init,
         max_lr=o.lr,
         min_lr=o.min_lr,
-        lr_warmup_steps=o.lr_warmup_samples,
+        lr_warmup_steps=warmup,  # pyright: ignore[reportArgumentType]
         lr_decay_steps=o.lr_decay_samples,
         lr_decay_style=o.lr_decay_style,
         start_wd=o.start_weight_decay,

@@ -324,9 +324,15 @@ class Job:
             return False
         if self.state.settings.global_batch_size is None:
             return info.iteration % interval == 0
-        samples = interval * self.config.batch.initial_global_batch_size
         before = info.consumed_samples - info.counted_samples
-        return info.consumed_samples // samples > before // samples
+        done, earlier = map(self._steps_of_flags, (info.consumed_samples, before))
+        return done // interval > earlier // interval
+
+    def _steps_of_flags(self, samples: int) -> int:
+        """Steps that the batches of the flags would have taken by then."""
+        schedule, first = self.batch_schedule, self.config.batch.initial_global_batch_size
+        is_constant = len(schedule.steps) == 1
+        return samples // first if is_constant else schedule.iterations_left(0, samples)
 
     def adopt(self, settings: StepSettings) -> None:
         """Takes the following steps another way.
