@@ -2,6 +2,9 @@
 
 A generation is a set of ranks that train together. It gets a number that grows with every loss and
 every join, and no two sets of one run ever have the same number.
+
+Whatever comes over a socket is checked before anybody acts on it: each reader names the messages
+that it takes, and what else comes ends that connection.
 """
 
 from __future__ import annotations
@@ -11,8 +14,13 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+from copus_ext.launch.rendezvous import MAX_LOCAL_RANKS, MAX_NODES
+from copus_ext.reshard.checked import MAX_NUMBER, check_fields, check_number, check_text, shown
+from megatron.training.common.outside import parse_json
 
 PIPE_VARIABLE = "COPUS_ELASTIC_PIPE"
 """Environment variable of a rank: file number of its connection with the launcher, and its place,
@@ -20,6 +28,7 @@ as FD:NODE:LOCAL:RUN."""
 Kind = Literal["start", "loss", "join", "resize"]
 _READ_BYTES = 1 << 16
 _MOST_BYTES = 1 << 22
+_MOST_MEMBERS = 1 << 20
 
 
 class Member(NamedTuple):
@@ -55,11 +64,24 @@ class Generation:
         return dict(vars(self))
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Generation:
-        """Inverse of `to_json`."""
-        names = ("members", "lost", "released")
-        members = {name: tuple(Member(*m) for m in data[name]) for name in names}
-        return cls(**{**data, **members})
+    def from_json(cls, data: Any) -> Generation:
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError: a field is missing, unknown, or of the wrong type.
+        """
+        names = ("number", "members", "store", "kind", "lost", "released")
+        found = check_fields(data, names, names)
+        check_number("number", found["number"], 1, MAX_NUMBER)
+        check_text("store", found["store"], 300)
+        host, _, port = found["store"].rpartition(":")
+        is_port = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16
+        if not (host.isascii() and host.isprintable() and host and is_port):
+            raise ValueError(f"store {shown(found['store'])} must be HOST:PORT")
+        if found["kind"] not in get_args(Kind):
+            raise ValueError(f"kind {shown(found['kind'])} is unknown")
+        members = {name: members_of(found[name]) for name in ("members", "lost", "released")}
+        return cls(**{**found, **members})
 
     def ranks_of(self, node: int) -> list[int]:
         """Ranks in the world of the members on a node."""
@@ -71,13 +93,69 @@ class Generation:
         return sorted({member.node for member in self.members})
 
 
-class Lines:
-    """Messages as lines of JSON on a connected socket."""
+def members_of(data: Any) -> tuple[Member, ...]:
+    """Ranks by where they run, from JSON.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    Raises:
+        ValueError: it is no list of them.
+    """
+    if not isinstance(data, (list, tuple)) or len(data) > _MOST_MEMBERS:
+        raise ValueError(f"{shown(data)} is no list of ranks")
+    for one in data:
+        if not isinstance(one, (list, tuple)) or len(one) not in (2, 3):
+            raise ValueError(f"{shown(one)} is no rank")
+        for value, most in zip(one, (MAX_NODES, MAX_LOCAL_RANKS, MAX_NUMBER)):
+            check_number("rank", value, 0, most)
+    return tuple(Member(*one) for one in data)
+
+
+def _check_mark(data: Any) -> None:
+    check_number("mark", data, 1, 1)
+
+
+def _check_generation_number(data: Any) -> None:
+    check_number("generation", data, 0, MAX_NUMBER)
+
+
+def _check_asked(data: Any) -> None:
+    """As `RanksAsked`; the time is in nanoseconds."""
+    if not isinstance(data, (list, tuple)) or len(data) != 2:
+        raise ValueError(f"{shown(data)} is no number of ranks with a time")
+    check_number("ranks", data[0], 0, MAX_NUMBER)
+    if type(data[1]) is not int:
+        raise ValueError(f"{shown(data[1])} is no time")
+
+
+Vocabulary = Mapping[str, Callable[[Any], object]]
+"""The fields that messages may have, each with its check, which raises ValueError."""
+FROM_RANK: Vocabulary = {
+    **dict.fromkeys(("ready", "leaving", "released", "failing"), _check_mark),
+    "broken": _check_generation_number,
+}
+FROM_LAUNCHER: Vocabulary = {"generation": Generation.from_json}
+FROM_PEER: Vocabulary = {
+    "beat": _check_mark,
+    **dict.fromkeys(("died", "gone", "left", "is_ready", "ready"), members_of),
+    "asked": _check_asked,
+    "broken": _check_generation_number,
+    "generation": Generation.from_json,
+}
+
+
+class Lines:
+    """Messages as lines of JSON on a connected socket.
+
+    Args:
+        connection: the socket.
+        takes: what may be read from it.
+    """
+
+    def __init__(self, connection: socket.socket, takes: Vocabulary) -> None:
+        self.connection, self._takes = connection, takes
         self.heard_s = time.monotonic()
         """When something came last, on a monotonic clock."""
+        self.end = "its connection has ended"
+        """Why nothing more is read, once `read` has returned None."""
         self._rest = b""
         self._sending = threading.Lock()
 
@@ -87,7 +165,8 @@ class Lines:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The messages that have come; None at the end of the connection.
+        """The messages that have come; None at the end of the connection, and where something else
+        has come.
 
         Waits for the first byte where the socket does.
         """
@@ -97,15 +176,22 @@ class Lines:
             return []
         except OSError:
             return None
-        if not data or len(self._rest) > _MOST_BYTES:
+        if not data:
             return None
         self.heard_s = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
-            found = [json.loads(line) for line in lines]
-        except ValueError:  # no launcher speaks like this
+            if len(self._rest) > _MOST_BYTES:
+                raise ValueError(f"a message of more than {_MOST_BYTES} bytes")
+            return [self._checked(parse_json(line)) for line in lines]
+        except ValueError as error:
+            self.end = f"it has sent what is no message: {error}"
             return None
-        return found if all(isinstance(message, dict) for message in found) else None
+
+    def _checked(self, message: Any) -> dict[str, Any]:
+        for name, value in check_fields(message, self._takes, ()).items():
+            self._takes[name](value)
+        return message
 
     def close(self) -> None:
         """Closes the connection."""

@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 import selectors
+import socket
 import sys
 import time
 from dataclasses import dataclass, field
@@ -113,13 +114,13 @@ class Agent:
             self._places.append(Place())
             self._start(local)
         with no_collection():
-            from torch.distributed import TCPStore
+            from copus_ext.launch.store import serve
 
-        self._peers = Peers(self.launch, self.folder, self._select)
-        store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         host = own_address(self.launch)
+        self._peers = Peers(self.launch, self.folder, self._select, host)
+        store = serve(host)
         self._store = f"{host}:{store.port}"
-        self._peers.publish(host)
+        self._peers.publish()
         try:
             if self._first_run:
                 self._come_late()
@@ -289,19 +290,16 @@ class Agent:
         """The number of generations that there were before this launcher came."""
         return len(list(self.folder.glob("generation-*")))
 
-    def _accept(self) -> None:
-        if (found := self._peers.accept()) is None:
-            return
-        node, lines, messages = found
+    def _welcome(self, node: int, connection: socket.socket) -> None:
+        """Takes in a node whose hello was right."""
         if node in self._peers.lines:
             self._lose_node(node, "it has come again")
-        self._peers.add(node, lines)
+        self._peers.add(node, connection)
+        lines = self._peers.lines[node]
         if self.generation is not None:
             lines.send(gone=sorted(self._gone), generation=self.generation.to_json())
         if self._is_ending:
             lines.send(left=[])
-        for message in messages:
-            self._hear_peer(node, message)
 
     def _lose_node(self, node: int, why: str, *, is_silent: bool = False) -> None:
         self._was_silent |= is_silent
@@ -372,10 +370,16 @@ class Agent:
         )
 
     def _look(self) -> None:
+        self._peers.dismiss_late()
         for key, _ in self._select.select(_LOOK_S):
             kind, who = key.data
             if kind == "server":
-                self._accept()
+                for node, connection in self._peers.accept():
+                    self._welcome(node, connection)
+                continue
+            if kind == "stranger":
+                if (found := self._peers.greet(key.fileobj)) is not None:
+                    self._welcome(*found)
                 continue
             if kind == "rank":
                 rank = self._places[who].rank
@@ -388,7 +392,7 @@ class Agent:
             if messages is None and kind == "rank":
                 self._ended(who)
             elif messages is None:
-                self._lose_node(who, "its connection has ended")
+                self._lose_node(who, lines.end)
             for message in messages or ():
                 if kind == "rank":
                     self._hear_rank(who, message)

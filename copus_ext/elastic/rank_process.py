@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from copus_ext.elastic.messages import PIPE_VARIABLE, Lines, Member
+from copus_ext.elastic.messages import FROM_RANK, PIPE_VARIABLE, Lines, Member
 from copus_ext.launch.failure import Failure, error_line, traceback_end
 from copus_ext.launch.workers import Launch
 
@@ -63,7 +63,7 @@ class RankProcess:
         )
         theirs.close()
         ours.setblocking(False)
-        return cls(member, process, Lines(ours), error_file)
+        return cls(member, process, Lines(ours, FROM_RANK), error_file)
 
     def failure(self, code: int, rank: int) -> Failure:
         """How it failed.

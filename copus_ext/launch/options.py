@@ -232,7 +232,7 @@ def _place(given: argparse.Namespace, step: Step | None) -> tuple[int, int, str]
     host, port = (host, port) if colon else (endpoint, str(_DEFAULT_PORT))
     if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
         raise UsageError(f"--rdzv-endpoint {endpoint} must be HOST:PORT")
-    return nnodes, node, f"{host}:{port}"
+    return nnodes, node, f"{host}:{port}" if nnodes > 1 else ""
 
 
 def _program(word: str) -> tuple[str, ...]:

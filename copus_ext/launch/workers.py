@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from copus_ext.launch.failure import Failure, error_line, first_failure, split_hung, traceback_end
+from copus_ext.launch.listen import LOOPBACK, loopback_interface
 from copus_ext.launch.rendezvous import LaunchResult
 from copus_ext.reshard.checked import read_value
 from copus_ext.reshard.relaunch import BLOCKED_VARIABLE, LAUNCH_VARIABLE
@@ -71,6 +72,11 @@ class Launch:
     shared: str | None = None
     """A folder that all nodes see, where the launchers of an elastic launch agree; else None."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other node takes part, or can come later as into an elastic launch."""
+        return len(self.nodes) == 1 if self.shared is None else not self.endpoint
+
 
 class Workers:
     """Torch's launcher and the ranks below it.
@@ -93,6 +99,9 @@ class Workers:
         }
         if launch.num_ranks > 1:  # as torchrun does
             env.setdefault("OMP_NUM_THREADS", "1")
+        if launch.is_alone:  # else they choose an interface by the name of the machine
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                env.setdefault(name, loopback_interface())
         options = json.dumps({**dataclasses.asdict(launch), "parent": os.getpid()})
         # A session of its own: Ctrl-C reaches the supervisor alone, which passes it on as SIGTERM.
         self._child = subprocess.Popen(
@@ -215,25 +224,26 @@ def _end_with(parent: int, launch: str) -> None:
 
 
 def _run(launch: Launch, command: list[str]) -> list[Failure]:
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with no_collection():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        from copus_ext.launch import store
+
     # Torch logs every end as an error, also one that is none; the supervisor says it instead.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    # The static backend numbers ranks in the order of nodes. One node needs no fixed port.
-    is_alone = len(launch.nodes) == 1
+    store.register()
     config = LaunchConfig(
         min_nodes=len(launch.nodes),
         max_nodes=len(launch.nodes),
         nproc_per_node=launch.num_ranks,
         run_id=launch.name,
-        rdzv_backend="c10d" if is_alone else "static",
-        rdzv_endpoint="127.0.0.1:0" if is_alone else launch.endpoint,
-        rdzv_configs={} if is_alone else {"rank": launch.nodes.index(launch.node)},
-        local_addr="127.0.0.1" if is_alone else None,
+        rdzv_backend=store.BACKEND,
+        # One node needs no fixed port.
+        rdzv_endpoint=f"{LOOPBACK}:0" if launch.is_alone else launch.endpoint,
+        rdzv_configs={"rank": launch.nodes.index(launch.node)},
+        local_addr=LOOPBACK if launch.is_alone else None,
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGINT",

@@ -88,7 +88,8 @@ def test_a_rank_alone_has_no_keeper() -> None:
 
 def test_messages_of_two_threads_stay_whole() -> None:
     ours, theirs = socket.socketpair()
-    sender, receiver = Lines(ours), Lines(theirs)
+    takes = {"of": int, "text": str}
+    sender, receiver = Lines(ours, takes), Lines(theirs, takes)
     threads = [
         threading.Thread(target=lambda i=i: [sender.send(of=i, text="x" * 500) for _ in range(200)])
         for i in range(4)
@@ -399,7 +400,8 @@ def test_a_fallback_to_fewer_steps_is_newer() -> None:
 
 def test_lines_come_whole() -> None:
     ours, theirs = socket.socketpair()
-    lines = Lines(theirs)
+    takes = {"a": int, "b": int}
+    lines = Lines(theirs, takes)
     ours.sendall(b'{"a": 1}\n{"b"')
     assert lines.read() == [{"a": 1}]
     ours.sendall(b": 2}\n")
@@ -407,7 +409,7 @@ def test_lines_come_whole() -> None:
     ours.sendall(b"[1]\n")
     assert lines.read() is None, "a launcher sends objects"
     ours.close()
-    assert Lines(theirs).read() is None
+    assert Lines(theirs, takes).read() is None
 
 
 # Layout and batch.

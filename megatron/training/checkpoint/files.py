@@ -41,12 +41,24 @@ def folder_of(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small file so that a reader sees the old or the new text, never a part."""
+def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Replaces a small file so that a reader sees the old or the new text, never a part.
+
+    Args:
+        path: the file.
+        text: its new content.
+        mode: of the new file, whatever the umask and the mode of the old one; None leaves it to
+            the umask. It holds from the first byte on.
+    """
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     temporary.unlink(missing_ok=True)
+    # O_EXCL: never through a link that lies there.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        with temporary.open("x") as file:  # never through a link that lies there
+        with os.fdopen(os.open(temporary, flags, 0o666 if mode is None else mode), "w") as file:
+            if mode is not None:
+                with contextlib.suppress(OSError):  # a file system may keep no modes
+                    os.fchmod(file.fileno(), mode)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
