@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron.training.common.errors import UsageError
+from megatron.training.common.outside import parse_json
 from megatron.training.common.program import program_name, run_command, tell
 from megatron.training.config.arguments import Parser
 
@@ -122,8 +123,8 @@ def _text_of(file: str) -> str:
 
 def _prompt_in(line: str, where: str) -> str:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(line)
+    except ValueError as error:
         raise UsageError(f"{where} is no JSON: {error}") from error
     if isinstance(value, dict):
         value = next((value[key] for key in _JSON_KEYS if key in value), None)

@@ -17,6 +17,7 @@ from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import PRESENT, Decision, DecisionInputs
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
 from megatron.training.common.control import PAUSE_FILE
+from megatron.training.common.outside import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -181,8 +182,8 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(errors="replace") as file:
         for line in file:
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
+                record = parse_json(line)
+            except ValueError:
                 continue
             if isinstance(record, dict) and "kind" in record:
                 yield upgraded(record)

@@ -12,6 +12,7 @@ from typing import Any
 from copus_ext.goodput.objectives import OBJECTIVES
 from copus_ext.goodput.policies import POLICIES
 from megatron.training.common.errors import UsageError
+from megatron.training.common.outside import parse_yaml
 from megatron.training.config.fields import OptionSpec, option, option_specs
 from megatron.training.config.flag_names import nearest_flag, setting_name
 
@@ -215,15 +216,15 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: one line that names the file, the setting and the fix.
     """
-    import yaml
-
     where = f"{FILE_FLAG} {path}"
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{where} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"{where} is no YAML: {' '.join(str(error).split())}") from None
+    try:
+        found = parse_yaml(text)
+    except ValueError as error:
+        raise UsageError(f"{where} is no YAML: {error}") from None
     if found is None:
         return {}
     if not isinstance(found, Mapping):

@@ -22,8 +22,10 @@ from copus_ext.controller.present_samples import PresentSamples
 from copus_ext.controller.throughput_table import MemoryHistory, configuration_of_run
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import append_lines
+from copus_ext.reshard.checked import MAX_NUMBER, check_number
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.errors import TrainingFailure
+from megatron.training.common.outside import parse_json
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.train.callbacks import Callback, CallbackContext
@@ -55,6 +57,13 @@ class TooLarge:
     """Tokens of a sample."""
     of_host: bool = False
     """Whether the memory was that of the host, and not of a GPU."""
+
+    def __post_init__(self) -> None:
+        """Refuses with ValueError what a damaged line may hold."""
+        if not isinstance(self.configuration, str) or not isinstance(self.of_host, bool):
+            raise ValueError("configuration or of_host is of the wrong type")
+        for name in ("replicas", "micro_batch_size", "seq_length"):
+            check_number(name, getattr(self, name), 1, MAX_NUMBER)
 
     @classmethod
     def of(cls, c: Configuration, seq_length: int, *, of_host: bool = False) -> TooLarge:
@@ -98,13 +107,13 @@ def is_of_host(error: BaseException) -> bool:
 def remembered(run_dir: Path | None) -> list[TooLarge]:
     """What was too large in this run; lines that a kill cut short are left out."""
     try:
-        lines = (run_dir / FILE).read_text().splitlines() if run_dir else []
+        lines = (run_dir / FILE).read_bytes().splitlines() if run_dir else []
     except OSError:
         return []
     found = []
     for line in lines:
         try:
-            found.append(TooLarge(**json.loads(line)))
+            found.append(TooLarge(**parse_json(line)))
         except (ValueError, TypeError):
             continue
     return list(dict.fromkeys(found))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from megatron.training.common.outside import parse_json
 
 _UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
@@ -23,10 +24,7 @@ def read_json(path: Path) -> Any:
         OSError: it cannot be read.
         ValueError: it is no JSON, or nested too deeply.
     """
-    try:
-        return json.loads(path.read_bytes())
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    return parse_json(path.read_bytes())
 
 
 def is_positive(value: Any) -> bool:

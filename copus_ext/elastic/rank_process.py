@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 from copus_ext.elastic.messages import FROM_RANK, PIPE_VARIABLE, Lines, Member
 from copus_ext.launch.failure import Failure, error_line, traceback_end
 from copus_ext.launch.workers import Launch
+from megatron.training.common.outside import parse_json
 
 
 @dataclass
@@ -74,7 +74,7 @@ class RankProcess:
         """
         error, text = "", ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            message = json.loads(self.error_file.read_text())["message"]
+            message = parse_json(self.error_file.read_bytes())["message"]
             error, text = str(message["message"]), str(message["extraInfo"]["py_callstack"])
         return failure_of(rank, code, error, text)
 

@@ -295,6 +295,7 @@ class CopusCallback:
     def _load(self) -> None:
         """Takes over the last state not beyond the checkpoint, on every rank."""
         from megatron.training.common.collectives import broadcast_from_rank0
+        from megatron.training.common.outside import parse_json
         from megatron.training.common.step_settings import StepSettings
 
         found, inner, args = None, self._inner, self._args
@@ -303,19 +304,18 @@ class CopusCallback:
             file = folder and Path(folder) / STATE_FILE
             if found is not None or not file or not file.exists():
                 continue
-            for line in file.read_text().splitlines():
+            for line in file.read_bytes().splitlines():
                 try:
-                    record = json.loads(line)
-                except ValueError:
+                    record = parse_json(line)
+                    parts = record["callbacks"], StepSettings(**record["settings"])
+                    # A later launch may have gone back: what it wrote last counts.
+                    if isinstance(parts[0], dict) and record["iteration"] <= inner.state.iteration:
+                        found = *parts, record["first_batch"]
+                except (ValueError, TypeError, KeyError):  # cut short by a kill, or of others
                     continue
-                # A later launch may have gone back: what it wrote last counts.
-                if record["iteration"] <= inner.state.iteration:
-                    found = record
         found = broadcast_from_rank0(found)
         if found is not None:
-            inner.state.callbacks = found["callbacks"]
-            inner.state.settings = StepSettings(**found["settings"])
-            self._first_batch = found["first_batch"]
+            inner.state.callbacks, inner.state.settings, self._first_batch = found
         elif inner.run_dir and inner.state.iteration:
             print(f"copus: no {STATE_FILE} beside the checkpoint: it starts afresh", flush=True)
 

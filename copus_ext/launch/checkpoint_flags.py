@@ -21,6 +21,7 @@ from typing import Any
 
 from copus_ext.reshard.checked import one_line
 from megatron.training.checkpoint import files
+from megatron.training.common.outside import parse_json
 from megatron.training.config.layout import Layout
 from megatron.training.logging.metrics import METRICS_FILE, decode
 from megatron.training.logging.tail_reader import last_lines
@@ -117,8 +118,8 @@ def _flags_of(
         said = errors.decode(errors="replace").strip().split("\n")[-1]
         raise ValueError(one_line(said) or f"the checkpoint in {save} cannot be read")
     try:
-        stored = json.loads(output.decode(errors="replace").strip().split("\n")[-1])
-    except (ValueError, RecursionError) as error:
+        stored = parse_json(output.decode(errors="replace").strip().split("\n")[-1])
+    except ValueError as error:
         raise ValueError(f"the checkpoint in {save} cannot be read") from error
     if not isinstance(stored, dict) or "data_parallel_size" not in stored:
         raise ValueError(f"the checkpoint in {save} does not say its layout")

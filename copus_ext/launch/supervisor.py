@@ -519,8 +519,7 @@ def failure_of(results: Sequence[LaunchResult]) -> Failure | None:
 
 def next_number(prefix: str, previous: Sequence[str]) -> int:
     """The first number that no launch of a job had yet."""
-    counts = [name[len(prefix) + 1 :] for name in previous if name.startswith(f"{prefix}.")]
-    return max((int(n) for n in counts if n.isdecimal()), default=-1) + 1
+    return metrics.next_number(f"{prefix}.", previous)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

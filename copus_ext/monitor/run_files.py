@@ -6,7 +6,6 @@ once, as the newer launch did it. Torn lines and values of the wrong kind are le
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.monitor.values import measured, number, table, text, whole, written
 from copus_ext.reshard.checked import read_value
 from megatron.training.common.control import PAUSE_FILE, STOP_FILE
+from megatron.training.common.outside import parse_json
 from megatron.training.logging.metrics import METRICS_FILE, committed_history
 from megatron.training.logging.tail_reader import Tail
 
@@ -347,8 +347,8 @@ class RunReader:
 def _record_of(line: bytes) -> dict[str, Any] | None:
     """The object on a line; None if it is torn or something else."""
     try:
-        record = json.loads(line.decode(errors="replace"))
-    except (ValueError, RecursionError):
+        record = parse_json(line.decode(errors="replace"))
+    except ValueError:
         return None
     return upgraded(record) if isinstance(record, dict) else None
 

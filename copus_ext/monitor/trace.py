@@ -8,7 +8,6 @@ import errno
 import gzip
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -22,6 +21,7 @@ from copus_ext.monitor.journal import MOVED, DecisionHistory, DecisionRecord, Sw
 from copus_ext.monitor.run_files import QUIET_EVENTS, RunHistory, RunReader
 from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
 from megatron.training.common.control import TRACES
+from megatron.training.common.outside import parse_json
 from megatron.training.logging.tail_reader import open_plain
 
 logger = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ _PROCESS = 1_000_000_000
 """Process number in the trace; above those of any machine."""
 _TRACKS = ("launches", "layouts", "decisions", "changes of layout", "evaluations", "events")
 _END_OF_TIME_S = 1e11
-_MOST_HEAD = 1 << 24
+_MOST_HEAD, _MOST_BYTES = 1 << 24, 1 << 30
 _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d{1,20})\b')
-_DAMAGED = (*FOREIGN, OSError, EOFError, zlib.error, RecursionError)
+_DAMAGED = (*FOREIGN, OSError, EOFError, zlib.error)
 """Errors of reading a trace."""
 
 
@@ -223,17 +223,13 @@ def with_steps(trace: dict[str, Any], paths: list[Path]) -> tuple[dict[str, Any]
 def _steps(path: Path) -> dict[str, Any]:
     """The content of a trace of steps; all its numbers are finite."""
     with open_plain(path) as zipped, gzip.open(zipped) as file:
-        steps = json.load(file, parse_constant=_finite, parse_float=_finite)
+        text = file.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    steps = parse_json(text, finite=True)
     if not isinstance(steps, dict) or not isinstance(steps.get("traceEvents"), list):
         raise ValueError("it is no trace")
     return steps
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{digits} is in it")
-    return value
 
 
 def _moved(

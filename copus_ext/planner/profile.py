@@ -26,6 +26,7 @@ from copus_ext.cost_model.spec_file import is_positive
 from copus_ext.cost_model.step import PARTS, StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.space import Points, joined, points_of, to_rows
+from megatron.training.common.outside import parse_json
 from megatron.training.common.program import other_command
 from megatron.training.config.layout import Layout
 
@@ -258,8 +259,8 @@ def _lines(path: Path) -> Iterable[dict[str, Any]]:
     with path.open(errors="replace") as file:
         for line in file:
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
+                record = parse_json(line)
+            except ValueError:
                 continue  # cut short by a kill
             if isinstance(record, dict):
                 yield record

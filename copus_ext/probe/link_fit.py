@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+_LARGEST_BYTES, _LONGEST_S = 1 << 53, 1e6
 ROBUST_SCALE = 0.1
 """Relative error above which a size counts by its distance and not by its square: a network sends
 messages of some sizes in another way, or lets some through before it holds them back."""
@@ -57,8 +58,13 @@ class Timed:
         """
         sizes, seconds = data["num_bytes"], data["seconds"]
         both = data.get("both_ways")
-        if not all(isinstance(size, int) for size in sizes):
+        if both is not None and len(both) != 2:
+            raise ValueError("both_ways is no size and time")
+        size, time_s = ([], []) if both is None else ([both[0]], [both[1]])
+        if not all(type(n) is int and n < _LARGEST_BYTES for n in [*sizes, *size]):
             raise TypeError("sizes are whole numbers")
+        if not all(type(s) in (int, float) and s < _LONGEST_S for s in [*seconds, *time_s]):
+            raise TypeError("times are numbers of seconds")
         return cls(
             num_bytes=tuple(sizes),
             seconds=tuple(float(s) for s in seconds),

@@ -19,6 +19,7 @@ from copus_ext.probe.findings import find, usual
 from copus_ext.probe.link_fit import Timed, duplex, least
 from megatron.training.checkpoint.files import read_text, write_atomically
 from megatron.training.common.errors import UsageError
+from megatron.training.common.outside import parse_json
 
 Pair = tuple[int, int]
 """Two nodes, the lower number first."""
@@ -68,8 +69,8 @@ class LinkRecord:
     def _read(self) -> dict[str, Any]:
         """What is in the file; nothing if it is damaged or missing."""
         try:
-            found = json.loads(read_text(self.path, most_bytes=_MOST_BYTES))
-        except (FileNotFoundError, ValueError, RecursionError):
+            found = parse_json(read_text(self.path, most_bytes=_MOST_BYTES))
+        except (FileNotFoundError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 

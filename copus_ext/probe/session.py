@@ -23,6 +23,7 @@ from copus_ext.probe import pair as link
 from copus_ext.probe.link_fit import Timed, one_way
 from copus_ext.probe.record import LinkRecord, Pair
 from megatron.training.common.errors import UsageError
+from megatron.training.common.outside import parse_json
 
 _POLL_S = 0.02
 _MARGIN_S = 10.0
@@ -207,7 +208,7 @@ def gather(store: Any, world_size: int, seconds: float) -> tuple[list[int], list
     if missing := wait_for(store, keys, seconds):
         ranks = ", ".join(key.removeprefix("here/") for key in missing[:20])
         raise Silence(f"ranks {ranks} have not come in {seconds:g} s")
-    return nodes_of([json.loads(store.get(key)) for key in keys])
+    return nodes_of([parse_json(store.get(key)) for key in keys])
 
 
 @dataclass(kw_only=True)
@@ -282,7 +283,7 @@ class Lead:
         missing = wait_for(self.store, list(keys.values()), max(until - time.monotonic(), 0))
         for node, key in keys.items():
             gone = {"why": f"{self.record.hosts[node]} has gone", "stuck": True}
-            answers[node] = gone if key in missing else json.loads(self.store.get(key))
+            answers[node] = gone if key in missing else parse_json(self.store.get(key))
         return answers
 
 
@@ -312,7 +313,7 @@ def follow_rounds(store: Any, settings: Settings, place: Place, node: int) -> No
     for number in itertools.count():
         if wait_for(store, [f"go/{number}"], patience):
             raise Silence("the first node has gone")
-        if (pairs := json.loads(store.get(f"go/{number}"))) is None:
+        if (pairs := parse_json(store.get(f"go/{number}"))) is None:
             return
         pairs = tuple((a, b) for a, b in pairs)
         if (answer := _play(store, number, pairs, settings, place, node)) is not None:
@@ -339,7 +340,7 @@ def take_part(store: Any, place: Place, seconds: float) -> None:
     """
     if wait_for(store, ["plan"], seconds):
         raise Silence("the first node has gone")
-    plan = json.loads(store.get("plan"))
+    plan = parse_json(store.get("plan"))
     if plan is not None and place.rank in plan["ranks"]:
         settings = Settings(**{**plan["settings"], "sizes": tuple(plan["settings"]["sizes"])})
         follow_rounds(store, settings, place, plan["ranks"].index(place.rank))

@@ -3,12 +3,12 @@ it is said in one line."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron.training.common.outside import parse_json
 from megatron.training.logging.tail_reader import open_plain
 
 MAX_NUMBER = 1 << 53
@@ -104,10 +104,10 @@ def read_value(
             data = file.read(most_bytes + 1)
         if len(data) > most_bytes:
             raise ValueError(f"it has more than {most_bytes} bytes")
-        return parse(json.loads(data))
+        return parse(parse_json(data))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: {one_line(str(error))}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.common.errors import UsageError
+from megatron.training.common.outside import parse_json
 
 SCHEMA = "copus-serving-sensitivity/1"
 FILE = "serving_sensitivity.json"
 """Name of the results beside a checkpoint."""
 _BITS = ("2", "3", "4", "5", "6", "7", "8", "16")
+_LARGEST = 1e300
 _FIELDS = ("group_size", "loss", "loss_16", "loss_increase", "settings", "standard_error")
 
 
@@ -73,7 +74,7 @@ class Sensitivity:
             UsageError: it cannot be read, or holds something else.
         """
         try:
-            return cls(**_checked(json.loads(path.read_text())))
+            return cls(**_checked(parse_json(path.read_bytes())))
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"{path} holds no measured sensitivity: {error}; docs/serving.md describes the file"
@@ -126,5 +127,5 @@ def _check_layers(name: str, layers: Any) -> None:
 
 def _check_number(name: str, value: Any) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
+    if not is_number or not abs(value) < _LARGEST:
         raise ValueError(f"{name} is {value!r} and must be a finite number")

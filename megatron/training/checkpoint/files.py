@@ -21,6 +21,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.training.common.outside import parse_json
+
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 CORE_MARK = "metadata.json"
@@ -33,7 +35,7 @@ _UNFINISHED = ".unfinished"
 _CHUNK_BYTES = 1 << 22
 _TRACKER_BYTES = 1 << 10
 _MANIFEST_BYTES = 1 << 28
-_NO_MANIFEST = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
+_NO_MANIFEST = (KeyError, TypeError, AttributeError, ValueError, OverflowError)
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -91,7 +93,7 @@ def read_latest(root: Path) -> int | None:
         text = read_text(root / TRACKER, most_bytes=_TRACKER_BYTES).strip()
     except FileNotFoundError:
         return None
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"{root / TRACKER} should hold an iteration number, not {text[:40]!r}")
     return int(text)
 
@@ -125,7 +127,8 @@ def _iterations(root: Path) -> Iterator[int]:
         return
     for folder in root.iterdir():
         number = folder.name.removeprefix("iter_")
-        if folder.name.startswith("iter_") and number.isdigit() and folder.is_dir():
+        is_number = number.isascii() and number.isdecimal()
+        if folder.name.startswith("iter_") and is_number and folder.is_dir():
             yield int(number)
 
 
@@ -218,7 +221,7 @@ def read_manifest(folder: Path) -> dict[str, tuple[int, int]] | None:
     """
     path = folder / MANIFEST
     try:
-        files = json.loads(read_text(path, most_bytes=_MANIFEST_BYTES))["files"]
+        files = parse_json(read_text(path, most_bytes=_MANIFEST_BYTES))["files"]
         sums = {name: (int(f["bytes"]), int(f["crc32"])) for name, f in files.items()}
     except FileNotFoundError:
         return None

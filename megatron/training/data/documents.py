@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.training.common.errors import UsageError
+from megatron.training.common.outside import parse_json
 
 MEND = "mend it or give --skip-bad-lines"
 """Ends the line about a document that cannot be read."""
@@ -48,8 +49,8 @@ class Document:
         if not self.is_json:
             return [text] * len(keys)
         try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            record = parse_json(text)
+        except ValueError as error:
             raise UsageError(f"{self.where} is not JSON ({_reason(error)}); {MEND}") from error
         found = [record.get(key) if isinstance(record, dict) else None for key in keys]
         for key, value in zip(keys, found, strict=True):
@@ -71,8 +72,7 @@ class Document:
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return error.msg
-    # Python itself limits the digits of a number.
-    return "nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
+    return str(error)
 
 
 def find_inputs(patterns: Sequence[str]) -> list[Path]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.common.control import GENERATION_VARIABLE, supervised_launch
+from megatron.training.common.outside import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ METRICS_FILE = "metrics.jsonl"
 GENERATION_MARK = "-g"
 """Before the number of a generation, in the name of a launch that goes on with other ranks."""
 
+_MOST_DIGITS = 9
 _MOST_HELD = 10_000
 """Records kept in memory while the disk takes none; a step's is less than a kilobyte."""
 
@@ -124,8 +126,15 @@ def launch_id(env: Mapping[str, str], now: datetime, previous: Iterable[str] = (
         return named
     job = env.get("SLURM_JOB_ID") or now.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     prefix = f"{job}.{env.get('SLURM_RESTART_COUNT') or '0'}."
+    return f"{prefix}{next_number(prefix, previous)}"
+
+
+def next_number(prefix: str, previous: Iterable[str]) -> int:
+    """The first number behind a prefix that is above those of all previous names. What follows the
+    prefix in a damaged record need not be a number."""
     counts = [name[len(prefix) :] for name in previous if name.startswith(prefix)]
-    return prefix + str(max((int(n) for n in counts if n.isdigit()), default=-1) + 1)
+    known = [int(n) for n in counts if n.isascii() and n.isdecimal() and len(n) <= _MOST_DIGITS]
+    return max(known, default=-1) + 1
 
 
 def previous_launches(run_dir: Path) -> list[str]:
@@ -154,8 +163,8 @@ def encode(record: Mapping[str, Any]) -> str:
 def decode(line: str) -> dict[str, Any] | None:
     """Returns the record of a line, or None if it is torn."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line)
+    except ValueError:
         return None
     return _with_floats(record) if isinstance(record, dict) else None
 

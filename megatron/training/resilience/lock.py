@@ -26,6 +26,7 @@ from megatron.training.common.control import (
     restarts_of,
 )
 from megatron.training.common.errors import UsageError
+from megatron.training.common.outside import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -337,10 +338,10 @@ def _read(path: Path) -> Holder:
     with path.open("rb") as file:
         text = file.read(_MAX_BYTES)
     try:
-        values = asdict(Holder(**json.loads(text)))
-    except (ValueError, TypeError, RecursionError):
+        values = asdict(holder := Holder(**parse_json(text)))
+    except (ValueError, TypeError):
         return Holder()
     is_whole = type(values.pop("pid")) is int and all(
         isinstance(value, str) and value.isprintable() for value in values.values()
     )
-    return Holder(**json.loads(text)) if is_whole else Holder()
+    return holder if is_whole else Holder()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common.device import Device, use_device
 from megatron.training.common.errors import UsageError
+from megatron.training.common.outside import parse_json
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
@@ -254,10 +254,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args, flags = p.parse_known_args(argv)
     try:
-        shape = shape_of_json(json.loads(args.shape.read_text()))
+        shape = shape_of_json(parse_json(args.shape.read_bytes()))
         stages = [list(shape.nodes)]
         if args.plan is not None:
-            plan = json.loads(args.plan.read_text())
+            plan = parse_json(args.plan.read_bytes())
             try:
                 stages = [stage["nodes"] for stage in plan["graph"]["stages"]]
             except (KeyError, TypeError):

@@ -7,7 +7,6 @@ torch's weights-only loader reads the tensors, and other stored objects are copi
 from __future__ import annotations
 
 import io
-import json
 import math
 from argparse import Namespace
 from collections.abc import Mapping
@@ -35,6 +34,9 @@ from megatron.training.checkpoint.safe_index import (
     read_index,
 )
 from megatron.training.common.errors import Refused, UsageError
+from megatron.training.common.outside import parse_json
+
+_MARK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +281,7 @@ def _check_format(folder: Path) -> None:
             )
         raise Refused(f"{folder} is half-written: it has no {files.CORE_MARK}")
     try:
-        backend = json.loads(mark.read_text())["sharded_backend"]
+        backend = parse_json(files.read_text(mark, most_bytes=_MARK_BYTES))["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise Refused(f"{mark} is damaged ({error})") from error
     if backend != "torch_dist":

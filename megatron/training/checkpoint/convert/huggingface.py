@@ -48,9 +48,11 @@ from megatron.training.checkpoint.convert.target import (
 )
 from megatron.training.checkpoint.convert.writing import FILE_BYTES, Piece, staged
 from megatron.training.common.errors import Refused, UsageError, VerificationFailed
+from megatron.training.common.outside import parse_json
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 
 CONFIG = "config.json"
+_CONFIG_BYTES = 1 << 24
 _ADAPTER = "adapter_config.json"
 Folder: TypeAlias = SafetensorsFolder | experts.UnstackedExperts
 SHARD_BYTES = 5_000_000_000
@@ -299,7 +301,7 @@ def load(
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        config = parse_json(files.read_text(path, most_bytes=_CONFIG_BYTES))
     except ValueError as error:
         raise Refused(f"{path} is damaged ({error})") from error
     if not isinstance(config, dict):

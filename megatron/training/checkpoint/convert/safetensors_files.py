@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
+from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert.writing import Piece, grouped
 from megatron.training.common.errors import Refused, UsageError
+from megatron.training.common.outside import parse_json
 
 INDEX = "model.safetensors.index.json"
+_INDEX_BYTES = 1 << 28
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _WRITTEN = {**_NAMES, torch.int32: "I32", torch.int64: "I64"}
@@ -116,7 +119,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        listed = json.loads(path.read_text())["weight_map"]
+        listed = parse_json(files.read_text(path, most_bytes=_INDEX_BYTES))["weight_map"]
         return {str(key): str(value) for key, value in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refused(f"{path} is damaged ({error})") from error
