@@ -35,6 +35,8 @@ def spec_of(path: Path, *, seq_length: int | None) -> ModelSpec:
     if not isinstance(data, dict):
         raise SpecError(f"{path.name} is no config.json: it holds no object")
     kind = data.get("model_type")
+    if not isinstance(kind, str):
+        raise SpecError(f"{path.name}: model_type is missing or no text")
     if kind in _LATENT_TYPES:
         raise SpecError(
             f"{path.name}: model_type {kind}: the cost model does not know "

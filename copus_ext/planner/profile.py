@@ -282,7 +282,8 @@ def _sorted_out(path: Path, keys: Set[str]) -> tuple[list[Timing], int]:
     for record in _lines(path):
         if "step_s" not in record:
             continue
-        if record.get("fingerprint") not in keys:
+        mark = record.get("fingerprint")
+        if not isinstance(mark, str) or mark not in keys:
             others += 1
             continue
         try:

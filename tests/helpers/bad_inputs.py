@@ -4,202 +4,23 @@ answer or one line, never a traceback, never a half-made output."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import io
 import json
 import random
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import bad_files, spoil
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT
 
 Check = Callable[[random.Random, Path], str | None]
 """Spoils one input in an empty folder and reads it; what is wrong with the reader, or None."""
 
-_MOST_S = 60
 _JOURNAL = ROOT / "docs" / "results" / "act_run.journal.jsonl"
-_WORDS = (
-    *("", "0", "-1", "1", "3", "7", "1e400", "-0.0", "nan", "inf", "0x10", "1_000", "٣", "true"),
-    *(
-        "None",
-        "\x00",
-        "\n",
-        "--",
-        "-",
-        "a b",
-        "1,2",
-        ",",
-        "9" * 30,
-        "9" * 5000,
-        "x" * 3000,
-        "../..",
-    ),
-    *("/dev/null", "é\ud800", "[", "{}", "%s%n", "${HOME}", "`id`"),
-)
-_VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 2, 1 << 63, -(1 << 70), 0.5, -0.0, 1e308, 1e-320),
-    *(float("nan"), float("inf"), "", "a", "\x1b[2J", "\ud800", "../../x", "x" * 2000, [], {}),
-    *([1], [None], {"a": 1}, [[[]]], "1", "nan"),
-)
-
-
-# Ways to be wrong
-
-
-def spoiled_bytes(rng: random.Random, data: bytes) -> bytes:
-    """The bytes, cut, changed, doubled or grown at drawn places."""
-    how = rng.choice(("cut", "flip", "flip", "zero", "insert", "double", "swap", "empty", "grow"))
-    if not data or how == "empty":
-        return b"" if data else b"\x00"
-    at, size = rng.randrange(len(data)), rng.choice((1, 1, 4, 64, 4096))
-    if how == "cut":
-        return data[:at]
-    if how == "flip":
-        return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
-    if how == "zero":
-        return data[:at] + bytes(len(data[at : at + size])) + data[at + size :]
-    if how == "insert":
-        return data[:at] + rng.randbytes(size) + data[at:]
-    if how == "double":
-        return data[: at + size] + data[at:]
-    if how == "swap":
-        return data[at:] + data[:at]
-    return data + rng.randbytes(size)
-
-
-def spoil_file(rng: random.Random, path: Path) -> None:
-    """Changes a file or removes it."""
-    before = path.read_bytes()
-    if rng.random() < 0.1:
-        path.unlink()
-        return
-    while (after := spoiled_bytes(rng, before)) == before:
-        pass
-    path.write_bytes(after)
-
-
-def spoiled_value(rng: random.Random, value: Any) -> Any:
-    """A JSON value, wrong at one drawn place."""
-    value = copy.deepcopy(value)
-    inside = value
-    while isinstance(inside, (dict, list)) and inside and rng.random() < 0.75:
-        key = rng.choice(list(inside)) if isinstance(inside, dict) else rng.randrange(len(inside))
-        child = inside[key]
-        if not (isinstance(child, (dict, list)) and child) or rng.random() < 0.3:
-            _spoil(rng, inside, key)
-            return value
-        inside = child
-    return rng.choice(_VALUES) if inside is value else value
-
-
-def _spoil(rng: random.Random, holder: Any, key: Any) -> None:
-    how = rng.choice(("replace", "replace", "remove", "wrap", "add", "text"))
-    if how == "remove":
-        del holder[key]
-    elif how == "wrap":
-        holder[key] = [holder[key]]
-    elif how == "text":
-        holder[key] = str(holder[key])
-    elif how == "add" and isinstance(holder, dict):
-        holder[rng.choice(("", "unknown", "__class__"))] = rng.choice(_VALUES)
-    else:
-        holder[key] = rng.choice(_VALUES)
-
-
-def spoiled_json(rng: random.Random, value: Any) -> bytes:
-    """The text of a JSON value, wrong in one way or several."""
-    if rng.random() < 0.1:
-        return rng.choice(
-            (b"", b"null", b"[]", b"{", b"[" * 50_000, b'{"a":' * 20_000, b"\xff\xfe", b"\x00" * 9)
-        )
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        value = spoiled_value(rng, value)
-    data = json.dumps(value).encode()
-    return spoiled_bytes(rng, data) if rng.random() < 0.3 else data
-
-
-def spoiled_flags(rng: random.Random, flags: list[str], known: list[str]) -> list[str]:
-    """A command line, wrong at up to four places."""
-    words = list(flags)
-    for _ in range(rng.choice((1, 1, 2, 4))):
-        at = rng.randrange(len(words))
-        how = rng.choice(("value", "value", "value", "remove", "double", "add", "add", "word"))
-        if how == "value":
-            at = min(at | 1, len(words) - 1)
-            words[at] = rng.choice(_WORDS)
-        elif how == "remove":
-            del words[at]
-        elif how == "double":
-            words.insert(at, words[at])
-        elif how == "add":
-            words += [rng.choice(known), rng.choice(_WORDS)][: rng.choice((1, 2))]
-        else:
-            words.insert(at, rng.choice(_WORDS))
-    return words
-
-
-# Readers
-
-
-@contextlib.contextmanager
-def _in_time() -> Iterator[None]:
-    """Raises TimeoutError in what runs too long."""
-
-    def late(number: int, frame: Any) -> None:
-        raise TimeoutError(f"not done after {_MOST_S} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(_MOST_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def problem_of(act: Callable[[], Any], *allowed: type[BaseException]) -> str | None:
-    """Runs a reader. A refusal is one line: its exception must be of the kinds that the programs
-    catch, and say something."""
-    try:
-        with _in_time():
-            act()
-    except allowed as error:
-        return None if str(error).strip() else f"{type(error).__name__} that says nothing"
-    except BaseException as error:  # also SystemExit of a kind that is not foreseen
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return None
-
-
-def code_of(main: Callable[[list[str]], int], *arguments: Any) -> tuple[int | str, str]:
-    """Exit code of a tool's `main`, or what it raised; and its error output."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            with _in_time():
-                return main([str(a) for a in arguments]), err.getvalue()
-        except SystemExit as error:
-            return int(error.code or 0), err.getvalue()
-        except BaseException as error:
-            return f"{type(error).__name__}: {str(error)[:200]}", err.getvalue()
-
-
-def tool_problem(result: tuple[int | str, str], *codes: int) -> str | None:
-    """What is wrong with how a tool ended."""
-    code, said = result
-    if isinstance(code, str):
-        return code
-    if "Traceback" in said:
-        return f"a traceback: {said[-200:]}"
-    if code not in (0, *codes):
-        return f"exit code {code}: {said[-200:]}"
-    if code and not said.strip():
-        return f"exit code {code} without a word"
-    return None
 
 
 def flags(rng: random.Random, folder: Path) -> str | None:
@@ -211,7 +32,7 @@ def flags(rng: random.Random, folder: Path) -> str | None:
 
     cli = json.loads((ROOT / "tests/unit/data/cli.json").read_text())
     base = [*TINY.split(), "--train-iters", "100"] + (["--copus"] if rng.random() < 0.5 else [])
-    words = spoiled_flags(rng, base, list(cli))
+    words = spoil.spoiled_flags(rng, base, list(cli))
 
     def read() -> None:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
@@ -223,7 +44,7 @@ def flags(rng: random.Random, folder: Path) -> str | None:
         resolve(args, rng.choice((1, 2, 3, 4, 8)))
         pretrain.controllers(args)
 
-    problem = problem_of(read, UsageError)
+    problem = spoil.problem_of(read, UsageError)
     return problem and f"{problem}: {words!r}"
 
 
@@ -244,8 +65,8 @@ def data_set(rng: random.Random, folder: Path) -> str | None:
     tokens = numpy.arange(lengths.sum(), dtype="<u2").tobytes()
     for end, data in ((".idx", index), (".bin", tokens)):
         Path(f"{prefix}{end}").write_bytes(data)
-    spoil_file(rng, Path(str(prefix) + rng.choice((".idx", ".bin"))))
-    return problem_of(
+    spoil.spoil_file(rng, Path(str(prefix) + rng.choice((".idx", ".bin"))))
+    return spoil.problem_of(
         lambda: check_vocabulary(open_corpus(str(prefix), "--data-path"), 500), UsageError
     )
 
@@ -266,7 +87,7 @@ class Checkpoints:
         root = folder / "save"
         shutil.copytree(self._whole, root)
         victim = rng.choice(sorted(path for path in root.rglob("*") if path.is_file()))
-        spoil_file(rng, victim)
+        spoil.spoil_file(rng, victim)
         return root, victim
 
 
@@ -275,8 +96,8 @@ def inspected(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str
     from copus_ext.commands import inspect_checkpoint
 
     root, victim = checkpoints.spoiled(rng, folder)
-    result = code_of(inspect_checkpoint.main, root, "--verify")
-    problem = tool_problem(result, 1, 2, 3, 4, 5)
+    result = spoil.code_of(inspect_checkpoint.main, root, "--verify")
+    problem = spoil.tool_problem(result, 1, 2, 3, 4, 5)
     if problem is None and result[0] == 0 and victim.parent != root and _is_damaged(victim.parent):
         problem = "the damage was not seen"
     return problem and f"{victim.relative_to(root)}: {problem}"
@@ -302,8 +123,8 @@ def converted(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str
     ways: tuple[tuple[str, ...], ...] = ((), ("--dtype", "fp32"), ("--format", "hf"))
     target = folder / "made"
     before = sorted(folder.iterdir())
-    result = code_of(convert_checkpoint.main, root, target, *rng.choice(ways))
-    problem = tool_problem(result, 1, 2, 3, 4, 5)
+    result = spoil.code_of(convert_checkpoint.main, root, target, *rng.choice(ways))
+    problem = spoil.tool_problem(result, 1, 2, 3, 4, 5)
     if problem is None and result[0] != 0 and sorted(folder.iterdir()) != before:
         problem = f"left {sorted(p.name for p in folder.iterdir())} with exit code {result[0]}"
     return problem and f"{victim.relative_to(root)}: {problem}"
@@ -327,14 +148,14 @@ def request(rng: random.Random, folder: Path) -> str | None:
     )
     path = folder / REQUEST_FILE
     path.parent.mkdir()
-    path.write_bytes(spoiled_json(rng, whole.to_json()))
+    path.write_bytes(spoil.spoiled_json(rng, whole.to_json()))
 
     def read() -> None:
         found = read_request(folder, launch="job.0.1")
         if found is not None and found.kind == "relayout":
             merged(["--save", "save"], found)
 
-    return problem_of(read, ValueError)
+    return spoil.problem_of(read, ValueError)
 
 
 def told(rng: random.Random, folder: Path) -> str | None:
@@ -356,9 +177,11 @@ def told(rng: random.Random, folder: Path) -> str | None:
         LaunchResult(launch="job.0.1", node=1, code=137, failure=failure),
     ]
     message, path = rng.choice(messages), folder / "message.json"
-    path.write_bytes(spoiled_json(rng, dataclasses.asdict(message)))
+    path.write_bytes(spoil.spoiled_json(rng, dataclasses.asdict(message)))
     kind = type(message)
-    return problem_of(lambda: read_value(path, kind.from_json, most_bytes=1 << 20), ValueError)
+    return spoil.problem_of(
+        lambda: read_value(path, kind.from_json, most_bytes=1 << 20), ValueError
+    )
 
 
 def lock(rng: random.Random, folder: Path) -> str | None:
@@ -370,25 +193,17 @@ def lock(rng: random.Random, folder: Path) -> str | None:
     path = folder / LOCK_FILE
     path.parent.mkdir()
     holder = Holder(host="elsewhere", pid=7, launch="job.0.0", machine="m", token="t")
-    path.write_bytes(spoiled_json(rng, dataclasses.asdict(holder)))
+    path.write_bytes(spoil.spoiled_json(rng, dataclasses.asdict(holder)))
 
     def take() -> None:
         with Lock(folder, flag="--save", launch="job.0.1", is_supervised=True):
             pass
 
-    return problem_of(take, UsageError)
+    return spoil.problem_of(take, UsageError)
 
 
 def _journal_lines() -> list[dict[str, Any]]:
     return [json.loads(line) for line in _JOURNAL.read_text().splitlines()[:6]]
-
-
-def _spoiled_lines(rng: random.Random, records: list[dict[str, Any]]) -> bytes:
-    lines = [json.dumps(record).encode() for record in records]
-    at = rng.randrange(len(lines))
-    lines[at] = spoiled_json(rng, records[at])
-    data = b"\n".join(lines) + b"\n"
-    return spoiled_bytes(rng, data) if rng.random() < 0.2 else data
 
 
 def journal(rng: random.Random, folder: Path) -> str | None:
@@ -396,10 +211,10 @@ def journal(rng: random.Random, folder: Path) -> str | None:
     from copus_ext.commands import replay
 
     path = folder / "journal.jsonl"
-    path.write_bytes(_spoiled_lines(rng, _journal_lines()))
-    code, said = code_of(replay.main, path)
+    path.write_bytes(spoil.spoiled_lines(rng, _journal_lines()))
+    code, said = spoil.code_of(replay.main, path)
     # 1 is an answer: decisions that come out otherwise.
-    return None if code == 1 and not said else tool_problem((code, said), 5)
+    return None if code == 1 and not said else spoil.tool_problem((code, said), 5)
 
 
 def metrics(rng: random.Random, folder: Path) -> str | None:
@@ -413,7 +228,7 @@ def metrics(rng: random.Random, folder: Path) -> str | None:
         {"v": 1, "kind": kind, "launch": f"a.0.{i // 5}", "iteration": i, "consumed_samples": 8 * i}
         for i, kind in enumerate(kinds * 2)
     ]
-    (folder / "metrics.jsonl").write_bytes(_spoiled_lines(rng, records))
+    (folder / "metrics.jsonl").write_bytes(spoil.spoiled_lines(rng, records))
 
     def read() -> None:
         read_metrics(folder)
@@ -421,7 +236,7 @@ def metrics(rng: random.Random, folder: Path) -> str | None:
         progress_of(folder, "a.0.1")
         recorded_flags(folder, folder, 5)
 
-    return problem_of(read)
+    return spoil.problem_of(read)
 
 
 def profile(rng: random.Random, folder: Path) -> str | None:
@@ -434,8 +249,8 @@ def profile(rng: random.Random, folder: Path) -> str | None:
         sizes = {"tp": 1, "pp": 1, "dp": 2, "micro_batch_size": 1, "num_microbatches": count}
         store.add(Timing.from_json({**sizes, "step_s": 0.1 * count}))
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_bytes(_spoiled_lines(rng, records))
-    return problem_of(store.read, ForeignProfile, OSError) or problem_of(
+    path.write_bytes(spoil.spoiled_lines(rng, records))
+    return spoil.problem_of(store.read, ForeignProfile, OSError) or spoil.problem_of(
         lambda: read_profile(path), ForeignProfile, OSError
     )
 
@@ -470,17 +285,17 @@ def plan(rng: random.Random, folder: Path) -> str | None:
     words = ["--seq-length", "2048", "--global-batch-size", "64", "--top", "1"]
     for flag, value in inputs.items():
         path = folder / f"{flag[2:]}.json"
-        data = spoiled_json(rng, value) if flag == spoiled else json.dumps(value).encode()
+        data = spoil.spoiled_json(rng, value) if flag == spoiled else json.dumps(value).encode()
         path.write_bytes(data)
         words += [flag, str(path)]
     if spoiled == "words":
         known = ["--fix", "--max", "--recompute", "--explain", "--memory-margin", "--profile"]
-        words = spoiled_flags(rng, words, known)
+        words = spoil.spoiled_flags(rng, words, known)
     output = folder / "answer.json"
-    result = code_of(tool.main, *words, "--json", "--output", output)
-    problem = tool_problem(result, 2, 3, 4, 5)
+    result = spoil.code_of(tool.main, *words, "--json", "--output", output)
+    problem = spoil.tool_problem(result, 2, 3, 4, 5)
     if problem is None and output.exists():
-        problem = problem_of(lambda: json.loads(output.read_text()))
+        problem = spoil.problem_of(lambda: json.loads(output.read_text()))
     return problem and f"{spoiled}: {problem}"
 
 
@@ -490,13 +305,13 @@ def texts(rng: random.Random, folder: Path) -> str | None:
 
     lines = [json.dumps({"text": f"line {i} of a document, é"}) for i in range(20)]
     source, prefix = folder / "texts.jsonl", folder / "made"
-    source.write_bytes(spoiled_bytes(rng, "\n".join(lines).encode()))
-    result = code_of(
+    source.write_bytes(spoil.spoiled_bytes(rng, "\n".join(lines).encode()))
+    result = spoil.code_of(
         preprocess_data.main,
         *("--input", source, "--output-prefix", prefix, "--workers", 1),
         *("--tokenizer-type", "ByteLevelTokenizer"),
     )
-    problem = tool_problem(result, 1, 2)
+    problem = spoil.tool_problem(result, 1, 2)
     left = sorted(path.name for path in folder.iterdir() if path != source)
     if problem is None and result[0] != 0 and left:
         problem = f"left {left} with exit code {result[0]}"
@@ -517,8 +332,9 @@ KINDS: dict[str, tuple[int, Check]] = {
     "profile": (8, profile),
     "plan": (4, plan),
     "texts": (2, texts),
+    **{kind: (8, check) for kind, check in bad_files.KINDS.items()},
 }
-"""What can be wrong: how often in a hundred, and the check."""
+"""What can be wrong: how often, compared with the others, and the check."""
 
 
 def spoil_and_read(kind: str, seed: int, index: int, folder: Path) -> str | None:

@@ -37,6 +37,8 @@ _OF_MODEL = ("model", "part", "cluster", "micro_batch_size", "recompute", "messa
 _OF_FILE = ("num_stages", "num_microbatches", "memory_gib", "link_bytes_per_s")
 _OF_FILE += ("costs", "nodes", "edges")
 _PARTS = ("embedding", "layer", "head")
+_MOST, _LARGEST = 1 << 12, 1e30
+"""Largest whole number, such as of layers, and largest number of a file."""
 _SHOWN = 9
 """Passes of a stage in the table."""
 
@@ -74,7 +76,13 @@ def problem_of_json(raw: Any, **given: Any) -> GraphProblem:
     for name in ("num_stages", "num_microbatches", "nodes"):
         if name not in raw:
             raise ValueError(f'"{name}" is missing')
-    speed = raw.get("link_bytes_per_s")
+    speed, memory = raw.get("link_bytes_per_s"), raw.get("memory_gib")
+    speed = None if speed is None else _number(speed, '"link_bytes_per_s"')
+    if not isinstance(raw.get("costs", {}), dict):
+        raise ValueError('"costs" must be an object of costs by name')
+    for name in ("nodes", "edges"):
+        if not isinstance(raw.get(name, []), list):
+            raise ValueError(f'"{name}" must be a list')
     costs = {
         name: _cost(cost, f'cost "{name}"', speed) for name, cost in raw.get("costs", {}).items()
     }
@@ -92,27 +100,41 @@ def problem_of_json(raw: Any, **given: Any) -> GraphProblem:
         edges += [(n, n + 1) for n in range(first, len(names) - 1)]
         ends[name] = first, len(names) - 1
     for edge in raw.get("edges", []):
-        if not isinstance(edge, list) or len(edge) != 2 or any(end not in ends for end in edge):
-            raise ValueError(f"edge {json.dumps(edge)} must have the names of two nodes")
+        is_pair = isinstance(edge, list) and len(edge) == 2
+        if not is_pair or any(not isinstance(end, str) or end not in ends for end in edge):
+            raise ValueError(f"edge {json.dumps(edge)[:60]} must have the names of two nodes")
         edges.append((ends[edge[0]][1], ends[edge[1]][0]))
     order = _in_order(names, edges)
     at = {n: i for i, n in enumerate(order)}
-    memory = raw.get("memory_gib")
     own: dict[str, Any] = {x: [values[n].get(x, 0.0) for n in order] for x in _OF_NODE}
     return GraphProblem(
         names=tuple(names[n] for n in order),
         edges=tuple(sorted({(at[a], at[b]) for a, b in edges})),
         num_stages=_whole(raw["num_stages"], "num_stages"),
         num_microbatches=_whole(raw["num_microbatches"], "num_microbatches"),
-        limit_bytes=float("inf") if memory is None else memory * GIB,
+        limit_bytes=float("inf") if memory is None else _number(memory, '"memory_gib"') * GIB,
         **own,
     )
 
 
 def _whole(value: Any, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f'"{name}" must be a whole number of at least 1, not {value!r}')
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
+        found = f"a whole number of at least 1 and at most {_MOST}, not {_short_of(value)}"
+        raise ValueError(f'"{name}" must be {found}')
     return value
+
+
+def _number(value: Any, what: str) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _LARGEST:
+        raise ValueError(f"{what} must be a number of at least 0, not {_short_of(value)}")
+    return float(value)
+
+
+def _short_of(value: Any) -> str:
+    """The start of a value that may be anything; a number may have too many digits to show."""
+    is_long = isinstance(value, int) and abs(value) > _LARGEST
+    return "a number as large as that" if is_long else repr(value)[:60]
 
 
 def _check_keys(raw: Any, known: tuple[str, ...], what: str) -> None:
@@ -131,6 +153,8 @@ def _node(
         raise ValueError("a node has no name")
     layers = _whole(raw.get("layers", 1), "layers")
     own = {key: value for key, value in raw.items() if key in _OF_COST}
+    if not isinstance(raw.get("cost", ""), str):
+        raise ValueError(f'"cost" of node "{name}" must be a name')
     if "cost" not in raw:
         return name, layers, _cost(own, f'node "{name}"', speed)
     if raw["cost"] not in costs:
@@ -147,8 +171,7 @@ def _cost(raw: Any, what: str, speed: float | None) -> dict[str, float]:
         _check_keys(raw, _OF_COST, what)
         own = dict(raw)
     for key, value in own.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-            raise ValueError(f"{key} of {what} must be a number of at least 0, not {value!r}")
+        own[key] = _number(value, f"{key} of {what}")
     if "forward_s" not in own:
         raise ValueError(f'{what} has no "forward_s" and no "cost"')
     own.setdefault("backward_s", 2 * own["forward_s"])

@@ -7,6 +7,7 @@ points to lie beside it. torch's own weights-only loader reads the common state.
 
 from __future__ import annotations
 
+import errno
 import pickle
 from argparse import Namespace
 from enum import Enum
@@ -129,8 +130,10 @@ def read_index(path: Path) -> Metadata:
         unpickler = _Unpickler(file)
         try:
             metadata, error = unpickler.load(), None
-        except OSError:
-            raise
+        except OSError as caught:
+            if caught.errno != errno.EINVAL:  # that is a place which a damaged file names
+                raise
+            metadata, error = None, caught
         except Exception as caught:  # a damaged pickle raises anything
             metadata, error = None, caught
         finally:
@@ -158,8 +161,10 @@ def read_common(folder: Path) -> dict[str, Any]:
     register_safe_globals()
     try:
         common = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # that is a place which a damaged file names
+            raise
+        raise unreadable(path, error) from error
     except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
         raise unreadable(path, error) from error
     if not isinstance(common, dict):

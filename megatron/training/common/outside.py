@@ -78,7 +78,7 @@ def _finite(digits: str) -> float:
 def _is_deep(value: Any) -> bool:
     """Whether a value is nested deeper than `MAX_NESTING`; goes down by one level at a time."""
     level = [value]
-    for _ in range(MAX_NESTING + 1):
+    for _ in range(MAX_NESTING):
         level = [
             child
             for one in level

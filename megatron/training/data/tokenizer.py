@@ -354,8 +354,11 @@ def _package(module: str, package: str, kind: str) -> Any:
 def _load(make: Any, path: Path, flag: str) -> Any:
     try:
         return make()
-    # The packages raise bare Exception and AssertionError for files they cannot read.
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # The packages raise bare Exception and AssertionError for files they cannot read. A panic of
+    # one in Rust is not even an Exception.
+    except BaseException as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
             f"{flag} {path} cannot be read as a tokenizer ({reason}); check the file"

@@ -33,6 +33,19 @@ from megatron.training.model.norm import Norm
 
 Batch = dict[str, torch.Tensor]
 DECODER = "decoder"
+_LARGEST = 1 << 31
+
+
+def _check_sizes(shape: Any, *names: str) -> None:
+    """Refuses sizes that are none, as a file may hold them.
+
+    Raises:
+        ValueError: names the field.
+    """
+    for name in names:
+        value = getattr(shape, name)
+        if type(value) is not int or not 1 <= value < _LARGEST:
+            raise ValueError(f"{name} must be a whole number of at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +66,10 @@ class Branch:
     """Neighbouring outputs that become one before the decoder; it divides the sequence."""
 
     def __post_init__(self) -> None:
+        _check_sizes(self, "num_layers", "seq_length", "nodes", "merged")
         if self.reads not in ("patches", "tokens"):
             raise ValueError(f"branch {self.name} reads {self.reads}; use patches or tokens")
-        if self.num_layers < 1 or self.num_layers % self.nodes:
+        if self.num_layers % self.nodes:
             raise ValueError(
                 f"branch {self.name}: {self.nodes} nodes do not divide {self.num_layers} layers"
             )
@@ -86,10 +100,11 @@ class BranchedShape:
     """Numbers of a patch."""
 
     def __post_init__(self) -> None:
+        _check_sizes(self, "decoder_layers", "seq_length", "decoder_nodes", "patch_size")
         names = [branch.name for branch in self.branches]
         if not names or len({*names, DECODER}) <= len(names):
             raise ValueError(f"branches {names} need names of their own, none of them {DECODER}")
-        if self.decoder_layers < 1 or self.decoder_layers % self.decoder_nodes:
+        if self.decoder_layers % self.decoder_nodes:
             raise ValueError(
                 f"{self.decoder_nodes} nodes do not divide {self.decoder_layers} decoder layers"
             )

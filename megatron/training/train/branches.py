@@ -241,6 +241,21 @@ def shape_of_json(raw: Any) -> BranchedShape:
         raise UsageError(f"--shape: {error}") from error
 
 
+def stages_of_plan(raw: Any) -> list[list[str]]:
+    """Names of the nodes of every stage, from the JSON of `copus plan partition --graph`.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    with contextlib.suppress(KeyError, TypeError):
+        stages = [stage["nodes"] for stage in raw["graph"]["stages"]]
+        if all(isinstance(nodes, list) for nodes in stages) and all(
+            isinstance(name, str) for nodes in stages for name in nodes
+        ):
+            return stages
+    raise UsageError("--plan is no answer of `copus plan partition --graph ... --json`")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, and prints the loss of every step on rank 0."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
@@ -257,12 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape = shape_of_json(parse_json(args.shape.read_bytes()))
         stages = [list(shape.nodes)]
         if args.plan is not None:
-            plan = parse_json(args.plan.read_bytes())
-            try:
-                stages = [stage["nodes"] for stage in plan["graph"]["stages"]]
-            except (KeyError, TypeError):
-                problem = f"--plan {args.plan} is no answer of `plan partition --graph`"
-                raise ValueError(problem) from None
+            stages = stages_of_plan(parse_json(args.plan.read_bytes()))
         graph = StageGraph(
             num_nodes=len(shape.nodes), edges=shape.edges, stage_of=shape.stage_of(stages)
         )

@@ -17,7 +17,7 @@ from megatron.training.common.errors import Refused, UsageError
 from megatron.training.common.outside import parse_json
 
 INDEX = "model.safetensors.index.json"
-_INDEX_BYTES = 1 << 28
+_INDEX_BYTES, _LONGEST_NAME = 1 << 28, 255
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _WRITTEN = {**_NAMES, torch.int32: "I32", torch.int64: "I64"}
@@ -54,8 +54,8 @@ class SafetensorsFolder:
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         for name in names:
-            if Path(name).name != name:
-                raise Refused(f"{folder / INDEX} points at {name}, outside the folder")
+            if Path(name).name != name or len(name.encode(errors="replace")) > _LONGEST_NAME:
+                raise Refused(f"{folder / INDEX} points at {name[:80]}, outside the folder")
             if not (folder / name).is_file():
                 raise Refused(f"{folder / name} is missing")
             self._files[name] = _safe_open(folder / name)

@@ -1,0 +1,648 @@
+"""More wrong inputs for `bad_inputs`: what comes over sockets, and files that are quickly read."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import gzip
+import io
+import json
+import pickle
+import random
+import socket
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import spoil
+
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+# Sockets
+
+
+def _generation() -> Any:
+    from copus_ext.elastic.messages import Generation, Member
+
+    members = tuple(Member(n, 0) for n in range(3))
+    return Generation(number=2, members=members, store="127.0.0.1:1", kind="start")
+
+
+class _Quiet:
+    """Other nodes that say nothing."""
+
+    def __init__(self) -> None:
+        self.lines: dict[int, Any] = {}
+
+    def tell(self, **message: Any) -> None:
+        pass
+
+
+def _agent(folder: Path) -> Any:
+    from copus_ext.elastic.node import Agent
+    from copus_ext.launch.workers import Launch
+
+    shared = folder / "control" / "elastic" / "launch"
+    shared.mkdir(parents=True)
+    launch = Launch(
+        name="launch",
+        node=0,
+        nodes=[0, 1, 2],
+        num_ranks=1,
+        endpoint="",
+        folder=str(folder),
+        shared=str(shared),
+    )
+    one = Agent(launch=launch, command=[], folder=shared)
+    one._peers, one._store = _Quiet(), "127.0.0.1:1"  # pyright: ignore[reportAttributeAccessIssue]
+    one._take(_generation())
+    return one
+
+
+def _said(data: bytes, takes: Any) -> list[dict[str, Any]]:
+    """What is read of some bytes, up to where the connection counts as ended."""
+    from copus_ext.elastic.messages import Lines
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(10)
+        ours.sendall(data[: 1 << 16])
+        ours.shutdown(socket.SHUT_WR)
+        lines, found = Lines(theirs, takes), []
+        while (messages := lines.read()) is not None:
+            found += messages
+        return found
+
+
+_OF_PEERS: tuple[dict[str, Any], ...] = (
+    {"beat": 1},
+    {"died": [[1, 0, 0]]},
+    {"gone": [[2, 0, 1]], "left": []},
+    {"asked": [3, 1764374400000000000]},
+    {"left": [[1, 0]]},
+    {"is_ready": [[1, 0, 0], [2, 0, 0]]},
+    {"ready": [[1, 0, 1]]},
+    {"broken": 2},
+)
+
+
+def peer(rng: random.Random, folder: Path) -> str | None:
+    """What a launcher is told by another, whose hello was right."""
+    from copus_ext.elastic.messages import FROM_PEER
+    from copus_ext.elastic.peers import Fenced
+
+    generation = dataclasses.replace(_generation(), number=rng.randrange(5)).to_json()
+    message = rng.choice((*_OF_PEERS, {"generation": generation}))
+    data = spoil.spoiled_json(rng, message) + b"\n"
+    agent = _agent(folder)
+
+    def hear() -> None:
+        for one in _said(data, FROM_PEER):
+            agent._hear_peer(1, one)
+            agent._propose()
+
+    return spoil.problem_of(hear, Fenced)
+
+
+def launcher(rng: random.Random, folder: Path) -> str | None:
+    """What a rank is told by its launcher, and a launcher by its rank."""
+    from copus_ext.elastic.messages import FROM_LAUNCHER, FROM_RANK, Generation
+
+    whole = _generation().to_json()
+    told = spoil.spoiled_json(rng, {"generation": whole}) + b"\n"
+    said = (
+        spoil.spoiled_json(rng, rng.choice(({"ready": 1}, {"broken": 3}, {"leaving": 1}))) + b"\n"
+    )
+
+    def hear() -> None:
+        for message in _said(told, FROM_LAUNCHER):
+            for one in message.values():
+                Generation.from_json(one)
+        for message in _said(said, FROM_RANK):
+            assert all(type(value) is int for value in message.values())
+
+    return spoil.problem_of(hear)
+
+
+@functools.lru_cache(maxsize=1)
+def _peers() -> tuple[Any, Any]:
+    """A launcher that listens, for as long as the process lives."""
+    import selectors
+    import tempfile
+
+    from copus_ext.elastic.peers import Peers
+    from copus_ext.launch.listen import LOOPBACK
+    from copus_ext.launch.workers import Launch
+
+    launch = Launch(name="l", node=0, nodes=[0, 1], num_ranks=1, endpoint="", folder="")
+    folder = Path(tempfile.mkdtemp())
+    return Peers(launch, folder, selectors.DefaultSelector(), LOOPBACK), folder
+
+
+def stranger(rng: random.Random, folder: Path) -> str | None:
+    """A connection with a launcher that says a wrong hello, or a right one in pieces."""
+    from copus_ext.elastic.peers import hello
+
+    peers, _ = _peers()
+    right = hello(peers._token, 1)
+    said = rng.choice(
+        (spoil.spoiled_bytes(rng, right), spoil.spoiled_json(rng, {"hello": 1}), right)
+    )
+    host, _, port = peers._address.rpartition(":")
+
+    def speak() -> None:
+        with socket.create_connection((host, int(port)), timeout=10) as one:
+            try:
+                one.sendall(said[:100_000])
+                one.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # closed already
+            met: list[Any] = []
+            while not met:
+                events = peers._select.select(0 if peers._strangers else 10)
+                if not events and not peers._strangers:
+                    break
+                for key, _ in events:
+                    if key.data[0] == "server":
+                        met += peers.accept()
+                    elif (found := peers.greet(key.fileobj)) is not None:
+                        met.append(found)
+                if not peers._strangers:
+                    break
+            for _, connection in met:
+                connection.close()
+        assert bool(met) == said.startswith(right), (said[:80], met)
+        assert not peers._strangers
+
+    return spoil.problem_of(speak)
+
+
+def contact(rng: random.Random, folder: Path) -> str | None:
+    """What a launcher leaves for the others."""
+    from copus_ext.elastic.peers import Contact
+    from copus_ext.reshard.checked import read_value
+
+    whole = Contact(address="127.0.0.1:4000", token="ab" * 16, ranks=8)
+    path = folder / "node-1.json"
+    path.write_bytes(spoil.spoiled_json(rng, whole.to_json()))
+
+    def read() -> None:
+        found = read_value(path, Contact.from_json)
+        assert found is None or 0 <= int(found.address.rpartition(":")[2]) < 100_000
+
+    return spoil.problem_of(read, ValueError)
+
+
+def error_file(rng: random.Random, folder: Path) -> str | None:
+    """The error that a rank leaves for its launcher, and what a user asks a run for."""
+    from copus_ext.elastic.messages import Member
+    from copus_ext.elastic.rank_process import RankProcess
+    from megatron.training.common.control import RANKS_FILE, ranks_asked
+
+    path = folder / "error.json"
+    message = {"message": "ValueError: x", "extraInfo": {"py_callstack": "a\nb", "time": 1.0}}
+    path.write_bytes(spoil.spoiled_json(rng, {"message": message}))
+    nothing: Any = None
+    rank = RankProcess(Member(0, 0), nothing, nothing, path)
+    asked = folder / RANKS_FILE
+    asked.parent.mkdir(parents=True)
+    asked.write_bytes(spoil.spoiled_bytes(rng, b"16\n"))
+
+    def read() -> None:
+        rank.failure(1, 0).to_json()
+        ranks_asked(folder)
+
+    return spoil.problem_of(read)
+
+
+# Files of people and other programs
+
+
+def settings(rng: random.Random, folder: Path) -> str | None:
+    """`--copus-config`."""
+    from copus_ext.controller.flags import read_settings
+    from megatron.training.common.errors import UsageError
+
+    lines = [
+        "objective: copus",
+        "min-global-batch-size: 8",
+        "interval: 1e6",
+        "batch-grid: [8, 16]",
+        "# é",
+    ]
+    text = spoil.spoiled_text(rng, "\n".join(lines)) if rng.random() < 0.7 else ""
+    path = folder / "copus.yaml"
+    data = text.encode(errors="surrogatepass") or spoil.spoiled_json(rng, {"objective": "copus"})
+    path.write_bytes(data)
+    return spoil.problem_of(lambda: read_settings(path), UsageError)
+
+
+def sensitivity(rng: random.Random, folder: Path) -> str | None:
+    """Measured losses of quantised layers."""
+    from copus_ext.serving.sensitivity import Sensitivity
+    from megatron.training.common.errors import UsageError
+
+    whole = Sensitivity(
+        settings={"iteration": 3},
+        group_size=64,
+        loss=2.0,
+        loss_16=2.001,
+        loss_increase=[{"4": 0.1, "8": 0.01}] * 2,
+        standard_error=[{"4": 0.01, "8": 0.01}] * 2,
+    )
+    path = folder / "sensitivity.json"
+    whole.write(path)
+    path.write_bytes(spoil.spoiled_json(rng, json.loads(path.read_text())))
+
+    def read() -> None:
+        found = Sensitivity.read(path)
+        found.table([4, 8, 16])
+        assert found.rounding >= 0
+
+    return spoil.problem_of(read, UsageError)
+
+
+def links(rng: random.Random, folder: Path) -> str | None:
+    """The file of a probe that goes on."""
+    from copus_ext.probe.link_fit import Timed
+    from copus_ext.probe.record import LinkRecord
+    from megatron.training.common.errors import UsageError
+
+    path, hosts = folder / "links.json", ["a", "b", "c"]
+    timed = Timed(num_bytes=(1, 1 << 20), seconds=(1e-4, 1e-3), both_ways=(1 << 20, 2e-3))
+    begun = LinkRecord(path, hosts, {"backend": "gloo"})
+    begun.known = {(0, 1): timed, (1, 0): timed}
+    begun.flush()
+    path.write_bytes(spoil.spoiled_json(rng, json.loads(path.read_text())))
+
+    def read() -> None:
+        found = LinkRecord(path, hosts, {"backend": "gloo"})
+        found.begin(resume=True)
+        assert all(len(matrix) == 3 for matrix in found.matrices())
+
+    return spoil.problem_of(read, UsageError, OSError)
+
+
+def too_large(rng: random.Random, folder: Path) -> str | None:
+    """What ran out of memory in a run."""
+    from copus_ext.controller.out_of_memory import FILE, TooLarge, remembered
+
+    whole = TooLarge(
+        configuration="tp1.pp1,micro_batch=1,none",
+        replicas=2,
+        micro_batch_size=4,
+        seq_length=64,
+    )
+    path = folder / FILE
+    path.parent.mkdir(parents=True)
+    path.write_bytes(spoil.spoiled_lines(rng, [dataclasses.asdict(whole)] * 3))
+
+    def read() -> None:
+        for one in remembered(folder):
+            one.is_at_most(whole)
+            str(one)
+
+    return spoil.problem_of(read)
+
+
+def trace(rng: random.Random, folder: Path) -> str | None:
+    """A trace of steps, from torch's profiler."""
+    from copus_ext.monitor.trace import base_of, with_steps, write_trace
+
+    events = [
+        {"ph": "M", "pid": 7, "name": "process_name", "args": {"name": "python"}},
+        {"ph": "X", "pid": 7, "tid": 1, "ts": 5.5, "dur": 2.0, "name": "step", "id": 3},
+    ]
+    path = folder / "rank0.steps1-2.json.gz"
+    content = spoil.spoiled_json(rng, {"baseTimeNanoseconds": 5, "traceEvents": events})
+    packed = gzip.compress(content, 1)
+    path.write_bytes(spoil.spoiled_bytes(rng, packed) if rng.random() < 0.3 else packed)
+
+    def read() -> None:
+        base_of(path)
+        whole, problems = with_steps({"baseTimeNanoseconds": 0, "traceEvents": []}, [path])
+        write_trace(folder / "whole.json", whole)
+        assert all("\n" not in problem for problem in problems)
+
+    return spoil.problem_of(read)
+
+
+def graph(rng: random.Random, folder: Path) -> str | None:
+    """The graph of a model with branches."""
+    from copus_ext.cost_model.spec_file import SpecError
+    from copus_ext.planner.partition.graph_file import read_graph
+
+    whole = {
+        "num_stages": 3,
+        "num_microbatches": 8,
+        "memory_gib": 80,
+        "link_bytes_per_s": 25e9,
+        "costs": {"vit": {"forward_s": 0.004, "backward_s": 0.008, "message_bytes": 4e6}},
+        "nodes": [
+            {"name": "image", "cost": "vit", "layers": 2},
+            {"name": "decoder", "forward_s": 0.01},
+        ],
+        "edges": [["image", "decoder"]],
+    }
+    path = folder / "graph.json"
+    path.write_bytes(spoil.spoiled_json(rng, whole))
+    return spoil.problem_of(lambda: read_graph(path), SpecError, OSError)
+
+
+def branches(rng: random.Random, folder: Path) -> str | None:
+    """The shape of a model with branches, as its trainer reads it."""
+    from megatron.training.common.errors import UsageError
+    from megatron.training.common.outside import parse_json
+    from megatron.training.train.branches import shape_of_json, stages_of_plan
+
+    branch = {"name": "image", "num_layers": 2, "seq_length": 16, "nodes": 2}
+    shape = {"branches": [branch], "decoder_layers": 2, "seq_length": 16}
+    nodes = [["image.0"], ["image.1", "decoder"]]
+    stages = {"graph": {"stages": [{"nodes": names} for names in nodes]}}
+    told, planned = spoil.spoiled_json(rng, shape), json.dumps(stages).encode()
+    if rng.random() < 0.5:
+        told, planned = json.dumps(shape).encode(), spoil.spoiled_json(rng, stages)
+
+    def read() -> None:
+        found = shape_of_json(parse_json(told))
+        found.stage_of(stages_of_plan(parse_json(planned)))
+        assert found.nodes and found.edges
+
+    return spoil.problem_of(read, UsageError, ValueError)
+
+
+def trajectory(rng: random.Random, folder: Path) -> str | None:
+    """The noise of a run, for the simulator."""
+    from copus_ext.simulate import noise_trajectory
+    from copus_ext.simulate.noise_trajectory import NoiseTrajectory, TrajectoryError
+
+    whole = NoiseTrajectory(progress=(1.0, 10.0, 100.0), phi=(8.0, 20.0, 90.0))
+    path = folder / "noise.json"
+    path.write_bytes(spoil.spoiled_json(rng, whole.to_json()))
+    truth: Any = None  # only a journal needs it
+
+    def read() -> None:
+        found = noise_trajectory.load(path, truth)
+        assert found.phi_at(found.end) > 0
+
+    return spoil.problem_of(read, TrajectoryError)
+
+
+def table(rng: random.Random, folder: Path) -> str | None:
+    """Measured runs as CSV."""
+    from copus_ext.cost_model.spec_file import SpecError
+    from copus_ext.planner.validation import read_table
+
+    row = {
+        "cluster": "a100-80g:8",
+        "num_layers": "16",
+        "hidden_size": "2048",
+        "num_attention_heads": "32",
+        "vocab_size": "32000",
+        "seq_length": "2048",
+        "tp": "2",
+        "micro_batch_size": "1",
+        "global_batch_size": "32",
+        "step_s": "1.5",
+    }
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerows([list(row), list(row.values())])
+    path = folder / "runs.csv"
+    path.write_bytes(spoil.spoiled_text(rng, out.getvalue()).encode(errors="surrogatepass"))
+    return spoil.problem_of(
+        lambda: read_table(path, skipped=print), SpecError, OSError, UnicodeDecodeError
+    )
+
+
+def hugging_face(rng: random.Random, folder: Path) -> str | None:
+    """`config.json`, by the converter and by the planner."""
+    from copus_ext.cost_model.model_spec import ModelSpec
+    from megatron.training.checkpoint.convert import config_json, huggingface
+    from megatron.training.common.errors import Refused
+
+    path = folder / "config.json"
+    path.write_bytes(spoil.spoiled_json(rng, _MODEL))
+    return spoil.problem_of(
+        lambda: config_json.arguments_of(huggingface._read_config(path)), Refused
+    ) or spoil.problem_of(lambda: ModelSpec.from_hugging_face(path, seq_length=128), ValueError)
+
+
+def safetensors(rng: random.Random, folder: Path) -> str | None:
+    """Weights in safetensors, with an index."""
+    import torch
+
+    from megatron.training.checkpoint.convert.safetensors_files import (
+        INDEX,
+        SafetensorsFolder,
+        write_folder,
+    )
+    from megatron.training.checkpoint.convert.writing import Piece
+    from megatron.training.common.errors import Refused
+
+    pieces = [
+        Piece.whole(key, torch.float32, (2, 3), lambda: torch.ones(2, 3)) for key in ("a", "b")
+    ]
+    write_folder(folder, pieces, shard_bytes=30)
+    victim = folder / rng.choice((INDEX, "model-00001-of-00002.safetensors"))
+    if victim.name == INDEX:
+        victim.write_bytes(spoil.spoiled_json(rng, json.loads(victim.read_text())))
+    elif rng.random() < 0.5:
+        head = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+        text = spoil.spoiled_json(rng, head)
+        size = rng.choice((len(text), len(text), 1 << 60, (1 << 64) - 1, 0))
+        victim.write_bytes(size.to_bytes(8, "little") + text + bytes(24))
+    else:
+        victim.write_bytes(spoil.spoiled_bytes(rng, victim.read_bytes()))
+
+    def read() -> None:
+        found = SafetensorsFolder(folder)
+        for name in sorted(found.names):
+            found.describe(name)
+            found.read(name)
+
+    return spoil.problem_of(read, Refused)
+
+
+@functools.lru_cache(maxsize=1)
+def _index() -> tuple[bytes, bytes]:
+    """A small index of a checkpoint, and a common state."""
+    import tempfile
+
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    with tempfile.TemporaryDirectory() as folder:
+        state = {"a": torch.ones(4), "b": torch.ones(2, 2)}
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        common = io.BytesIO()
+        torch.save({"iteration": 3, "content_metadata": {}, "checkpoint_version": 3.0}, common)
+        return (Path(folder) / ".metadata").read_bytes(), common.getvalue()
+
+
+def pickled(rng: random.Random, folder: Path) -> str | None:
+    """Index, common state and mark of a checkpoint; damaged, nested, or of other classes."""
+    from megatron.training.checkpoint.convert.archive import _check_format
+    from megatron.training.checkpoint.files import COMMON, CORE_MARK
+    from megatron.training.checkpoint.safe_index import METADATA, read_common, read_index
+    from megatron.training.common.errors import Refused
+
+    index, common = _index()
+    damaged = spoil.spoiled_bytes(rng, index)
+    how = rng.choice(("bytes", "bytes", "nest", "length", "other"))
+    if damaged == index:
+        how = "bytes"
+    hostile = {
+        "nest": b"\x80\x04" + b"(" * 3000 + b"]" * rng.choice((10, 20_000)),
+        "length": b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little") + b"x",
+        "other": pickle.dumps(rng.choice(([[]], {"a": 1}, 1 << 5000, "x", None, {3: {4: (5,)}}))),
+    }
+    (folder / METADATA).write_bytes(hostile.get(how) or damaged)
+    data = spoil.spoiled_bytes(rng, common)
+    if how in hostile:
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w") as packed:
+            packed.writestr("archive/data.pkl", hostile[how])
+            packed.writestr("archive/version", "3\n")
+        data = out.getvalue()
+    (folder / COMMON).write_bytes(data)
+    (folder / CORE_MARK).write_bytes(spoil.spoiled_json(rng, {"sharded_backend": "torch_dist"}))
+    readers: tuple[Callable[[], Any], ...] = (
+        lambda: read_index(folder / METADATA),
+        lambda: read_common(folder),
+        lambda: _check_format(folder),
+    )
+    found = (spoil.problem_of(read, Refused) for read in readers)
+    return next((problem for problem in found if problem), None)
+
+
+def tracker(rng: random.Random, folder: Path) -> str | None:
+    """Tracker, names and manifest of a `--save` directory."""
+    from megatron.training.checkpoint import files
+
+    names = ("iter_0000003", "iter_\u00b2", "iter_\u0663", "iter_", "iter_-1", "iter_" + "9" * 200)
+    own = files.folder_of(folder, 3)
+    for name in {own.name, *rng.sample(names, 2)}:
+        (folder / name).mkdir()
+    (own / files.CORE_MARK).write_text("{}")
+    files.write_manifest(own, 3, {"a.distcp": (5, 6)})
+    path = own / files.MANIFEST
+    path.write_bytes(spoil.spoiled_json(rng, json.loads(path.read_text())))
+    (folder / files.TRACKER).write_bytes(spoil.spoiled_bytes(rng, b"3\n"))
+    found = spoil.problem_of(lambda: (files.complete_iterations(folder), files.damage(own)))
+    return (
+        found
+        or spoil.problem_of(lambda: files.read_latest(folder), ValueError)
+        or spoil.problem_of(lambda: files.read_manifest(own), ValueError)
+    )
+
+
+def document(rng: random.Random, folder: Path) -> str | None:
+    """A line of a text to be tokenized, a prompt, and a list of layers with experts."""
+    from copus_ext.commands.generate import _prompt_in
+    from megatron.training.common.errors import UsageError
+    from megatron.training.config.moe_flags import layers_with_experts
+    from megatron.training.data.documents import Document
+
+    raw = spoil.spoiled_json(rng, {"text": "once upon a time \u00e9"})
+    freq = spoil.spoiled_text(rng, rng.choice(("[0]*1+[1]*3", "2", "([1, 0] + [1]) * 2")))
+    if rng.random() < 0.1:
+        freq = rng.choice("([-") * rng.choice((90, 300, 5000))
+    return (
+        spoil.problem_of(
+            lambda: Document(where="f:1", raw=raw, is_json=True).texts(["text"]), UsageError
+        )
+        or spoil.problem_of(lambda: _prompt_in(raw.decode(errors="replace"), "line 1"), UsageError)
+        or spoil.problem_of(lambda: layers_with_experts(freq, 4), ValueError)
+    )
+
+
+def hosts(rng: random.Random, folder: Path) -> str | None:
+    """A file of hosts, and a list of nodes as SLURM writes it."""
+    from copus_ext.launch.slurm import expand_nodes, read_hosts
+    from megatron.training.common.errors import UsageError
+
+    path = folder / "hosts"
+    path.write_bytes(spoil.spoiled_bytes(rng, b"node-1\nnode-2 # first\n\nnode-3\n"))
+    text = spoil.spoiled_text(rng, "gpu[01-04,7],cpu-[1-2]x")
+    return spoil.problem_of(lambda: read_hosts(path), UsageError) or spoil.problem_of(
+        lambda: expand_nodes(text), UsageError, ValueError
+    )
+
+
+def run_directory(rng: random.Random, folder: Path) -> str | None:
+    """A run, as status and report see it."""
+    from copus_ext.monitor.run_files import RunReader
+    from megatron.training.logging.metrics import METRICS_FILE, next_number, previous_launches
+
+    about = {"v": 1, "launch": "7.0.1", "t": 1e9}
+    records = [
+        {**about, "kind": "run.start", "iteration": 0, "config": {"seed": 1}},
+        {**about, "kind": "step", "iteration": 1, "consumed_samples": 8, "losses": {"lm loss": 2}},
+        {**about, "kind": "eval", "iteration": 1, "split": "valid", "losses": {"lm loss": 2}},
+        {**about, "kind": "run.end", "iteration": 1},
+    ]
+    (folder / METRICS_FILE).write_bytes(spoil.spoiled_lines(rng, records))
+    (folder / "config.json").write_bytes(spoil.spoiled_json(rng, {"seed": 1}))
+
+    def read() -> None:
+        reader = RunReader(folder)
+        reader.refresh()
+        reader.history()
+        assert next_number("7.0.", previous_launches(folder)) >= 0
+
+    return spoil.problem_of(read)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer() -> bytes:
+    import tempfile
+
+    from tests.helpers.tokenizer_files import fast_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        return fast_file(Path(folder)).read_bytes()
+
+
+def tokenizer(rng: random.Random, folder: Path) -> str | None:
+    """`tokenizer.json`."""
+    from megatron.training.common.errors import UsageError
+    from megatron.training.data.tokenizer import build_tokenizer
+
+    path, whole = folder / "tokenizer.json", _tokenizer()
+    data = spoil.spoiled_bytes(rng, whole)
+    path.write_bytes(data if rng.random() < 0.5 else spoil.spoiled_json(rng, json.loads(whole)))
+
+    def read() -> None:
+        made = build_tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
+        assert made.vocab_size > 0
+
+    return spoil.problem_of(read, UsageError)
+
+
+KINDS: dict[str, Callable[[random.Random, Path], str | None]] = {
+    check.__name__.replace("_", " "): check
+    for check in (
+        *(peer, launcher, stranger, contact, error_file, settings, sensitivity, links, too_large),
+        *(trace, graph, branches, trajectory, table, hugging_face, safetensors, pickled, tracker),
+        *(document, hosts, run_directory, tokenizer),
+    )
+}
+"""What can be wrong, and its check."""
