@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from copus_ext.elastic import membership, peers
@@ -319,6 +320,17 @@ def test_a_socket_listens_at_the_address_of_its_host_alone(monkeypatch: pytest.M
     assert found[LOOPBACK] == LOOPBACK and found["127.0.0.2"] == "127.0.0.2"
     # Other nodes do not reach what a name means here alone, nor what a name means elsewhere.
     assert {found[host] for host in (*known, "unknown")} <= {"::", "0.0.0.0"}
+
+
+def test_an_address_of_this_machine_is_the_only_one_that_is_opened() -> None:
+    found = [a for own in psutil.net_if_addrs().values() for a in own]
+    own = [a.address for a in found if a.family == socket.AF_INET and a.address != LOOPBACK]
+    if not own:
+        pytest.skip("this machine has the loopback alone")
+    with listen_at(own[0]) as server:
+        assert server.getsockname()[0] == own[0]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((LOOPBACK, server.getsockname()[1]), timeout=20)
 
 
 def test_a_port_that_is_taken_is_an_error_and_no_reason_to_listen_on_all() -> None:
