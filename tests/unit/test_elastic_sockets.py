@@ -19,11 +19,12 @@ import pytest
 
 from copus_ext.elastic import membership, peers
 from copus_ext.elastic.membership import Membership
-from copus_ext.elastic.messages import Generation, Member
+from copus_ext.elastic.messages import FROM_PEER, Generation, Lines, Member
 from copus_ext.elastic.node import Agent
 from copus_ext.elastic.peers import Contact, NotMet, Peers, hello
 from copus_ext.launch.listen import LOOPBACK, listen_at, loopback_interface
 from copus_ext.launch.workers import Launch
+from megatron.training.common.control import RANKS_FILE, ranks_asked
 
 NESTED = b"[" * 20_000 + b"\n"
 
@@ -201,6 +202,17 @@ def test_what_is_no_message_ends_that_connection_alone(
     other.sendall(b'{"broken": 1}\n')
     node.look()
     assert node.agent._is_broken, "the other is heard"
+
+
+@pytest.mark.parametrize("text", ["3", "many", "9" * 150])
+def test_what_a_user_asks_for_is_a_message_whatever_it_is(tmp_path: Path, text: str) -> None:
+    (tmp_path / RANKS_FILE).parent.mkdir(parents=True)
+    (tmp_path / RANKS_FILE).write_text(text)
+    asked = ranks_asked(tmp_path)
+    assert asked is not None
+    ours, theirs = socket.socketpair()
+    Lines(ours, FROM_PEER).send(asked=list(asked))
+    assert Lines(theirs, FROM_PEER).read() == [{"asked": list(asked)}]
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
