@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
 
 from megatron.training.common.signals import StopReason
 from megatron.training.common.step_settings import StepInfo, learning_rate
@@ -26,6 +26,7 @@ from megatron.training.optim.optimizer import StepResult, optimizer_step
 from megatron.training.train.job import Job
 
 Batch = dict[str, torch.Tensor]
+_FURTHER = "further losses"
 
 
 def language_model_loss(
@@ -74,7 +75,7 @@ class Shared:
     num_tokens: float
     """Tokens counted."""
     further_losses: tuple[float, ...]
-    """Mean loss of each further token of `--mtp-num-layers`, in nats."""
+    """Mean loss of each further token of `--mtp-num-layers` over all that count, in nats."""
     elapsed_s: float
     """Seconds of the slowest rank."""
     stop: StopReason | None
@@ -117,7 +118,40 @@ def forward_step(
     loss = functools.partial(language_model_loss, mask, mean_over=group)
     if mean_samples is not None:
         loss = functools.partial(loss, weight=len(batch["tokens"]) / mean_samples)
-    return output, loss
+    if (further := _take_further_losses(mask, job.groups.cp)) is None:
+        return output, loss
+
+    def loss_and_further(output: torch.Tensor) -> tuple:
+        *found, report = loss(output)
+        return *found, {**report, _FURTHER: further}
+
+    return output, loss_and_further
+
+
+def _take_further_losses(mask: torch.Tensor | None, cp: Any) -> torch.Tensor | None:
+    """The losses of further tokens of the micro-batch that a chunk has just trained on.
+    megatron-core keeps their means; those of several micro-batches have other weights.
+
+    Args:
+        mask: 1 for each token that counts, [micro batch, seq]; of this rank's part of the samples.
+        cp: group of the ranks that share the samples.
+
+    Returns:
+        [n, 2] sum of the losses that count and their number, for each further token, fp32; None
+        where the chunk has none.
+    """
+    means = MTPLossLoggingHelper.tracker.get("values")
+    MTPLossLoggingHelper.tracker.clear()
+    if means is None or mask is None:
+        return None
+    counts = []
+    for _ in means:
+        # As megatron-core moves labels and mask on for each further token.
+        mask, count = roll_tensor(mask, shifts=-1, dims=-1, cp_group=cp)
+        counts.append(count.float())
+    counts = torch.stack(counts)
+    # The mean over no token is none.
+    return torch.stack([torch.where(counts > 0, means * counts, 0.0), counts], dim=1)
 
 
 def run_schedule(
@@ -140,8 +174,9 @@ def run_schedule(
         mean_samples: see `forward_step`.
 
     Returns:
-        [num_microbatches, 2]: sum of the losses and number of tokens of each micro-batch of this
-        replica that this rank holds, fp32; None on all but the last stage.
+        [num_microbatches, 1 + n, 2]: sum of the losses and number of tokens of each micro-batch of
+        this replica that this rank holds, and the same of each of the n further tokens that it
+        trains on, fp32; None on all but the last stage.
     """
     # At most one chunk of a rank holds the first or last stage of a pipeline of two or more ranks.
     iterators: list[Any] = [
@@ -178,15 +213,11 @@ def run_schedule(
             forward_only=forward_only,
             **messages,
         )
-    return torch.stack([report["lm loss"] for report in reports]) if reports else None
-
-
-def _take_further_losses(num_further: int, num_microbatches: int) -> torch.Tensor:
-    """[num_further] mean losses of the further tokens of this replica, which megatron-core adds up
-    while it trains; zeros on all but the last stage. Starts the sums anew."""
-    found = MTPLossLoggingHelper.tracker.get("values")
-    MTPLossLoggingHelper.tracker.clear()
-    return torch.zeros(num_further) if found is None else found.cpu() / num_microbatches
+    if not reports:
+        return None
+    return torch.stack(
+        [torch.stack([r["lm loss"], *r.get(_FURTHER, torch.empty(0, 2))]) for r in reports]
+    )
 
 
 def share_numbers(
@@ -195,7 +226,7 @@ def share_numbers(
     *,
     iteration: int,
     elapsed_s: float | None = None,
-    further: torch.Tensor | None = None,
+    num_further: int = 0,
 ) -> Shared:
     """Gives every rank the losses, what any rank asks for, and the time of the slowest. One small
     all-gather over the world.
@@ -203,18 +234,17 @@ def share_numbers(
     Args:
         job: supplies the groups.
         losses: of this replica, from `run_schedule`.
-        further: [n] mean losses of the further tokens of this replica; None for other batches.
+        num_further: further tokens whose losses are among `losses`.
         iteration: steps done.
         elapsed_s: seconds of the training step so far on this rank; None for other batches.
     """
     outside = job.outside
     stop = outside.local_stop(iteration)
-    count = 6 + (0 if further is None else len(further))
+    count = 6 + 2 * num_further
     own = torch.zeros(count, dtype=torch.float64, device=job.device.torch_device)
     if losses is not None and job.groups.tp.rank() == 0:
-        own[:2] = losses.double().sum(dim=0)
-        if further is not None:
-            own[6:] = further.double() / job.config.layout.dp
+        sums = losses.double().sum(dim=0)[: 1 + num_further].flatten()
+        own[:2], own[6:] = sums[:2], sums[2:]
     own[2], own[3] = stop.code if stop else 0, outside.control.save_asked()
     if elapsed_s is not None:
         own[4], own[5] = elapsed_s, job.model.clock.own_s()
@@ -225,11 +255,12 @@ def share_numbers(
     if elapsed_s is not None:
         job.rank_times.add(rows[:, 5])
     total, tokens = rows[:, :2].sum(dim=0).tolist()
+    further = rows[:, 6:].sum(dim=0).view(-1, 2)
     code, save, seconds = rows[:, 2:5].max(dim=0).values.tolist()
     return Shared(
         loss=total,
         num_tokens=tokens,
-        further_losses=tuple(rows[:, 6:].sum(dim=0).tolist()),
+        further_losses=tuple(_mean(*pair) for pair in further.tolist()),
         elapsed_s=seconds,
         stop=StopReason.from_code(int(code)),
         save=bool(save),
@@ -266,7 +297,7 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         forward_only=False,
         mean_samples=mean_samples,
     )
-    job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 1])
+    job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 0, 1])
     result = _update(job)
     load = None if balance is None else _count_experts(job, balance, updated=result.updated)
     if result.updated:
@@ -274,15 +305,14 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         if state.settings.changes_rates:
             job.set_rates()
     _wait_for_kernels(job)
-    further = config.model.mtp_num_layers
     shared = share_numbers(
         job,
         losses,
         iteration=state.iteration + 1,
         elapsed_s=time.monotonic() - started,
-        further=_take_further_losses(further, num_microbatches) if further else None,
+        num_further=config.model.mtp_num_layers or 0,
     )
-    loss = shared.loss / shared.num_tokens if shared.num_tokens else math.nan
+    loss = _mean(shared.loss, shared.num_tokens)
     state.advance(
         samples=counted_samples,
         updated=result.updated,
@@ -312,6 +342,11 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     if interval and state.iteration % interval == 0:
         gc.collect()
     return info, shared
+
+
+def _mean(total: float, count: float) -> float:
+    """NaN of nothing."""
+    return total / count if count else math.nan
 
 
 def _update(job: Job) -> StepResult:
@@ -349,8 +384,6 @@ def prepare_routers(job: Job, balance: Balance, sizes: Sequence[int]) -> None:
                 forward_only=True,
             )
         set_counting(chunks, False)
-        # That pass has added losses of further tokens.
-        MTPLossLoggingHelper.tracker.clear()
         fractions = balance.fractions_of(balance.counted(chunks, job.device.torch_device))
         seed_step(job.config.runtime.seed, state.consumed_samples, job.groups)
     balance.prepare(chunks, state, mean_tokens=mean_tokens, fractions=fractions)
