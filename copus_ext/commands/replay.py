@@ -63,11 +63,14 @@ def replayed(record: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, dic
 
 
 def _numbers(decision: dict[str, Any]) -> dict[str, Any]:
-    """A decision without its texts, which another version may word in another way."""
+    """A decision without its texts, which another version may word in another way, and without the
+    doubt of its gains, which older journals do not hold."""
     candidates = [
-        {**c, "blocked_reason": c["blocked_reason"] == ""} for c in decision["candidates"]
+        {**c, "blocked_reason": c["blocked_reason"] == "", "gain_sd": None}
+        for c in decision["candidates"]
     ]
-    return {**decision, "reason": "", "candidates": candidates}
+    left_out = {"reason": "", "gain_sd": None, "is_scaled": None}
+    return {**decision, **left_out, "candidates": candidates}
 
 
 def main(argv: list[str] | None = None) -> int:

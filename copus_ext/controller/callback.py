@@ -160,6 +160,7 @@ class Controller(Callback):
     def _on_layout(self, context: CallbackContext) -> None:
         """Sets what goes with the present layout: rules, rates and the cost of leaving it."""
         config = context.config
+        self.state.begin_visit()  # also where a change of the layout has failed
         self.rules = rules.rules_of(self.flags, config)
         self.rates = rules.rate_rules_of(self.flags, config)
         self.pauses = PausePrior(config, self.flags, self.machine)
@@ -200,8 +201,8 @@ class Controller(Callback):
         batch, micro = first_sizes(
             context, self.flags, self.rules, fixed_micro_batch=not self.changes_micro_batch
         )
+        self._record_outcome(now=state.has_left(config_key(str(config.layout), micro, batch)))
         if settings.global_batch_size not in (None, batch):
-            self._record_outcome(now=True)
             leave_batch(state, ramp=self._new_ramp(batch, context), context=context)
         elif state.global_batch_size not in (None, batch):
             state.ramp = None
@@ -319,6 +320,8 @@ class Controller(Callback):
             loss=step.loss,
             seconds=step.elapsed_s,
             updated=step.updated,
+            iteration=step.iteration,
+            measures_noise=bool(self.gns.observer.latest),
         )
         spiked = state.hold_batch_after_spike(
             consumed_samples=step.consumed_samples,
@@ -346,8 +349,7 @@ class Controller(Callback):
 
     def _record_outcome(self, *, now: bool = False) -> None:
         """Records the outcome of the last change once it is known, or with `now` as it is."""
-        change = self.state.record_outcome(now=now)
-        if change is not None:
+        if (change := self.state.record_outcome(now=now)) is not None:
             self.log.record_outcome(change, num_changes=self.state.num_changes)
 
     def _is_due(self, context: CallbackContext) -> bool:
@@ -382,10 +384,8 @@ class Controller(Callback):
                 answer = {"failed": f"{type(error).__name__}: {error}"}
                 self.log.note("failure", iteration=step.iteration, error=answer["failed"])
         answer = broadcast_from_rank0(answer)
-        position: dict[str, Any] = {
-            "consumed_samples": step.consumed_samples,
-            "scheduled": self._scheduled_batch(context),
-        }
+        scheduled = self._scheduled_batch(context)
+        position: Any = {"consumed_samples": step.consumed_samples, "scheduled": scheduled}
         if answer is None or "failed" in answer:
             self.failed, self._log_text = True, FAILED
             state.postpone(**position)
@@ -396,8 +396,7 @@ class Controller(Callback):
             state.rank_change = RankChange(**answer["ranks"])
         state.record_decision(**position)
         # A change that is made is reported when it is done.
-        is_change = self._acts and decision.kind != "stay"
-        self._log_text = "" if is_change else decision_line(decision)
+        self._log_text = "" if self._acts and decision.kind != "stay" else decision_line(decision)
         return decision
 
     def _decide_on_rank_0(self, context: CallbackContext) -> dict[str, Any]:
@@ -517,17 +516,19 @@ class Controller(Callback):
                 to_batch=to.global_batch_size,
                 to_micro_batch=to.micro_batch_size,
                 to_layout=str(to.layout),
-                predicted_samples_per_s=to.samples_per_s,
+                predicted_samples_per_s=to.samples_per_s if decision.is_scaled else None,
+                predicted_sd=to.relative_sd,
                 gain=decision.gain,
+                gain_sd=decision.gain_sd,
                 reason=decision.reason,
             ),
             ramp=ramp,
-            critical_batch_size=decision.measured_critical_batch_size,
+            critical_batch_size=decision.critical_batch_size,
+            by_bound=decision.critical_batch_size_is_bound,
         )
         if dist.get_rank() == 0:
             ends = before.text_of_length(context, to, takes_the_rest=self.changes_micro_batch)
-            lines = [f"copus: {decision.reason}", ends]
-            print(*filter(None, lines), sep="\n", flush=True)
+            print(*filter(None, [f"copus: {decision.reason}", ends]), sep="\n", flush=True)
 
     def _ramp_to(self, batch: int, context: CallbackContext) -> Ramp | None:
         """The learning rate's way to a batch; the one that it is on if the batch stays."""

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
 VERSION = 4
-"""4: decisions by the rules of docs/decisions/069; today older ones may come out as others."""
+"""4: decisions by the rules of docs/decisions/067 and 069; older ones may come out as others."""
 _POSITIONS = (
     "consumed_samples",
     "hold_growth_until_samples",

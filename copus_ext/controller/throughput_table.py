@@ -245,7 +245,7 @@ class ThroughputTable:
             global_batch_size: of now.
             measured: usual seconds of a step, their median deviation and number, if this run has
                 timed the configuration. With K-FAC it takes the interval between long steps.
-            visited: further layouts under which it has; only used where the layout may change.
+            visited: further layouts under which it has.
             earlier_s: seconds of a step that are expected of configurations, by key, because they
                 were timed under other conditions.
 
@@ -284,10 +284,9 @@ class ThroughputTable:
             return []
         live, earlier = [], []
         sizes = range(1, self.flags.copus_max_micro_batch_size + 1)
-        own = set()
-        if self.flags.copus_layouts == "all":
-            size = self.config.layout.world_size
-            own = {x for x in visited if x.world_size == size and x == self._with_cut(x)}
+        size = self.config.layout.world_size
+        # Where the layout stays, the times of others still tell how fast this machine is.
+        own = {x for x in visited if x.world_size == size and x == self._with_cut(x)}
         for layout, batch, b in itertools.product(
             sorted({self.config.layout, *own}, key=str), batches, sizes
         ):
@@ -302,23 +301,44 @@ class ThroughputTable:
                 )
             elif (step_s := earlier_s.get(key_of(c))) is not None:
                 earlier.append(Timing(configuration=c, step_s=step_s))
-        seen = {t.key for t in live}
+        seen = {(*t.configuration.line, t.configuration.num_microbatches): t for t in live}
         expected = {t.key for t in earlier}
-        profiled = [t for t in self.profiled if t.key not in expected]
-        earlier += profiled
-        self.planner.retime(live, earlier=earlier, peaks=self._memory.peaks())
         against, rows = _even(now), []
+        timed_now = seen.get((*against.line, against.num_microbatches))
+        profiled = [t for t in self.profiled if t.key not in expected]
+        earlier += profiled if timed_now is None else self._as_fast_as(timed_now, profiled)
+        self.planner.retime(live, earlier=earlier, peaks=self._memory.peaks())
+        scale = 1.0 if timed_now is None else self._expected_s(against) / timed_now.step_s
         for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=against):
             for r in plan.ranked:
                 c, p = r.configuration, r.prediction
                 layout = self._with_cut(c.layout)
                 if not self._can_be(layout) or not self._has_room(c, layout):
                     continue
-                is_live = (*c.line, c.num_microbatches) in seen
-                source = "measured" if is_live else p.source
-                c = replace(c, layout=layout)
-                rows.append(_row(c, p.samples_per_s, r.against_rel_sd or 0.0, source))
+                timed, sd = seen.get((*c.line, c.num_microbatches)), r.against_rel_sd or 0.0
+                speed, source = scale * p.samples_per_s, p.source
+                if timed is not None:
+                    # What is called measured is what was measured.
+                    speed, source = c.global_batch_size / timed.step_s, "measured"
+                    noise = [max(t.relative_sd, _MEASURED_SD) for t in (timed, timed_now) if t]
+                    sd = 0.0 if timed is timed_now else max(sd, math.hypot(*noise))
+                rows.append(_row(replace(c, layout=layout), speed, sd, source))
         return rows
+
+    def _as_fast_as(self, timed: Timing, profiled: Sequence[Timing]) -> list[Timing]:
+        """A profile as this machine would give it now, where it may be several times as fast or
+        slow as in that hour: by what it makes of a configuration that was timed here."""
+        assert self.planner is not None
+        if not profiled:
+            return []
+        self.planner.retime([], earlier=profiled, peaks=self._memory.peaks())
+        ratio = timed.step_s / self._expected_s(timed.configuration)
+        return [replace(t, step_s=ratio * t.step_s) for t in profiled]
+
+    def _expected_s(self, c: Configuration) -> float:
+        """Seconds of a step as all measurements together make them."""
+        assert self.planner is not None
+        return self.planner.raw_step_s(c, self._factors) * self.planner.measured_factor(c)
 
     def _with_cut(self, layout: Layout) -> Layout:
         """The same sizes with the layer partition that the run knows for them, if any."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from copus_ext.goodput import objectives, policies, switch_rule, trial
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
-from copus_ext.goodput.state import TRIED_STEPS
+from copus_ext.goodput.state import TRIED_STEPS, key_of
 
 WARMING_UP = "the learning rate is warming up"
 ONLY_NOISE = "the noise scale is not known: the gradient shows only noise"
@@ -16,9 +16,10 @@ _MOST_SKIPPED = 5
 _SETTLE_STEPS = 50
 """Steps between a change and one of the layout or the micro-batch alone, unless that is tried, or
 both were timed."""
-_SWING, _SWING_SDS = (1.5, 4.0), 5.5
-"""The batch turns round once a measured critical batch size has changed by a factor: so many
-standard deviations of its logarithm, within a least and a most."""
+_LEAST_SWING, _SWING_SDS, _UNKNOWN_SWING = 1.5, 5.5, 4.0
+"""The batch turns round once the critical batch size has changed by a factor: so many standard
+deviations of its logarithm, at least the first number, and the last where they are not known.
+Two estimates within their 95 % intervals differ by 2 x 1.96 of them at most."""
 
 
 def run_blocked_reason(s: DecisionInputs) -> str:
@@ -117,6 +118,8 @@ def _same_batch_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str
         yield f"{s.steps_since_change} of {settle} steps since the last change"
     if s.in_ramp and not is_quick:
         yield "the learning rate is in a ramp"
+    if key_of(to.configuration) in s.left_for_good:
+        yield "it was timed and left for one that was faster, and conditions are the same since"
 
 
 def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
@@ -134,10 +137,8 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         since = s.consumed_samples - s.last_change_samples
         if since < s.half_life_samples:
             yield f"{since} of {s.half_life_samples:.0f} samples since the last change of batch"
-    # Growing now could undo a shrinking on account of mere noise.
-    then, now = s.critical_batch_size_when_shrunk, s.critical_batch_size
-    factor = _swing(s)
-    if then is not None and now is not None and now < factor * then and not is_asked:
+    then = s.critical_batch_size_when_shrunk
+    if not is_asked and (factor := _swing_needed(s, to, then)):
         yield f"the batch shrank, and the critical one is not {factor:.1f} times what it was"
     if s.consumed_samples < s.hold_growth_until_samples:
         yield f"held after a loss spike until sample {s.hold_growth_until_samples}"
@@ -174,9 +175,7 @@ def _shrink_reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool
         return
     if s.consumed_samples < s.hold_shrinking_until_samples:
         yield f"held after a loss spike until sample {s.hold_shrinking_until_samples}"
-    then, now = s.critical_batch_size_when_grown, s.critical_batch_size
-    factor = _swing(s)
-    if then is not None and now is not None and now > then / factor:
+    if factor := _swing_needed(s, to, s.critical_batch_size_when_grown):
         yield f"the batch grew, and the critical one is not {factor:.1f} times smaller"
     if s.noise.status != "ok" and not s.is_critical_batch_size_bound:
         yield "the noise scale has no upper bound"
@@ -186,21 +185,57 @@ def _shrink_reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool
         yield "it is not certain that the optimal batch is smaller"
 
 
-def _swing(s: DecisionInputs) -> float:
-    """Factor by which a measured critical batch size must have changed for the batch to turn."""
-    return swing_factor(s.log_noise_variance)
+def _swing_needed(s: DecisionInputs, to: ConfigThroughput, then: float | None) -> float:
+    """The factor by which the critical batch size has to change, and has not, for the batch to turn
+    round: noise alone must not undo a change. 0 where nothing keeps it from that.
+
+    Args:
+        s: the inputs of the decision.
+        to: a row of another batch, in the other direction than the last change.
+        then: the critical batch size that the last change went by; None where there was none.
+    """
+    now, grows = s.critical_batch_size, to.global_batch_size > s.now.global_batch_size
+    if not then or not now or _do_speeds_ask(s, to, then):
+        return 0.0
+    if s.changed_by_bound and s.is_critical_batch_size_bound:
+        factor = 1.0  # no measurement, no doubt
+    else:
+        # Of two numbers, one of which is not measured, the difference has less doubt.
+        is_mixed = s.changed_by_bound or s.is_critical_batch_size_bound
+        factor = swing_factor(s.noise_interval_variance / (2 if is_mixed else 1))
+    moved = now / then if grows else then / now
+    has_moved = moved >= factor if factor > 1.0 else moved > 1.0
+    return 0.0 if has_moved else factor
+
+
+def _do_speeds_ask(s: DecisionInputs, to: ConfigThroughput, then: float) -> bool:
+    """Whether speeds that are news since the last change of the batch ask for another one by
+    themselves: with certainty, and with the critical batch size of then."""
+    if not (s.are_speeds_news and trial.are_timed(s, to)):
+        return False
+    there, here = (
+        objectives.goodput(
+            s.rules.objective,
+            row.samples_per_s,
+            row.global_batch_size,
+            then,
+            reference_batch=s.rules.reference_batch,
+        )
+        for row in (to, s.now)
+    )
+    sd = math.hypot(to.relative_sd, s.now.relative_sd)
+    return here > 0 and there > here * math.exp(switch_rule.BATCH_MARGIN + switch_rule.Z * sd)
 
 
 def swing_factor(log_noise_variance: float) -> float:
-    """Factor by which a measured critical batch size must have changed for a change to be undone.
+    """Factor by which a critical batch size must have changed for a change to be undone.
 
     Args:
-        log_noise_variance: of the logarithm of the noise scale; 0 where it is not known.
+        log_noise_variance: of its logarithm; 0 where it is not known.
     """
-    least, most = _SWING
     if not log_noise_variance:
-        return most
-    return min(max(math.exp(_SWING_SDS * math.sqrt(log_noise_variance)), least), most)
+        return _UNKNOWN_SWING
+    return max(math.exp(_SWING_SDS * math.sqrt(log_noise_variance)), _LEAST_SWING)
 
 
 def grid(s: DecisionInputs) -> list[int]:

@@ -16,6 +16,8 @@ import numpy as np
 from copus_ext.goodput import constraints, objectives, policies, switch_rule, trial
 from copus_ext.goodput.inputs import PRESENT, Candidate, ConfigThroughput, Decision, DecisionInputs
 
+PREDICTED = "predicted to gain"
+"""How the words of a predicted gain begin."""
 _KEPT = 12
 """Candidates that a decision keeps."""
 _SAME_BATCH_NOISE = 1.0
@@ -55,11 +57,14 @@ def _decision(
     candidates: tuple[Candidate, ...] = (),
 ) -> Decision:
     is_same = chosen is not None and chosen.row.layout == s.now.layout
+    to = s.now if chosen is None else chosen.row
     return Decision(
         kind="stay" if chosen is None else "batch" if is_same else "relayout",
-        to=s.now if chosen is None else chosen.row,
+        to=to,
         reason=reason,
         gain=None if chosen is None else chosen.gain,
+        gain_sd=None if chosen is None else chosen.gain_sd,
+        is_scaled="measured" in (s.now.source, to.source),
         target_batch=target_batch,
         batch_above_optimal=batch_above_optimal,
         critical_batch_size=s.critical_batch_size,
@@ -238,18 +243,19 @@ def _candidate(
     row = s.rows[i]
     if i == s.current:
         return Candidate(row=row, gain=0.0, needed=None, blocked_reason=PRESENT)
-    base, gain, needed = goal.log_goodput[s.current], None, None
+    base, gain, needed, sd = goal.log_goodput[s.current], None, None, None
     is_target = s.rules.policy in policies.TARGETS
     if base > -math.inf and not (is_target and row.global_batch_size != s.now.global_batch_size):
         gain = math.expm1(goal.log_goodput[i] - base)
         needed = _needed_gain(s, row, goal.critical_batch_size) if tried is None else tried.needed
+        sd = gain_log_sd(s, row, goal.critical_batch_size)
     blocked = constraints.blocked_reason(s, row, above_optimal=above_optimal)
     if needed is not None and math.isinf(needed):
         what = "a trial" if row.layout == s.now.layout else "the pause"
         blocked, needed = blocked or f"{what} would not pay off in the rest of the run", None
     elif not blocked and gain is not None and needed is not None and gain <= needed:
-        blocked = _gain_words(gain, needed, is_tried=tried is not None)
-    return Candidate(row=row, gain=gain, needed=needed, blocked_reason=blocked)
+        blocked = gain_words(gain, needed, sd, is_tried=tried is not None)
+    return Candidate(row=row, gain=gain, needed=needed, gain_sd=sd, blocked_reason=blocked)
 
 
 def _needed_gain(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float) -> float:
@@ -259,15 +265,22 @@ def _needed_gain(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: 
     if s.rules.switch_rule == "paper":
         return switch_rule.paper_needed(cost_s=cost_s, elapsed_s=s.elapsed_s, paused_s=s.paused_s)
     is_same = row.layout == s.now.layout
+    log_sd = gain_log_sd(s, row, critical_batch_size, with_speeds=not trial.is_trial(s, row))
     return switch_rule.forward_needed(
         cost_s=cost_s,
         remaining_s=_remaining_s(s),
-        log_sd=_log_sd(s, row, critical_batch_size),
+        log_sd=log_sd,
         margin=switch_rule.BATCH_MARGIN if is_same else switch_rule.RELAYOUT_MARGIN,
     )
 
 
-def _log_sd(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float) -> float:
+def gain_log_sd(
+    s: DecisionInputs,
+    row: ConfigThroughput,
+    critical_batch_size: float,
+    *,
+    with_speeds: bool = True,
+) -> float:
     """Standard deviation of the logarithm of a gain: of the noise scale, as far as it changes the
     two goodputs differently, and of the two throughputs."""
     slopes = [
@@ -280,7 +293,7 @@ def _log_sd(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float
         for r in (row, s.now)
     ]
     variance = (slopes[0] - slopes[1]) ** 2 * s.log_noise_variance
-    if trial.is_trial(s, row):
+    if not with_speeds:
         return math.sqrt(variance)
     return math.sqrt(variance + row.relative_sd**2 + s.now.relative_sd**2)
 
@@ -329,11 +342,20 @@ def best_alternative(s: DecisionInputs, candidates: Sequence[Candidate]) -> Cand
     return next(iter(within or others), None)
 
 
-def _gain_words(gain: float, needed: float, *, is_tried: bool) -> str:
-    """What a change is predicted to gain, and what it needs."""
-    if is_tried:
-        return f"predicted {100 * gain:+.1f} %, worth a trial above {100 * needed:+.1f} %"
-    return f"gains {100 * gain:.1f} %, needs {100 * needed:.1f} %"
+def gain_words(gain: float, needed: float | None, sd: float | None, *, is_tried: bool) -> str:
+    """What a change is predicted to gain, with one standard deviation of that, and what it needs.
+
+    Args:
+        gain: predicted goodput over the present one, minus 1.
+        needed: the gain that it needs; None if nothing tells.
+        sd: of the logarithm of 1 plus the gain; None in older journals.
+        is_tried: whether it is to be tried, as nobody has timed it.
+    """
+    doubt = "" if sd is None else f" +- {100 * (1.0 + gain) * sd:.1f}"
+    words = f"{PREDICTED} {100 * gain:.1f}{doubt} %"
+    if needed is None:
+        return words
+    return f"{words}, {'worth a trial above' if is_tried else 'needs'} {100 * needed:.1f} %"
 
 
 def _reason_to_stay(s: DecisionInputs, goal: _Goal, candidates: Sequence[Candidate]) -> str:
@@ -354,7 +376,12 @@ def _reason_to_change(s: DecisionInputs, goal: _Goal, chosen: Candidate) -> str:
     parts = [", ".join(f"{name} {a} -> {b}" for name, (a, b) in sizes.items() if a != b)]
     if chosen.gain is not None and chosen.needed is not None:
         is_tried = trial.judge(s, s.rows.index(to), goal.log_goodput) is not None
-        parts.append(_gain_words(chosen.gain, chosen.needed, is_tried=is_tried))
+        words = gain_words(chosen.gain, chosen.needed, chosen.gain_sd, is_tried=is_tried)
+        parts.append(words)
+    elif goal.batch is None:
+        # The present configuration has no goodput to compare with.
+        speed = f"{to.samples_per_s:.3g} samples/s ({to.source})"
+        parts.append(f"{goal.unknown}, so the run takes the fastest one where it can: {speed}")
     if policies.needs_critical_batch_size(s.rules.policy) and goal.batch is not None:
         parts.append(critical_batch_size_words(s))
     if goal.batch is not None:

@@ -289,7 +289,7 @@ class Headroom:
         if others:
             parts += [*others, f"all together {self.together}"]
         known = "from the noise scale" if self.source == "measured" else "from published laws"
-        return "; ".join([*parts, f"critical batch size {known}"])
+        return "; ".join([*parts, f"this takes the critical batch size {known}"])
 
     def of_a_plan(self) -> str:
         """The same before a run, over its best fixed configuration."""

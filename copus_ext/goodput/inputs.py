@@ -239,11 +239,18 @@ class DecisionInputs:
     hold_shrinking_until_samples: int = 0
     """The same of shrinking."""
     critical_batch_size_when_shrunk: float | None = None
-    """Measured critical batch size when the batch last became smaller, samples; None once it has
-    grown, or if the bound decided."""
+    """Critical batch size that the batch last became smaller by, samples; None once it has
+    grown."""
     critical_batch_size_when_grown: float | None = None
-    """Measured critical batch size when the batch last became larger, samples; None once it has
-    shrunk, or if the bound decided."""
+    """Critical batch size that the batch last became larger by, samples; None once it has
+    shrunk."""
+    changed_by_bound: bool = False
+    """Whether that was the bound, which needs no measurement."""
+    are_speeds_news: bool = False
+    """Whether speeds tell something that was not known when the batch last changed."""
+    left_for_good: tuple[str, ...] = ()
+    """Configurations, by key, that were left for another one of their batch after both had been
+    timed, conditions being the same since."""
     annealing_from: int | None = None
     """Batch at which the run began to anneal by batch, samples; None before."""
     paused: bool = False
@@ -339,9 +346,12 @@ class DecisionInputs:
     def log_noise_variance(self) -> float:
         """Variance of the logarithm of the noise scale, from its interval; 0 for a lower bound, and
         where the bound of the critical batch size decides."""
+        return 0.0 if self.is_critical_batch_size_bound else self.noise_interval_variance
+
+    @property
+    def noise_interval_variance(self) -> float:
+        """The same whatever decides; 0 where the noise scale has no upper bound."""
         low, phi, high = self.noise.low_samples, self.noise.phi_samples, self.noise.high_samples
-        if self.is_critical_batch_size_bound:
-            return 0.0
         if self.noise.status != "ok" or not phi or not high:
             return 0.0
         # An interval down to 0 does not bound the noise scale below: assume it as wide as above.
@@ -397,6 +407,7 @@ class DecisionInputs:
                 "noise": NoiseScale(**data["noise"]),
                 "rows": tuple(ConfigThroughput.from_json(row) for row in data["rows"]),
                 "blocked_layouts": tuple(map(Layout.from_record, data.get("blocked_layouts", ()))),
+                "left_for_good": tuple(data.get("left_for_good", ())),
             }
         )
 
@@ -446,6 +457,9 @@ def build_inputs(
         hold_shrinking_until_samples=state.hold_shrinking_until_samples,
         critical_batch_size_when_shrunk=state.critical_batch_size_when_shrunk,
         critical_batch_size_when_grown=state.critical_batch_size_when_grown,
+        changed_by_bound=state.changed_by_bound,
+        are_speeds_news=state.are_speeds_news,
+        left_for_good=state.left_for_good,
         annealing_from=state.annealing_from,
         paused=paused,
     )
@@ -467,6 +481,9 @@ class Candidate:
     """Gain that a change to it needs."""
     blocked_reason: str
     """Why the run cannot change to it now, or `PRESENT`; empty if it can."""
+    gain_sd: float | None = None
+    """Standard deviation of the logarithm of 1 plus the gain: of both throughputs, and of the
+    noise scale. None without a gain, and in older journals."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -490,18 +507,17 @@ class Decision:
     batch_above_optimal: bool
     """Whether the present batch is above the optimal one even at the upper end of the noise
     scale's interval."""
+    gain_sd: float | None = None
+    """Standard deviation of the logarithm of 1 plus that; None in older journals."""
+    is_scaled: bool = True
+    """Whether throughputs are scaled to this machine: this run has timed the present configuration,
+    or that of `to`."""
     critical_batch_size: float | None = None
     """What the decision went by, samples."""
     critical_batch_size_is_bound: bool = False
     """Whether that is the bound, which needs no measurement."""
     candidates: tuple[Candidate, ...] = field(default_factory=tuple)
     """The best, best first."""
-
-    @property
-    def measured_critical_batch_size(self) -> float | None:
-        """What the decision went by if it was measured, samples. Noise can make that swing. The
-        bound only grows."""
-        return None if self.critical_batch_size_is_bound else self.critical_batch_size
 
     @property
     def other_layouts(self) -> list[Layout]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from copus_ext.cost_model.conditions import is_small
 from copus_ext.goodput.config_change import ConfigChange
@@ -61,18 +61,39 @@ def summary(changes: list[ConfigChange], *, mode: str, since: int = 0) -> str:
             sizes += f", layout {c.from_layout} -> {c.to_layout}"
         parts = [f"  step {c.iteration}: batch {sizes}"]
         if c.gain is not None:
-            parts.append(f"predicted goodput {100 * c.gain:+.1f} %")
-        if c.samples_per_s is not None and c.samples_per_s_before is not None:
-            ratio = c.samples_per_s / c.samples_per_s_before - 1
-            parts.append(f"measured {c.samples_per_s:.1f} samples/s ({100 * ratio:+.1f} %)")
-        if c.speed_over_predicted is not None:
-            parts.append(f"{100 * (c.speed_over_predicted - 1):+.1f} % against the prediction")
+            doubt = "" if c.gain_sd is None else f" +- {100 * (1.0 + c.gain) * c.gain_sd:.1f}"
+            parts.append(f"predicted goodput {100 * c.gain:+.1f}{doubt} %")
+        parts += outcome_parts(c)
         if c.loss_slope is not None and c.slope_before is not None:
             parts.append(f"loss per 1000 samples {c.slope_before:.3f} -> {c.loss_slope:.3f}")
         if c.spiked:
             parts.append("loss spike")
         lines.append(", ".join(parts))
     return "\n".join(lines)
+
+
+def outcome_parts(c: ConfigChange) -> list[str]:
+    """The measured speeds before and after a change, each with its steps, and how the prediction
+    compares."""
+    before = "too few steps to tell"
+    if c.samples_per_s_before is not None:
+        before = _timed(c.samples_per_s_before, c.timed_before)
+    if c.samples_per_s is None:
+        return [f"measured {before}, then too few steps to tell"] if c.samples_per_s_before else []
+    parts = [f"measured {before}, then {_timed(c.samples_per_s, c.timed_after)}"]
+    if c.samples_per_s_before is not None:
+        parts.append(f"{100 * (c.samples_per_s / c.samples_per_s_before - 1):+.1f} %")
+    if c.speed_over_predicted is not None and c.predicted_samples_per_s is not None:
+        doubt = f" +- {c.predicted_samples_per_s * (c.predicted_sd or 0.0):.1f}"
+        doubt = "" if c.predicted_sd is None else doubt
+        parts.append(f"{c.predicted_samples_per_s:.1f}{doubt} predicted")
+    return parts
+
+
+def _timed(speed: float, steps: Sequence[int]) -> str:
+    """A throughput and the steps that it was measured over."""
+    of = f" in steps {steps[0]} to {steps[1]}" if len(steps) == 3 else ""
+    return f"{speed:.1f} samples/s{of}"
 
 
 def goodput(s: DecisionInputs, row: ConfigThroughput) -> float | None:
@@ -107,13 +128,15 @@ def decision_scalars(s: DecisionInputs, decision: Decision, *, number: int) -> d
         number: of the decision.
     """
     best = next_choice(s, decision)
+    is_scaled = decision.is_scaled
     named = {
         "copus/decisions": float(number),
-        "copus/goodput": goodput(s, s.now),
+        "copus/goodput": goodput(s, s.now) if s.now.source == "measured" else None,
         "copus/target-batch": decision.target_batch,
         "copus/next-batch": None if best is None else float(best.row.global_batch_size),
-        "copus/next-goodput": None if best is None else goodput(s, best.row),
+        "copus/next-goodput": goodput(s, best.row) if best and is_scaled else None,
         "copus/next-gain": None if best is None else best.gain,
+        "copus/next-gain-sd": None if best is None else best.gain_sd,
         "copus/next-gain-needed": None if best is None else best.needed,
     }
     return {tag: value for tag, value in named.items() if value is not None}

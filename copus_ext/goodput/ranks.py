@@ -24,6 +24,7 @@ import numpy as np
 
 from copus_ext.goodput import objectives, switch_rule
 from copus_ext.goodput.constraints import swing_factor
+from copus_ext.goodput.decide import gain_words
 from copus_ext.goodput.headroom import Course
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.goodput.state import RankChange
@@ -249,14 +250,16 @@ def _weighed(
     """What a change to a configuration gains and needs."""
     here, there = price([own, to], phi, s.cost_of_time).tolist()
     gain = here / there - 1.0
+    log_sd = _log_sd(s, own, to, phi)
     needed = switch_rule.forward_needed(
         cost_s=_cost_s(s, to),
         remaining_s=s.remaining_s,
-        log_sd=_log_sd(s, own, to, phi),
+        log_sd=log_sd,
         margin=MARGIN,
     )
     blocked = _turn_reason(s, to, phi)
-    words = f"ranks {ranks_of(s.now)} -> {ranks_of(to)}: gains {100 * gain:.1f} %"
+    words = f"ranks {ranks_of(s.now)} -> {ranks_of(to)}: "
+    words += gain_words(gain, None, log_sd, is_tried=False)
     if not blocked and gain <= needed:
         blocked = "the pause would not pay off in the rest of the run"
         if math.isfinite(needed):

@@ -7,64 +7,47 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from copus_ext.cost_model.conditions import Timings, is_small
 from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.cost_model.kfac import usual_step_s
 from copus_ext.goodput.conditions import Conditions
-from copus_ext.goodput.config_change import ConfigChange
+from copus_ext.goodput.config_change import ConfigChange, config_key
 from copus_ext.goodput.costs import LayoutChangeCosts
 from copus_ext.goodput.loss_watch import LossWatch
 from copus_ext.goodput.lr_scaling import Ramp
-from copus_ext.goodput.step_time_watch import StepTimeShift, StepTimeWatch
+from copus_ext.goodput.state_of_version_1 import RETIRED, upgraded
+from copus_ext.goodput.step_records import (
+    MIN_TIMED_STEPS,
+    WARM_UP_STEPS,
+    WINDOW_STEPS,
+    StepRecord,
+    measure_before,
+    measure_outcome,
+    slope,
+)
+from copus_ext.goodput.step_time_watch import FIRST_STEPS, StepTimeShift, StepTimeWatch
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 
 VERSION = 2
-WARM_UP_STEPS = 3
-"""Steps after a change that are not timed."""
 TIMED_STEPS = 20
 """Newest step times that are kept of a configuration."""
-MIN_TIMED_STEPS = 5
-"""Step times from which a configuration counts as measured."""
+_COLD = 1.5
+"""A first step that takes so many times what the newest ones do was not warm yet."""
 TRIED_STEPS = 10
 """Steps after a change of the layout or the micro-batch alone that tell its speed."""
-WINDOW_STEPS = 50
-"""Steps before and after a change over which its outcome is measured."""
 _CHANGES_KEPT = 100
-_RETIRED = "above_optimal_since_samples"
-"""A field that checkpoints of 2026 still hold and that nothing depends on any more."""
 _HOLD_HALF_LIVES = 2.0
 """A loss spike after a change of the batch stops such changes for so many half-lives of the noise
 scale's average."""
 
 
-def config_key(layout: str, micro_batch_size: int, global_batch_size: int) -> str:
-    """Key of a configuration in `ControllerState.step_times`."""
-    return f"{layout} {micro_batch_size} {global_batch_size}"
-
-
 def key_of(c: Configuration) -> str:
-    """The same of a configuration."""
+    """Key of a configuration in `ControllerState.step_times`."""
     return config_key(str(c.layout), c.micro_batch_size, c.global_batch_size)
-
-
-@dataclass(kw_only=True)
-class StepRecord:
-    """A finished step."""
-
-    consumed_samples: int
-    """Samples of the run, this step's included."""
-    global_batch_size: int
-    """Samples of the step."""
-    loss: float
-    """Nats per token."""
-    seconds: float
-    """Wall time on the slowest rank."""
-    updated: bool
-    """Whether the weights changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +76,8 @@ class ControllerState:
     """Decisions so far."""
     last_decision_samples: int = 0
     """Samples trained at the last decision."""
+    skipped_samples: int = 0
+    """Samples of steps since then that left the weights unchanged."""
     answered_batch: int | None = None
     """Scheduled batch that the last decision answered; a schedule asks once for each."""
     global_batch_size: int | None = None
@@ -116,9 +101,18 @@ class ControllerState:
     consecutive_spikes: int = 0
     """Growths in a row that a loss spike followed."""
     critical_batch_size_when_shrunk: float | None = None
-    """Critical batch size, samples, when the batch last became smaller; None once it has grown."""
+    """Critical batch size, samples, that the batch last shrank by; None once it has grown."""
     critical_batch_size_when_grown: float | None = None
-    """Critical batch size, samples, when the batch last became larger; None once it has shrunk."""
+    """Critical batch size, samples, that the batch last grew by; None once it has shrunk."""
+    changed_by_bound: bool = False
+    """Whether that was the bound, which needs no measurement."""
+    entered_untimed: bool = False
+    """Whether the present batch had not been timed on its layout when the run changed to it."""
+    conditions_at_change: int = 0
+    """`conditions.num_changes` then."""
+    left: dict[str, int] = field(default_factory=dict)
+    """Configurations, by key, that were left for another one of their batch after both had been
+    timed; with `conditions.num_changes` of then."""
     annealing_from: int | None = None
     """Batch, samples, at which the run began to anneal by batch; None before."""
     step_times: dict[str, list[float]] = field(default_factory=dict)
@@ -147,8 +141,8 @@ class ControllerState:
     """The last number of ranks that was asked for; whether it has come shows elsewhere."""
 
     def __post_init__(self) -> None:
-        self._steps_this_launch = 0
         self._shift: StepTimeShift | None = None
+        self.begin_visit()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types. `asdict` on an object that holds a state gives the same."""
@@ -163,7 +157,7 @@ class ControllerState:
             KeyError, TypeError: a state of another form.
         """
         if data.get("version") == 1:
-            data = _from_version_1(data)
+            data = upgraded(data)
         if data.get("version") != VERSION:
             raise ValueError(f"controller state of version {data.get('version')}, not {VERSION}")
         ramp, change = data["ramp"], data["open_change"]
@@ -181,7 +175,7 @@ class ControllerState:
             parts["rank_change"] = RankChange(**data["rank_change"])
         if "conditions" in data:
             parts["conditions"] = Conditions.from_json(data["conditions"])
-        known = {name: value for name, value in data.items() if name != _RETIRED}
+        known = {name: value for name, value in data.items() if name != RETIRED}
         return cls(**{**known, **parts})
 
     def record_step(
@@ -193,8 +187,11 @@ class ControllerState:
         loss: float,
         seconds: float,
         updated: bool = True,
+        iteration: int = 0,
+        measures_noise: bool = False,
     ) -> None:
-        """Adds a finished step.
+        """Adds a finished step. One that left the weights unchanged tells nothing: it has no time,
+        and counts neither towards the next decision nor as a step after the last change.
 
         Args:
             key: of the configuration, from `config_key`.
@@ -203,35 +200,71 @@ class ControllerState:
             loss: in nats per token.
             seconds: wall time on the slowest rank.
             updated: whether the weights changed.
+            iteration: steps of the run, this one included.
+            measures_noise: whether the noise scale was measured in it.
         """
-        self._steps_this_launch += 1
+        if key != self._visited:
+            self.begin_visit(key)
+        self._visit_steps += 1
         self.elapsed_s += seconds
-        self.steps_after_change += 1
+        self.steps_after_change += updated
+        self.skipped_samples += 0 if updated else batch
         self.steps.append(
             StepRecord(
+                iteration=iteration,
+                key=key,
                 consumed_samples=consumed_samples,
                 global_batch_size=batch,
                 loss=loss,
                 seconds=seconds,
                 updated=updated,
+                is_warm=self._visit_steps > WARM_UP_STEPS,
+                measures_noise=measures_noise,
             )
         )
         del self.steps[: -2 * WINDOW_STEPS]
         if self.loss_watch is not None:
             self.loss_watch.add(loss)
         self.conditions.add_step(seconds)
-        if min(self.steps_after_change, self._steps_this_launch) > WARM_UP_STEPS:
-            times = self.step_times.setdefault(key, [])
-            times.append(seconds)
-            del times[:-TIMED_STEPS]
-            self._shift = self.watch.add(key, seconds)
+        if self.steps[-1].is_timed:
+            self._time(self.steps[-1])
+
+    def begin_visit(self, key: str = "") -> None:
+        """The next steps are the first ones in a configuration, or after something that may slow
+        them down, such as a change of the layout that failed. They are not timed."""
+        self._visited, self._visit_steps = key, 0
+        self._visit: list[StepRecord] = []
+
+    def _time(self, step: StepRecord) -> None:
+        """Takes the time of a step. If the newest ones show that the first of this visit were not
+        warm yet, these no longer count."""
+        visit, times = self._visit, self.step_times.setdefault(step.key, [])
+        times.append(step.seconds)
+        self._shift = self.watch.add(step.key, step.seconds)
+        if self._visit_steps <= FIRST_STEPS:
+            visit.append(step)
+        newest = statistics.median(s.seconds for s in visit[-MIN_TIMED_STEPS:] or [step])
+        while len(visit) > MIN_TIMED_STEPS and visit[0].seconds > _COLD * newest:
+            del times[-len(visit) :]
+            visit.pop(0).is_warm = False
+            times += [s.seconds for s in visit]
+            self.watch = StepTimeWatch()
+            for s in visit:
+                self.watch.add(s.key, s.seconds)
+        if self._visit_steps >= FIRST_STEPS:
+            visit.clear()
+        del times[:-TIMED_STEPS]
 
     def begin_launch(self, usual: Timings) -> None:
         """Starts a launch under conditions that count as usual, as they were timed. Times of a
         launch that became slower, or of a machine of another speed, tell nothing of it."""
+        self.left = dict.fromkeys(self.left_for_good, 0)
+        is_news = self.conditions.num_changes != self.conditions_at_change
         if self.conditions.factors != USUAL or not usual.is_like(self.conditions.usual):
-            self.step_times = {}
+            self.step_times, self.left, is_news = {}, {}, True
+        self.conditions_at_change = -1 if is_news else 0
         self.conditions, self.watch, self._shift = Conditions(usual=usual), StepTimeWatch(), None
+        self.begin_visit()
 
     def enter_phase(
         self, *, before: int, after: int, global_batch_size: int | None, micro_batch_size: int
@@ -256,6 +289,7 @@ class ControllerState:
 
         for name in (
             "last_decision_samples",
+            "skipped_samples",
             "last_change_samples",
             "hold_growth_until_samples",
             "hold_shrinking_until_samples",
@@ -268,12 +302,14 @@ class ControllerState:
         if self.annealing_from is not None:
             self.annealing_from = max(rescaled(self.annealing_from), 1)
         self.critical_batch_size_when_shrunk = self.critical_batch_size_when_grown = None
+        self.left = {}
         if (ranks := self.rank_change) is not None:
             critical = ranks.critical_batch_size * before / after
             self.rank_change = replace(ranks, critical_batch_size=critical)
         self.steps, self.step_times, self.open_change, self.loss_watch = [], {}, None, None
         self.steps_after_change = 0
         self.conditions.earlier_s, self.watch, self._shift = {}, StepTimeWatch(), None
+        self.begin_visit()
 
     def take_shift(self) -> StepTimeShift | None:
         """A lasting change of the step time that became certain with the last step."""
@@ -302,7 +338,9 @@ class ControllerState:
         """
         kept = self.step_times.get(present, [])
         if shift is not None:
-            kept = [step.seconds for step in self.steps[-min(shift.steps, TIMED_STEPS) :]]
+            newest = self.steps[-min(shift.steps, TIMED_STEPS) :]
+            kept = [step.seconds for step in newest if step.is_timed]
+        self._visit = []
         if factors == self.conditions.factors and (shift is None or is_small(shift.ratio)):
             factor, earlier_s = shift.ratio if shift else 1.0, self.conditions.earlier_s
             times = {key: [factor * x for x in some] for key, some in self.step_times.items()}
@@ -326,20 +364,21 @@ class ControllerState:
         self.step_times = without(self.step_times)
         self.conditions.earlier_s = without(self.conditions.earlier_s)
         self.watch, self._shift, self.steps_after_change = StepTimeWatch(), None, 0
+        self.begin_visit()
 
     @property
     def loss_slope(self) -> float | None:
         """By which the training loss changes now, nats a token for each sample; None if that is
         not known, or within two standard errors of nothing."""
         steps = [step for step in self.steps[-WINDOW_STEPS:] if math.isfinite(step.loss)]
-        if len(steps) < WINDOW_STEPS / 2 or (slope := _slope(steps)) is None:
+        if len(steps) < WINDOW_STEPS / 2 or (found := slope(steps)) is None:
             return None
-        if slope == 0.0:
+        if found == 0.0:
             return None
         at, losses = zip(*((float(step.consumed_samples), step.loss) for step in steps))
         r2 = statistics.correlation(at, losses) ** 2
         # The square of the slope over its standard error is (n - 2) r2 / (1 - r2).
-        return slope / 1000.0 if (len(steps) - 2) * r2 > 4.0 * (1.0 - r2) else None
+        return found / 1000.0 if (len(steps) - 2) * r2 > 4.0 * (1.0 - r2) else None
 
     def measured_step_time(
         self, c: Configuration, interval: int = 1
@@ -352,6 +391,24 @@ class ControllerState:
         median = statistics.median(times)
         spread = statistics.median(abs(t - median) for t in times)
         return usual_step_s(times, interval), spread, len(times)
+
+    @property
+    def _timed_keys(self) -> set[str]:
+        """Configurations that count as measured."""
+        return {key for key, some in self.step_times.items() if len(some) >= MIN_TIMED_STEPS}
+
+    @property
+    def are_speeds_news(self) -> bool:
+        """Whether speeds tell something that was not known when the batch last changed: that of the
+        present batch, which was not timed before, or speeds under other conditions."""
+        return self.entered_untimed or self.conditions.num_changes != self.conditions_at_change
+
+    @property
+    def left_for_good(self) -> tuple[str, ...]:
+        """Configurations, by key, that were left for another one of their batch after both had been
+        timed; conditions have not changed since."""
+        now = self.conditions.num_changes
+        return tuple(key for key, then in self.left.items() if then == now)
 
     @property
     def timed_layouts(self) -> list[Layout]:
@@ -404,8 +461,8 @@ class ControllerState:
     def is_due(
         self, *, consumed_samples: int, batch: int, scheduled: int | None, every_samples: float
     ) -> bool:
-        """Whether to decide after a step. While step times may just be changing, nothing is decided
-        but what a schedule asks for.
+        """Whether to decide after a step. While step times may just be changing, and after a step
+        that left the weights unchanged, nothing is decided but what a schedule asks for.
 
         Args:
             consumed_samples: samples of the run, this step's included.
@@ -415,9 +472,10 @@ class ControllerState:
         """
         if scheduled not in (None, batch, self.answered_batch):
             return True
-        if self.watch.is_unsure:
+        if self.watch.is_unsure or (self.steps and not self.steps[-1].updated):
             return False
-        return consumed_samples - self.last_decision_samples >= every_samples
+        since = consumed_samples - self.last_decision_samples - self.skipped_samples
+        return since >= every_samples
 
     def record_decision(self, *, consumed_samples: int, scheduled: int | None) -> None:
         """Counts a decision, also one to stay.
@@ -432,33 +490,42 @@ class ControllerState:
     def postpone(self, *, consumed_samples: int, scheduled: int | None) -> None:
         """Waits a full interval from here to the next decision."""
         self.last_decision_samples, self.answered_batch = consumed_samples, scheduled
+        self.skipped_samples = 0
 
     def apply(
-        self, change: ConfigChange, *, ramp: Ramp | None, critical_batch_size: float | None
+        self,
+        change: ConfigChange,
+        *,
+        ramp: Ramp | None,
+        critical_batch_size: float | None,
+        by_bound: bool = False,
     ) -> None:
         """Makes the configuration of a change the present one, and starts to measure its outcome.
 
         Args:
             change: without its outcome; the figures before the change are filled in here.
             ramp: the learning rate's way to the new batch.
-            critical_batch_size: as measured, samples; None where it was not.
+            critical_batch_size: that the decision went by, samples; None where it knew none.
+            by_bound: whether that was the bound, which needs no measurement.
         """
-        before = self.steps[-WINDOW_STEPS:]
-        # Losses of other batches scatter by another deviation.
-        own = [s for s in before[-TIMED_STEPS:] if s.global_batch_size == change.from_batch]
-        losses = [s.loss for s in own if math.isfinite(s.loss)]
-        change.loss_before, change.loss_sd_before = _mean(losses), _sd(losses)
-        change.slope_before, change.samples_per_s_before = _slope(before), _speed(before)
+        before = measure_before(change, self.steps, num_losses=TIMED_STEPS)
         self.open_change = change
         self.steps_after_change = 0
         self.num_changes += 1
         if change.to_batch != change.from_batch:
-            self._watch_loss_after(change, len(losses))
+            self._watch_loss_after(change, len(before))
             self.ramp = ramp
             self.last_change_samples = change.consumed_samples
             shrinks = change.to_batch < change.from_batch
             self.critical_batch_size_when_shrunk = critical_batch_size if shrinks else None
             self.critical_batch_size_when_grown = None if shrinks else critical_batch_size
+            self.changed_by_bound = by_bound
+            layout, batch = str(change.to_layout), str(change.to_batch)
+            names = (key.split() for key in self._timed_keys)
+            self.entered_untimed = not any(n[0] == layout and n[2] == batch for n in names)
+            self.conditions_at_change = self.conditions.num_changes
+        elif {change.from_key, change.to_key} <= self._timed_keys:
+            self.left[change.from_key] = self.conditions.num_changes
         self.global_batch_size, self.micro_batch_size = change.to_batch, change.to_micro_batch
 
     def _watch_loss_after(self, change: ConfigChange, num_losses_before: int) -> None:
@@ -509,6 +576,11 @@ class ControllerState:
             self.hold_shrinking_until_samples = until
         return watch
 
+    def has_left(self, key: str) -> bool:
+        """Whether a launch in a configuration does not go on with the last change, so that its
+        steps tell nothing of that."""
+        return self.open_change is not None and self.open_change.to_key != key
+
     def record_outcome(self, *, now: bool = False) -> ConfigChange | None:
         """Measures the outcome of the last change, once enough steps have followed it.
 
@@ -521,80 +593,8 @@ class ControllerState:
         change, since = self.open_change, self.steps_after_change
         if change is None or (since < WINDOW_STEPS and not now):
             return None
-        after = self.steps[-since:] if since else []
-        timed = after[WARM_UP_STEPS:]
-        losses = [s.loss for s in after[:WINDOW_STEPS] if math.isfinite(s.loss)]
-        change.steps, change.samples_per_s = since, _speed(timed)
-        change.loss_slope = _slope(after)
-        if change.samples_per_s and change.predicted_samples_per_s:
-            change.speed_over_predicted = change.samples_per_s / change.predicted_samples_per_s
-        if losses and change.loss_before is not None:
-            change.loss_rise = max(losses) - change.loss_before
-        if timed:
-            median = statistics.median(step.seconds for step in timed)
-            change.pause_s = max(after[0].seconds - median, 0.0) if median else None
+        measure_outcome(change, self.steps)
         self.open_change = None
         self.changes.append(change)
         del self.changes[:-_CHANGES_KEPT]
         return change
-
-
-def _mean(values: list[float]) -> float | None:
-    finite = [x for x in values if math.isfinite(x)]
-    return statistics.fmean(finite) if finite else None
-
-
-def _sd(values: list[float]) -> float | None:
-    finite = [x for x in values if math.isfinite(x)]
-    return statistics.stdev(finite) if len(finite) > 1 else None
-
-
-def _speed(steps: list[StepRecord]) -> float | None:
-    """Samples per second of the median step."""
-    speeds = [step.global_batch_size / max(step.seconds, 1e-9) for step in steps]
-    return statistics.median(speeds) if speeds else None
-
-
-def _slope(steps: list[StepRecord]) -> float | None:
-    """Loss per thousand samples, by least squares."""
-    finite = [step for step in steps if math.isfinite(step.loss)]
-    if len(finite) < 3:
-        return None
-    x = [step.consumed_samples / 1000.0 for step in finite]
-    return statistics.linear_regression(x, [step.loss for step in finite]).slope
-
-
-_NAMES_OF_VERSION_1 = {
-    "since_change": "steps_after_change",
-    "spikes_in_a_row": "consecutive_spikes",
-    "small_since_samples": _RETIRED,
-    "noise_when_shrunk": "critical_batch_size_when_shrunk",
-    "times": "step_times",
-    "open": "open_change",
-    "layouts": "layout_costs",
-}
-
-
-def _from_version_1(old: dict[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint of before in the present form."""
-    data = {_NAMES_OF_VERSION_1.get(name, name): value for name, value in old.items()}
-    sizes = data.pop("sizes") or (None, None)
-    names = [f.name for f in fields(StepRecord)]
-    costs = dict(data.get("layout_costs") or {})
-    costs["failed"] = [
-        {"start": start and _layout_text(start), "to": _layout_text(to), "reason": reason}
-        for start, to, reason in costs.pop("barred", [])
-    ]
-    costs["pending_relaunch"] = costs.pop("left", None)
-    return {
-        **data,
-        "version": VERSION,
-        "global_batch_size": sizes[0],
-        "micro_batch_size": sizes[1],
-        "steps": [dict(zip(names, [*step[:4], bool(step[4])])) for step in data["steps"]],
-        "layout_costs": costs,
-    }
-
-
-def _layout_text(value: str | list[int]) -> str:
-    return str(Layout.from_record(value))

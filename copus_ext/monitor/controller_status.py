@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from copus_ext.goodput.decide import critical_batch_size_words
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.messages import goodput, next_choice
@@ -25,9 +26,12 @@ class NextChoice:
     micro_batch_size: int
     layout: str
     goodput: float | None
-    """Predicted useful samples per second; None without a noise scale."""
+    """Predicted useful samples per second; None without a noise scale, and while nothing has told
+    how fast this machine is."""
     gain: float | None
-    """Relative gain in goodput over the current configuration."""
+    """Predicted relative gain in goodput over the current configuration."""
+    gain_sd: float | None
+    """Standard deviation of the logarithm of 1 plus that."""
     needed: float | None
     """Gain required to switch there."""
     verdict: str
@@ -48,7 +52,14 @@ class ChangeStatus:
     """The chosen configuration, in words."""
     gain: float | None
     """Predicted gain in goodput."""
+    gain_sd: float | None
+    """Standard deviation of the logarithm of 1 plus that."""
+    samples_per_s_before: float | None
+    """Measured throughput of the configuration before."""
     predicted_samples_per_s: float | None
+    """None where nothing had told how fast this machine is."""
+    predicted_sd: float | None
+    """Relative standard deviation of that."""
     samples_per_s: float | None
     """Measured throughput; None before it is known."""
     speed_over_predicted: float | None
@@ -72,11 +83,16 @@ class ControllerStatus:
     target_batch: float | None = None
     """Batch that the policy aims at in the end, samples."""
     goodput: float | None = None
-    """Useful samples per second of the current configuration, as of the last decision."""
+    """Useful samples per second of the current configuration, as it was timed for the last
+    decision; None where it was not."""
     best: NextChoice | None = None
     """The best alternative within reach; None if none was compared since the last change."""
     noise_scale_multiplier: float | None = None
-    """The critical batch size over the noise scale."""
+    """The critical batch size over the noise scale, where that decides."""
+    critical_batch_size: float | None = None
+    """What the last decision went by, samples; None where it knew none."""
+    critical_batch_size_source: str = ""
+    """That size and what it comes from, in words."""
     headroom: Headroom | None = None
     """What there is to gain in the rest of the run; None if unknown."""
     so_far: str = ""
@@ -138,8 +154,9 @@ def _last_decision(
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             layout=layout,
-            goodput=goodput(s, found.row),
+            goodput=goodput(s, found.row) if d.is_scaled else None,
             gain=found.gain,
+            gain_sd=found.gain_sd,
             needed=found.needed,
             verdict=text(found.blocked_reason) or "chosen",
         )
@@ -147,9 +164,11 @@ def _last_decision(
         "iteration": s.iteration,
         "reason": text(d.reason, LINE),
         "target_batch": d.target_batch,
-        "goodput": None if row is None else goodput(s, row),
+        "goodput": goodput(s, row) if row is not None and row.source == "measured" else None,
         "best": best,
-        "noise_scale_multiplier": s.rules.noise_scale_multiplier,
+        "noise_scale_multiplier": s.noise_scale_multiplier,
+        "critical_batch_size": s.critical_batch_size,
+        "critical_batch_size_source": critical_batch_size_words(s) if s.critical_batch_size else "",
     }
 
 
@@ -173,7 +192,10 @@ def _change(d: DecisionRecord) -> ChangeStatus:
         kind="relayout" if changes_layout else "batch",
         to=" on ".join(filter(None, words)),
         gain=d.gain if outcome is None or outcome.gain is None else outcome.gain,
-        predicted_samples_per_s=(outcome and outcome.predicted) or d.predicted,
+        gain_sd=d.gain_sd if outcome is None or outcome.gain is None else outcome.gain_sd,
+        samples_per_s_before=outcome and outcome.speed_before,
+        predicted_samples_per_s=d.predicted if outcome is None else outcome.predicted,
+        predicted_sd=d.predicted_sd if outcome is None else outcome.predicted_sd,
         samples_per_s=outcome and outcome.speed,
         speed_over_predicted=outcome and outcome.ratio,
         pause_s=pause_s,

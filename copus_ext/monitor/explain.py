@@ -124,15 +124,44 @@ def switch_result(s: SwitchRecord) -> str:
 def outcome_result(o: OutcomeRecord) -> str:
     """The outcome of a change."""
     parts = []
-    if o.speed is not None and o.predicted:
-        parts.append(f"{o.speed:.3g} samples/s, {_against(o.speed, o.predicted)} predicted")
+    if o.speed is not None:
+        parts.append(f"{o.speed:.3g} samples/s{_steps(o.timed_after)}")
+    elif o.steps is not None:
+        parts.append("too few steps to tell its speed")
     if o.speed is not None and o.speed_before:
-        parts.append(f"{_against(o.speed, o.speed_before)} before")
+        before = f"{o.speed_before:.3g}{_steps(o.timed_before)}"
+        parts.append(f"{_against(o.speed, o.speed_before)} the {before} before")
+    if o.speed is not None and o.predicted:
+        parts.append(f"{_against(o.speed, o.predicted)} {predicted_speed(o)} predicted")
     if o.spiked:
         parts.append("the loss spiked")
     if o.steps is not None:
         parts.append(f"over {counted(o.steps, 'step')}")
     return ", ".join(parts)
+
+
+def predicted_speed(o: OutcomeRecord) -> str:
+    """A predicted throughput with its doubt."""
+    assert o.predicted is not None
+    doubt = "" if o.predicted_sd is None else f" +- {o.predicted * o.predicted_sd:.2g}"
+    return f"the {o.predicted:.3g}{doubt}"
+
+
+def _steps(timed: tuple[int, int, int] | None) -> str:
+    return "" if timed is None else f" in steps {timed[0]} to {timed[1]}"
+
+
+def gain(share: float | None, sd: float | None, *, sign: bool = True) -> str:
+    """A predicted gain in percent with one standard deviation of it; `-` if unknown.
+
+    Args:
+        share: the gain.
+        sd: of the logarithm of 1 plus that; None where it is not known.
+        sign: whether a plus is shown.
+    """
+    if share is None or sd is None:
+        return percent(share, sign=sign)
+    return f"{100 * share:{'+' if sign else ''}.1f} +- {100 * (1.0 + share) * sd:.1f} %"
 
 
 def _against(value: float, other: float) -> str:
@@ -157,14 +186,14 @@ def explain(d: DecisionRecord, s: DecisionInputs | None) -> list[str]:
         lines.append(f"{verb} {d.to}.")
         if d.gain is not None:
             needs = "" if d.needed is None else f"; the switch needed {percent(d.needed)}"
-            lines.append(f"It expected {percent(d.gain, sign=True)} goodput{needs}.")
+            lines.append(f"It expected {gain(d.gain, d.gain_sd)} goodput{needs}.")
             if d.gain < 0 and d.applied:
                 lines.append("Nobody had timed it, so it was tried: it may be faster than that.")
     else:
         lines.append(f"It stayed. The reason against the best alternative: {d.reason}.")
         if d.gain is not None and d.needed is not None:
             lines.append(
-                f"That switch was worth {percent(d.gain, sign=True)} goodput "
+                f"That switch was predicted to be worth {gain(d.gain, d.gain_sd)} goodput "
                 f"and needed {percent(d.needed)}."
             )
     if d.target is not None:

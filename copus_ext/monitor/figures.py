@@ -7,12 +7,14 @@ and `samples`, `meta.tokens` the length of a sequence, and `meta.color` the numb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor.downsample import Column, changes, downsample, running_mean, running_rate
-from copus_ext.monitor.explain import headline, outcome_result, percent, seconds
+from copus_ext.monitor.explain import gain as expected
+from copus_ext.monitor.explain import headline, outcome_result, seconds
 from copus_ext.monitor.forks import ForkRecord
+from copus_ext.monitor.journal import DecisionRecord
 from copus_ext.monitor.run_files import RunHistory
 from copus_ext.monitor.values import number
 from copus_ext.reshard.phases import BACK, PHASES, TOGETHER
@@ -186,7 +188,7 @@ def _changes(series: _Series, mean: Column) -> Figure:
     places = [index[d.iteration] for d in made if d.iteration is not None]
     words = []
     for d in made:
-        gain = "" if d.gain is None else f", {percent(d.gain, sign=True)} goodput expected"
+        gain = "" if d.gain is None else f", {expected(d.gain, d.gain_sd)} goodput expected"
         pause = "" if d.switch is None else f", pause {seconds(d.switch.pause_s)}"
         words.append(f"after step {d.iteration}: {headline(d)}{gain}{pause}")
     return series.points(
@@ -304,12 +306,16 @@ def noise_figure(runs: Sequence[RunHistory]) -> Figure:
             line,
             series.line("batch", changes(batch), batch, color=1, of=steps, line=dotted),
         ]
+        if used := [u for d in series.run.decisions.standing if (u := _used(d)) is not None]:
+            used = [used[i] for i in downsample([[u.size for u in used]], series.most // 4)]
+            data.append(series.points("critical batch size used", 2, used, **_used_style(used)))
     return {
         "id": "noise",
         "title": "Gradient noise scale",
         "caption": "The smoothed noise scale phi with its 95 % interval, open above where only the "
-        "lower end is known; dotted the batch. Decisions go by the critical batch size: "
-        "phi times --copus-noise-scale-multiplier.",
+        "lower end is known; dotted the batch. The points are the critical batch sizes that "
+        "decisions went by, each with its source: phi times --copus-noise-scale-multiplier, or a "
+        "bound that needs no measurement.",
         "height": 420,
         "axis": True,
         "data": data,
@@ -325,6 +331,35 @@ def noise_figure(runs: Sequence[RunHistory]) -> Figure:
 
 
 _HOVER_PHI = "step %{customdata[0]}: phi %{y:.4g}, interval %{customdata[3]}<extra></extra>"
+
+
+class _Used(NamedTuple):
+    """The critical batch size that a decision went by."""
+
+    iteration: int
+    samples: int | None
+    t: float | None
+    size: float
+    source: str
+
+
+def _used(d: DecisionRecord) -> _Used | None:
+    """None where a decision went by none."""
+    account = d.account
+    if account is None or account.critical_batch_size is None or d.iteration is None:
+        return None
+    source = "a bound that needs no measurement" if account.is_bound else "the noise scale"
+    # In samples of the run, as the noise scale of its steps.
+    return _Used(d.iteration, d.samples, d.t, account.critical_batch_size, source)
+
+
+def _used_style(used: Sequence[_Used]) -> Figure:
+    return {
+        "y": [u.size for u in used],
+        "customdata": [[u.iteration, u.source] for u in used],
+        "hovertemplate": "step %{customdata[0]}: %{y:.4g} by %{customdata[1]}<extra></extra>",
+        "marker": {"size": 6},
+    }
 
 
 def _top(runs: Sequence[RunHistory]) -> float:
@@ -394,7 +429,8 @@ def prediction_figure(runs: Sequence[RunHistory]) -> Figure:
     data: list[Figure] = []
     both: list[float] = []
     for series in _all_series(runs):
-        known = [o for o in series.run.decisions.outcomes if o.predicted and o.speed]
+        outcomes = series.run.decisions.outcomes
+        known = [o for o in outcomes if o.predicted and o.speed and o.ratio]
         both += [v for o in known for v in (o.predicted, o.speed) if v is not None]
         trace = series.points(
             "changes",

@@ -103,11 +103,20 @@ class OutcomeRecord:
     after: Sizes
     gain: float | None
     """Predicted gain in goodput."""
+    gain_sd: float | None
+    """Standard deviation of the logarithm of 1 plus that."""
     predicted: float | None
-    """Predicted samples/s."""
+    """Predicted samples/s; None where nothing had told how fast this machine is."""
+    predicted_sd: float | None
+    """Relative standard deviation of that."""
     speed_before: float | None
+    """Measured samples/s of the configuration before."""
+    timed_before: tuple[int, int, int] | None
+    """First and last of the steps that this was measured over, and how many; None if unknown."""
     speed: float | None
     """Measured samples/s."""
+    timed_after: tuple[int, int, int] | None
+    """As `timed_before`."""
     slope_before: float | None
     slope: float | None
     """Loss per thousand samples."""
@@ -141,12 +150,16 @@ class DecisionRecord:
     reason: str
     gain: float | None
     """Predicted gain in goodput of the choice, or of the best alternative within reach."""
+    gain_sd: float | None
+    """Standard deviation of the logarithm of 1 plus that gain; None in older journals."""
     needed: float | None
     """Gain required to switch there."""
     now: Sizes
     to: Sizes
     predicted: float | None
-    """Predicted samples/s of `to`."""
+    """Predicted samples/s of `to`; None where nothing had told how fast this machine is."""
+    predicted_sd: float | None
+    """Relative standard deviation of that."""
     target: float | None
     """Target batch of the policy."""
     account: Account | None = None
@@ -252,6 +265,9 @@ class DecisionHistory:
             self.headroom = _headroom(record.get("headroom")) or self.headroom
         elif kind == "outcome":
             outcome = _outcome(record)
+            # A launch that goes on from an earlier checkpoint measures it once more.
+            same = outcome.number, outcome.iteration
+            self.outcomes = [o for o in self.outcomes if (o.number, o.iteration) != same]
             self.outcomes.append(outcome)
             if decided := self._find(outcome.number):
                 decided.outcome = outcome
@@ -285,6 +301,7 @@ class DecisionHistory:
             for decided in self.decided:
                 decided.undone |= decided.iteration is not None and decided.iteration > iteration
             self.forks = [fork for fork in self.forks if (fork.iteration or 0) <= iteration]
+            self.outcomes = [o for o in self.outcomes if (o.iteration or 0) <= iteration]
         if layout:
             self._enter(layout)
             self.layouts.append((iteration or 0, layout))
@@ -416,7 +433,7 @@ def _decision(
     growth = number(table(situation.get("rules")).get("growth"))
     candidates = rows(decision.get("candidates"))
     candidate = _candidate(candidates, now=now, to=to, kind=kind, growth=growth)
-    gain = number(decision.get("gain"))
+    gain, gain_sd = number(decision.get("gain")), number(decision.get("gain_sd"))
     return DecisionRecord(
         place=place,
         number=whole(record.get("number")),
@@ -427,10 +444,12 @@ def _decision(
         applied=record.get("applied") is True,
         reason=text(decision.get("reason")),
         gain=number(candidate.get("gain")) if gain is None else gain,
+        gain_sd=number(candidate.get("gain_sd")) if gain is None else gain_sd,
         needed=number(candidate.get("needed")),
         now=sizes_of(now),
         to=sizes_of(to),
-        predicted=number(to.get("samples_per_s")),
+        predicted=number(to.get("samples_per_s")) if decision.get("is_scaled", True) else None,
+        predicted_sd=number(to.get("relative_sd")),
         target=number(decision.get("target_batch")),
         account=None if first is None else _account(record, first),
     )
@@ -487,15 +506,27 @@ def _outcome(record: dict[str, Any]) -> OutcomeRecord:
         before=sizes("from"),
         after=sizes("to"),
         gain=number(record.get("gain")),
+        gain_sd=number(record.get("gain_sd")),
         predicted=number(record.get("predicted_samples_per_s")),
+        predicted_sd=number(record.get("predicted_sd")),
         speed_before=number(record.get("samples_per_s_before")),
+        timed_before=_timed(record.get("timed_before")),
         speed=number(record.get("samples_per_s")),
+        timed_after=_timed(record.get("timed_after")),
         slope_before=number(record.get("slope_before")),
         slope=number(record.get("loss_slope")),
         steps=whole(record.get("steps")),
         pause_s=number(record.get("pause_s")),
         spiked=record.get("spiked") is True,
     )
+
+
+def _timed(value: Any) -> tuple[int, int, int] | None:
+    """First and last step of a measurement and how many there are, as anybody may have written
+    them."""
+    steps = [whole(x) for x in value] if isinstance(value, list) else []
+    first, last, count = steps if len(steps) == 3 else (None, None, None)
+    return None if first is None or last is None or count is None else (first, last, count)
 
 
 def _conditions(record: dict[str, Any]) -> str:

@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 from copus_ext.goodput import objectives
-from copus_ext.goodput.decide import compares_goodput
+from copus_ext.goodput.decide import compares_goodput, gain_log_sd
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
-from copus_ext.monitor.explain import explain
+from copus_ext.monitor.explain import explain, gain
 from copus_ext.monitor.journal import DecisionRecord, sizes_of
 from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
 
@@ -47,8 +47,9 @@ def landscape(record: dict[str, Any], decided: DecisionRecord) -> dict[str, Any]
         decided: its values.
 
     Returns:
-        `layouts` and `batches` name rows and columns. `gains` (over the configuration of that time)
-        and `speeds` (samples/s) are those of the best micro-batch, in `micros`; None without one.
+        `layouts` and `batches` name rows and columns. `gains` (predicted, over the configuration of
+        that time), `doubts` (their standard deviations) and `speeds` (samples/s) are those of the
+        best micro-batch, in `micros`; None without one.
         `words` explain the choice.
     """
     found: dict[str, Any] = {
@@ -81,14 +82,20 @@ def _candidates(decision: dict[str, Any]) -> list[list[Any]]:
     for candidate in rows(decision.get("candidates")):
         row = table(candidate.get("row"))
         sizes = sizes_of(row)
-        numbers = [row.get("samples_per_s"), candidate.get("gain"), candidate.get("needed")]
-        blocked = text(candidate.get("blocked_reason"), 300) or "allowed"
-        shown.append([sizes.layout, sizes.batch, sizes.micro, *map(number, numbers), blocked])
+        share = number(candidate.get("gain"))
+        words = "" if share is None else gain(share, number(candidate.get("gain_sd")))
+        shown.append(
+            [
+                *(sizes.layout, sizes.batch, sizes.micro, number(row.get("samples_per_s"))),
+                *(words, number(candidate.get("needed"))),
+                text(candidate.get("blocked_reason"), 300) or "allowed",
+            ]
+        )
     return shown
 
 
 def _cells(s: DecisionInputs) -> dict[str, Any]:
-    by_goodput = compares_goodput(s)
+    by_goodput, critical = compares_goodput(s), s.critical_batch_size or 1.0
     values = _goodputs(s) if by_goodput else [row.samples_per_s for row in s.rows]
     base = values[s.current]
     if not (math.isfinite(base) and base > 0):
@@ -111,6 +118,7 @@ def _cells(s: DecisionInputs) -> dict[str, Any]:
         "batches": batches,
         "by_goodput": by_goodput,
         "gains": each(lambda i, _: number(values[i] / base - 1.0)),
+        "doubts": each(lambda i, row: number(values[i] / base * gain_log_sd(s, row, critical))),
         "speeds": each(lambda _, row: number(row.samples_per_s)),
         "micros": each(lambda _, row: whole(row.micro_batch_size)),
         "sources": each(lambda _, row: text(row.source, 20)),

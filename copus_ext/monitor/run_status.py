@@ -26,7 +26,8 @@ SLOW_STEPS = 10
 MANY_SWITCHES = 3
 """Changes of layout an hour up to which there is no alarm."""
 FAR_OFF = 0.2
-"""Relative error of a predicted throughput that is worth an alarm."""
+"""Relative error of a predicted throughput that is worth an alarm, if it is more than two standard
+deviations."""
 _HOUR_S = 3600.0
 _STEPS = 100
 """Last steps that are looked at."""
@@ -421,8 +422,8 @@ def _alarms(
     age_s = None if last is None else t - (last.t or 0.0)
     if signs.state == "training" and step_s and age_s and age_s > max(SLOW_STEPS * step_s, 10.0):
         lines["no step"] = f"no step for {age_s:.0f} s, {age_s / step_s:.0f} times the median"
-    ratio = _last_ratio(run.decisions)
-    if ratio is not None and abs(ratio - 1) > FAR_OFF:
+    ratio, doubt = _last_ratio(run.decisions) or (1.0, 0.0)
+    if abs(ratio - 1) > max(FAR_OFF, 2.0 * doubt):
         off = f"{100 * (ratio - 1):+.0f} %"
         lines["prediction"] = f"the last change runs {off} off the predicted throughput"
     if signs.is_alive:
@@ -440,8 +441,9 @@ def _alarms(
     return [Alarm(name=name, line=line) for name, line in lines.items()]
 
 
-def _last_ratio(decisions: DecisionHistory) -> float | None:
-    """Measured over predicted throughput of the last change that was measured long enough."""
+def _last_ratio(decisions: DecisionHistory) -> tuple[float, float] | None:
+    """Measured over predicted throughput of the last change that was measured long enough, and the
+    relative standard deviation of the prediction."""
     known = (d.outcome for d in reversed(decisions.made) if d.outcome is not None)
-    ratios = (o.ratio for o in known if (o.steps or 0) >= WINDOW_STEPS)
-    return next((ratio for ratio in ratios if ratio is not None), None)
+    ratios = ((o.ratio, o.predicted_sd or 0.0) for o in known if (o.steps or 0) >= WINDOW_STEPS)
+    return next(((ratio, sd) for ratio, sd in ratios if ratio is not None), None)

@@ -14,8 +14,10 @@ from copus_ext.monitor.downsample import running_mean
 from copus_ext.monitor.explain import (
     date,
     difference,
+    gain,
     headline,
     percent,
+    predicted_speed,
     result,
     seconds,
     switch_result,
@@ -64,6 +66,7 @@ def facts(run: RunHistory) -> list[list[str]]:
         ["Layout", " then ".join(_short([x.layout for x in run.layouts])) or "-"],
         ["Batch", " then ".join(_short(_batches(run))) or "-"],
         ["Controller", _controller(run)],
+        ["Went by", _went_by(run)],
         ["So far", so_far(run)[0]],
         ["To gain", str(run.decisions.headroom or "")],
         ["Time left", _left(run)],
@@ -198,6 +201,18 @@ def _controller(run: RunHistory) -> str:
     return f"mode {decisions.mode or '?'}{of}: {done}"
 
 
+def _went_by(run: RunHistory) -> str:
+    """The critical batch sizes that decisions went by, by their source."""
+    known = [d.account for d in run.decisions.standing if d.account is not None]
+    known = [a for a in known if a.critical_batch_size is not None]
+    bound = sum(a.is_bound for a in known)
+    counts = [(bound, "a bound that needs no measurement"), (len(known) - bound, "the noise scale")]
+    words = [f"{counted(n, 'decision')} by {what}" for n, what in counts if n]
+    if not known:
+        return ""
+    return f"{' and '.join(words)}; the last one by {known[-1].critical_batch_size:.4g} samples"
+
+
 def launches(run: RunHistory) -> list[list[str]]:
     """Every launch: name, begin, first step, layout, what it loaded, how it ended."""
     return [
@@ -291,8 +306,10 @@ CHANGED = (
     "change",
     "goodput predicted",
     "samples/s before",
+    "in steps",
     "samples/s predicted",
     "samples/s measured",
+    "in steps",
     "measured over predicted",
     "loss per 1000 samples, before",
     "loss per 1000 samples, after",
@@ -310,14 +327,19 @@ def _change(run: RunHistory, o: OutcomeRecord) -> list[str]:
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}"
 
+    def steps(timed: tuple[int, int, int] | None) -> str:
+        return "-" if timed is None else f"{timed[0]} to {timed[1]}"
+
     return [
         run.name,
         str(o.iteration),
         difference(o.before, o.after) + (" (loss spike)" if o.spiked else ""),
-        percent(o.gain, sign=True),
+        gain(o.gain, o.gain_sd),
         shown(o.speed_before),
-        shown(o.predicted),
+        steps(o.timed_before),
+        "-" if o.predicted is None else predicted_speed(o).removeprefix("the "),
         shown(o.speed),
+        steps(o.timed_after),
         percent(o.ratio),
         shown(o.slope_before),
         shown(o.slope),
@@ -335,23 +357,23 @@ def journal(index: int, run: RunHistory) -> list[list[Any]]:
         if s.number not in tried and s.kind not in (CALLED_OFF, ABANDONED):  # these have a note
             what = f"Change of layout {s.start} to {s.to}"
             where = [index, s.t, s.iteration, s.samples, "change"]
-            lines.append([*where, what, "", None, None, switch_result(s)])
+            lines.append([*where, what, "", "", None, switch_result(s)])
     for note in decisions.notes:
         group = "trouble" if note.kind in _TROUBLE else "run"
         samples, _ = run.at(note.iteration) if note.iteration is not None else (None, None)
         where = [index, note.t, note.iteration, samples, group]
-        lines.append([*where, note.line[:1].upper() + note.line[1:], "", None, None, ""])
+        lines.append([*where, note.line[:1].upper() + note.line[1:], "", "", None, ""])
     for event in run.events:
         if event.kind in QUIET_EVENTS:
             continue
         group = "trouble" if event.kind in _TROUBLE else "run"
         where = [index, event.t, event.iteration, event.samples, group]
-        lines.append([*where, event.kind.capitalize(), event.line, None, None, ""])
+        lines.append([*where, event.kind.capitalize(), event.line, "", None, ""])
     for launch in run.launches:
         of = f"Launch {launch.name} starts" + (f" on {launch.layout}" if launch.layout else "")
         where = [index, launch.t, launch.iteration, launch.samples, "run"]
         reason = f"goes on from {launch.loaded}" if launch.loaded else ""
-        lines.append([*where, of, reason, None, None, launch.why])
+        lines.append([*where, of, reason, "", None, launch.why])
     return sorted(lines, key=lambda line: (line[1] is None, line[1] or 0.0))
 
 
@@ -369,4 +391,5 @@ _TROUBLE = (
 def _journal_line(d: DecisionRecord) -> list[Any]:
     group = "change" if d.is_change else "stay"
     where = [d.t, d.iteration, d.samples, group]
-    return [*where, headline(d), d.reason, d.gain, d.needed, result(d)]
+    expected = "" if d.gain is None else gain(d.gain, d.gain_sd)
+    return [*where, headline(d), d.reason, expected, d.needed, result(d)]

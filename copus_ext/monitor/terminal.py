@@ -9,8 +9,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from copus_ext.goodput.decide import PREDICTED, gain_words
 from copus_ext.monitor.controller_status import ChangeStatus, ControllerStatus
-from copus_ext.monitor.explain import percent, seconds, time_left
+from copus_ext.monitor.explain import gain as expected
+from copus_ext.monitor.explain import seconds, time_left
 from copus_ext.monitor.liveness import State
 from copus_ext.monitor.run_status import RunStatus
 from megatron.training.common.errors import counted
@@ -120,17 +122,13 @@ def _speed(status: RunStatus) -> str:
 
 
 def _noise(status: RunStatus) -> str:
-    noise, controller = status.noise, status.controller
+    noise = status.noise
     assert noise is not None
     if noise.status == "none" or noise.low_samples is None:
         return "not measured"
     phi = "unknown" if noise.phi_samples is None else f"{noise.phi_samples:.1f}"
     high = "unbounded" if noise.high_samples is None else f"{noise.high_samples:.1f}"
-    critical, multiplier = "", None if controller is None else controller.noise_scale_multiplier
-    if multiplier is not None and noise.phi_samples is not None:
-        size = multiplier * noise.phi_samples
-        critical = f"; critical batch size {size:.1f} = {multiplier:g} x that"
-    return f"{phi} samples [{noise.low_samples:.1f}, {high}]{critical}"
+    return f"{phi} samples [{noise.low_samples:.1f}, {high}], smoothed until the last step"
 
 
 def _decisions(
@@ -144,14 +142,19 @@ def _decisions(
         yield "to gain", str(controller.headroom)
     held = "paused by control/pause; " if paused else ""
     yield "decided", f"{held}{mode}{where}{controller.reason}"
+    if controller.critical_batch_size_source:
+        yield "went by", controller.critical_batch_size_source
     if controller.goodput is not None:
         yield "goodput", f"{_short(controller.goodput)} useful samples/s"
     if (best := controller.best) is not None:
-        worth = "" if best.goodput is None else f", {_short(best.goodput)} useful samples/s"
-        needs = "" if best.needed is None else f", needs {percent(best.needed)}"
-        gain = "" if best.gain is None else f": gains {percent(best.gain)}{needs}"
-        told = gain.removeprefix(": ")
-        kept = "" if best.verdict == told else f"; {best.verdict}"
+        worth = (
+            "" if best.goodput is None else f", {_short(best.goodput)} useful samples/s predicted"
+        )
+        gain, kept = "", f"; {best.verdict}"
+        if best.verdict.startswith(PREDICTED):
+            gain, kept = f": {best.verdict}", ""
+        elif best.gain is not None:
+            gain = f": {gain_words(best.gain, best.needed, best.gain_sd, is_tried=False)}"
         sizes = _sizes(best.global_batch_size, best.micro_batch_size)
         yield "next", f"{sizes} on {best.layout}{gain}{worth}{kept}"
 
@@ -169,7 +172,7 @@ def _changes(controller: ControllerStatus) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style=_LABEL)
     table.add_column("step", justify="right")
     table.add_column("changed to", overflow="fold", ratio=1)
-    for name in ("goodput", "samples/s", "measured"):
+    for name in ("goodput predicted", "samples/s before", "predicted", "measured"):
         table.add_column(name, justify="right")
     table.add_column("pause", justify="right", no_wrap=True)
     for change in controller.changes:
@@ -181,14 +184,16 @@ def _cells(change: ChangeStatus) -> list[str]:
     measured = change.state
     if change.state == "measured":
         measured = "nothing" if change.samples_per_s is None else _short(change.samples_per_s)
-        if change.speed_over_predicted is not None:
-            measured += f" ({100 * (change.speed_over_predicted - 1):+.0f}%)"
-    speed = change.predicted_samples_per_s
+    speed, before = change.predicted_samples_per_s, change.samples_per_s_before
+    doubt = ""
+    if speed is not None and change.predicted_sd:
+        doubt = f" +- {speed * change.predicted_sd:.2g}"
     return [
         "" if change.iteration is None else f"{change.iteration:,}",
         change.to,
-        "" if change.gain is None else f"{100 * change.gain:+.1f}%",
-        "" if speed is None else _short(speed),
+        "" if change.gain is None else expected(change.gain, change.gain_sd),
+        "" if before is None else _short(before),
+        "" if speed is None else f"{_short(speed)}{doubt}",
         measured,
         "" if change.pause_s is None else f"{change.pause_s:.1f} s",
     ]

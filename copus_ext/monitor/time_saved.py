@@ -6,11 +6,12 @@ import itertools
 import math
 import statistics
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from copus_ext.goodput.step_records import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.monitor.journal import Account, DecisionHistory, DecisionRecord, Sizes
 from copus_ext.monitor.run_files import END_BYTES, RunHistory, RunReader, Step
 from copus_ext.monitor.values import FOREIGN
@@ -166,7 +167,7 @@ def stretches_of(run: RunHistory) -> list[Stretch]:
     if not decided:
         return []
     accounts = [d.account for d in decided if d.account is not None]
-    speeds = _speeds(accounts)
+    speeds = _speeds(accounts, _timed_steps(run))
     # In samples of the run, which mean the same in every phase.
     known = [a.critical_batch_size and a.critical_batch_size * a.length_ratio for a in accounts]
     critical = _filled(known)
@@ -207,16 +208,45 @@ def _filled(values: Sequence[_Value | None]) -> list[_Value | None]:
     return found
 
 
-def _speeds(accounts: Sequence[Account]) -> list[_Speed | None]:
-    """The speed of the first configuration at each decision: as it was last timed itself; else the
-    middle of what other configurations tell, with its scatter, if they agree."""
+def _timed_steps(run: RunHistory) -> dict[tuple[Sizes, float], list[float]]:
+    """Samples per second of the steps that tell the speed of their configuration, by that and by
+    the samples of the run that a sample is."""
+    found: dict[tuple[Sizes, float], list[float]] = {}
+    counted, before, num = run.tokens_per_sample, None, 0
+    for step in run.steps:
+        ratio = step.seq_length / counted if step.seq_length and counted else 1.0
+        now = (_sizes(step, run), ratio), step.launch
+        num = num + 1 if now == before else 1
+        before = now
+        if num > WARM_UP_STEPS and step.updated and step.batch and step.seconds:
+            found.setdefault(now[0], []).append(step.batch / step.seconds)
+    return found
+
+
+def _own_speed(speeds: Sequence[float]) -> _Speed | None:
+    """The speed of a configuration by its own steps, and how far a few of them may be off; None
+    without any."""
+    if not speeds:
+        return None
+    is_enough = len(speeds) >= MIN_TIMED_STEPS
+    sd = 0.0 if is_enough else _MOST_SCATTER / math.sqrt(len(speeds))
+    return statistics.median(speeds), sd
+
+
+def _speeds(
+    accounts: Sequence[Account], timed_steps: Mapping[tuple[Sizes, float], Sequence[float]]
+) -> list[_Speed | None]:
+    """The speed of the first configuration at each decision: as it was last timed itself; else by
+    its own steps in the record; else the middle of what other configurations tell, with its
+    scatter, if they agree."""
     found: list[_Speed | None] = [None] * len(accounts)
     for key in {(a.first, a.length_ratio) for a in accounts}:
         is_own = [(a.first, a.length_ratio) == key for a in accounts]
-        known = [_speed(a) if own else None for a, own in zip(accounts, is_own)]
+        known = [_speed(a) if mine else None for a, mine in zip(accounts, is_own)]
         timed = [None if speed is None or speed[1] else speed for speed in known]
-        best = _filled(timed) if any(timed) else [_middle(known)] * len(known)
-        found = [speed if own else old for speed, own, old in zip(best, is_own, found)]
+        own = _own_speed(timed_steps.get(key, ())) or _middle(known)
+        best = _filled(timed) if any(timed) else [own] * len(known)
+        found = [speed if mine else old for speed, mine, old in zip(best, is_own, found)]
     return found
 
 
@@ -347,6 +377,9 @@ def so_far(run: RunHistory) -> tuple[str, TimeSaved | None]:
     if found is None:
         others = [s for s in stretches if not s.is_first and s.batch != s.first_batch]
         is_known = all(s.critical_batch_size for s in others)
+        begin = (decisions.begin[0] or 0) + 1
+        if is_known and run.steps and run.steps[0].iteration > begin:
+            return "not known: the record is too long for this; the report reads all of it", None
         why = f"{first} was not timed, and what others tell of its speed is not sure enough"
         return f"not known: {why if is_known else 'no decision knew a critical batch size'}", None
     share = _percent(found.share)

@@ -404,10 +404,13 @@ class Runner:
                 to_batch=to.global_batch_size,
                 from_micro_batch=before.micro_batch_size,
                 to_micro_batch=to.micro_batch_size,
+                from_layout=str(before.layout),
+                to_layout=str(to.layout),
                 predicted_samples_per_s=to.samples_per_s,
             ),
             ramp=ramp,
-            critical_batch_size=decision.measured_critical_batch_size,
+            critical_batch_size=decision.critical_batch_size,
+            by_bound=decision.critical_batch_size_is_bound,
         )
         self.row = to
         if decision.kind == "relayout":

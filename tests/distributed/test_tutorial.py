@@ -17,7 +17,7 @@ SMALLER = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attenti
 --seq-length 32 --max-position-embeddings 32 --train-iters 60 --eval-iters 1"""
 NUMBER, LAYOUT = r"[-+]?\d+(?:\.\d+)?", r"tp\d+\.pp\d+\.dp\d+"
 CHANGE = rf"(?:(?:, )?(?:batch|micro-batch) {NUMBER} -> {NUMBER})+"
-GAIN = rf"gains {NUMBER} %, needs {NUMBER} %|predicted {NUMBER} %, worth a trial above {NUMBER} %"
+GAIN = rf"predicted to gain {NUMBER} \+- {NUMBER} %, (?:needs|worth a trial above) {NUMBER} %"
 CRITICAL = (
     rf"critical batch size (?:at least )?{NUMBER} = (?:half of a published law at {NUMBER} tokens|"
     rf"{NUMBER} samples / {NUMBER}|{NUMBER} x noise scale {NUMBER})"

@@ -193,7 +193,12 @@ def record_decisions(run: Path, *, reason: str | None = None) -> DecisionLog:
     state.apply(change, ramp=None, critical_batch_size=None)
     for i in range(WINDOW_STEPS):
         state.record_step(
-            key="x", consumed_samples=40 + 16 * i, batch=16, loss=3.0, seconds=16 / 9.5
+            key=change.to_key,
+            iteration=6 + i,
+            consumed_samples=56 + 16 * i,
+            batch=16,
+            loss=3.0,
+            seconds=16 / 9.5,
         )
     outcome = state.record_outcome()
     assert outcome is not None

@@ -25,7 +25,7 @@ from copus_ext.controller.rules import (
     samples_to_decision,
     tensor_parallel_sizes,
 )
-from copus_ext.controller.throughput_table import ThroughputTable
+from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
 from copus_ext.cost_model.cluster_spec import GPUS, preset
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput import costs, lr_scaling, switch_rule, trial
@@ -272,6 +272,23 @@ def test_the_table_of_a_run() -> None:
     times[1, 8] = (0.25, 0.001, 20)
     _, faster = rows_of(table, [8, 16], measured)
     assert faster.samples_per_s == pytest.approx(32.0, rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [0.05, 1.0, 20.0])
+def test_what_is_called_measured_was_measured_and_scales_the_rest(factor: float) -> None:
+    """Under a profile of an hour in which this machine was 20 times as fast, or slow."""
+    table = ThroughputTable(config(), flags(), gpu=None)
+    c = configuration_of_run(table.config, 1, 8)
+    table.profiled = [
+        Timing(configuration=replace(c, global_batch_size=b), step_s=0.5 * factor * b / 8)
+        for b in (8, 16)
+    ]
+    for spread in (0.001, 0.1):  # of steps that take much the same, or not
+        rows, now = rows_of(table, [8, 16], lambda x, s=spread: (0.5, s, 20) if x == c else None)
+        assert (now.source, now.samples_per_s) == ("measured", 16.0)
+        others = [r for r in rows if r != now]
+        assert all(r.source != "measured" for r in others)
+        assert all(12.0 < r.samples_per_s < 32.0 for r in others), "no gain that nothing explains"
 
 
 def test_long_steps_of_kfac_are_in_the_throughput() -> None:
@@ -532,7 +549,7 @@ def test_words_for_the_log() -> None:
     stays = decide(situation(16, 64.0, in_ramp=True))
     assert "copus: batch 16 stays | target batch 64 | batch 64 in" in decision_line(stays)
     moves = decide(situation(16, measured=noise(22.5)))
-    assert "copus: would change batch 16 -> 64; gains" in decision_line(moves)
+    assert "would change batch 16 -> 64; predicted to gain 25.1 +- 0.0 %" in decision_line(moves)
     assert "critical batch size 90.0 = 4 x noise scale 22.5; target batch 64" in moves.reason
     bound = decide(situation(16, measured=noise(22.5, status="lower_bound_only")))
     assert "critical batch size at least 90.0 = 4 x noise scale 22.5" in bound.reason

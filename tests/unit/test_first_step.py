@@ -30,17 +30,26 @@ class Launch:
         batch: of the checkpoint.
         micro: of the checkpoint.
         run: configuration of the launch.
+        layout: that the last change led to; None: that of the launch.
         given: flags of the controller.
     """
 
-    def __init__(self, batch: int, micro: int = 1, *, run: Any = None, **given: Any) -> None:
+    def __init__(
+        self,
+        batch: int,
+        micro: int = 1,
+        *,
+        run: Any = None,
+        layout: str | None = None,
+        **given: Any,
+    ) -> None:
         run = run or config()
         self.controller = one = Controller(flags(**given))
         one.rules, one.rates = rules_of(one.flags, run), rate_rules_of(one.flags, run)
         self.before = one.rates.lr_factor(batch)
-        change = ConfigChange(
-            decision=3, from_batch=8, to_batch=batch, from_micro_batch=1, to_micro_batch=micro
-        )
+        sizes = {"from_batch": 8, "to_batch": batch, "from_micro_batch": 1, "to_micro_batch": micro}
+        where = str(run.layout) if layout is None else layout
+        change = ConfigChange(decision=3, **sizes, from_layout=where, to_layout=where)
         one.state.global_batch_size, one.state.micro_batch_size = batch, micro
         one.state.open_change, one.state.num_changes = change, 1
         one.state.loss_watch = LossWatch(
@@ -104,6 +113,15 @@ def test_what_was_measured_of_the_batch_before_ends_with_it() -> None:
     assert state.open_change is None and [one.decision for one in state.changes] == [3]
     assert state.loss_watch is None
     assert (state.last_change_samples, state.steps_since_change) == (SAMPLES, 0)
+
+
+def test_an_outcome_takes_no_steps_of_another_layout_or_micro_batch() -> None:
+    assert Launch(16).state.open_change is not None
+    for state in (
+        Launch(16, layout="tp1.pp2.dp1").state,
+        Launch(16, 2, run=config(), layout="tp2.pp1.dp1").state,
+    ):
+        assert state.open_change is None and [one.decision for one in state.changes] == [3]
 
 
 @pytest.mark.parametrize(

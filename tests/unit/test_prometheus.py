@@ -119,7 +119,7 @@ def test_a_decision_or_an_outcome_takes_the_place_of_the_one_before(tmp_path: Pa
     deaf = replace(heard, noise=replace(noise(), phi_samples=None))
     first, then = (decision_scalars(s, decide(s), number=i) for i, s in enumerate((heard, deaf)))
     long, short = (outcome_scalars(graded(steps=n), num_changes=n) for n in (WINDOW_STEPS, 49))
-    assert len(first) == 7 and first.keys() > then.keys() and len(long) == 4
+    assert len(first) == 8 and first.keys() > then.keys() and len(long) == 4
     assert long.keys() - short.keys() == {"copus/speed-over-predicted"}
     names = {metric_name(tag) for tag in first | long}
     seen = []

@@ -19,6 +19,7 @@ from copus_ext.commands import report as tool
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.monitor.downsample import changes, downsample, running_mean
+from copus_ext.monitor.explain import gain
 from copus_ext.monitor.figures import most_points
 from copus_ext.monitor.landscape import chosen_decisions
 from copus_ext.monitor.report import ReportData, names_of, render
@@ -152,7 +153,9 @@ def test_the_journal_has_every_decision_with_its_numbers(run: Path, shown: dict[
         chosen = next(
             c for c in decision["decision"]["candidates"] if c["row"] == decision["decision"]["to"]
         )
-        assert (line[7], line[8]) == (decision["decision"]["gain"], chosen["needed"])
+        about = decision["decision"]
+        assert (line[7], line[8]) == (gain(about["gain"], about["gain_sd"]), chosen["needed"])
+        assert "+-" in line[7], "a prediction has its doubt"
         assert "samples/s" in line[9]
 
 
@@ -162,10 +165,11 @@ def test_a_landscape_agrees_with_what_the_decision_saw(shown: dict[str, Any]) ->
     num_compared = 0
     for item in lands["items"]:
         assert item["by_goodput"] and item["words"]
-        for layout, batch, micro, speed, gain, *_ in item["candidates"]:
+        for layout, batch, micro, speed, words, *_ in item["candidates"]:
             i, j = item["layouts"].index(layout), item["batches"].index(batch)
             if item["micros"][i][j] == micro:
-                assert item["gains"][i][j] == pytest.approx(gain, abs=1e-9)
+                share, doubt = (100 * item[name][i][j] for name in ("gains", "doubts"))
+                assert words in (f"{share:+.1f} +- {doubt:.1f} %", "+0.0 %")
                 assert item["speeds"][i][j] == speed
                 num_compared += 1
     assert num_compared > 20

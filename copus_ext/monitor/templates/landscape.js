@@ -59,7 +59,7 @@ function heatMap(item) {
     item.by_goodput ? percent(gain, 0) : few(item.speeds[i][j]))));
   const hover = item.gains.map((line, i) => line.map((gain, j) => (gain === null ? "" :
     `${item.layouts[i]}, batch ${item.batches[j]} in ${item.micros[i][j]}\n` +
-    (item.by_goodput ? `goodput ${percent(gain)}\n` : "") +
+    (item.by_goodput ? `predicted goodput ${percent(gain)} +- ${share(item.doubts[i][j])}\n` : "") +
     `${few(item.speeds[i][j])} samples/s, ${item.sources[i][j]}`)));
   const most = Math.min(Math.max(...known.map(Math.abs), 0.25), 2.5);
   const scale = [[0, isDark() ? "#b4532a" : "#d9774a"], [0.5, tint("--mid")],
@@ -119,16 +119,16 @@ function drawLandscape(item) {
   }
   const left = item.left_out > 0 ? ` ${item.left_out} more layouts were worth less.` : "";
   byId("c-landscape").textContent = !hasCells ? "" : (item.by_goodput
-    ? "Goodput of each layout and batch over that of the configuration then (ring), each with its "
-      + "best micro-batch."
+    ? "Predicted goodput of each layout and batch over that of the configuration then (ring), each "
+      + "with its best micro-batch. A measured outcome stands in the table of changes."
     : "Samples per second of each layout and batch: this decision did not weigh batches by goodput.")
     + " Dotted: the way of the run so far." + left;
   const list = make("ul");
   for (const line of item.words) list.append(make("li", line));
   byId("landscape-words").replaceChildren(make("h3", `Decision ${item.number}`), list);
-  const heads = ["layout", "batch", "micro-batch", "samples/s", "goodput", "needed", "blocked by"];
+  const heads = ["layout", "batch", "micro-batch", "samples/s", "predicted goodput", "needed", "blocked by"];
   byId("t-candidates").hidden = !item.candidates.length;
   table(byId("t-candidates"), "The best moves as the decision saw them", heads,
-    item.candidates.map((c) => [c[0], c[1], c[2], few(c[3]), percent(c[4]), share(c[5]), c[6]]),
+    item.candidates.map((c) => [c[0], c[1], c[2], few(c[3]), c[4], share(c[5]), c[6]]),
     { numbers: [1, 2, 3, 4, 5] });
 }

@@ -32,7 +32,7 @@ function fillTables() {
   const columns = (line) => (isAlone ? line.slice(1) : line);
   const shift = isAlone ? 0 : 1;
   table(byId("t-changes"), "Every change that was judged", columns(page.changed),
-    page.changes.map(columns), { numbers: [0, 2, 3, 4, 5, 6, 7, 8, 9].map((i) => i + shift) });
+    page.changes.map(columns), { numbers: [0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11].map((i) => i + shift) });
   byId("compare").hidden = isAlone;
   byId("to-compare").hidden = isAlone;
   byId("common").textContent = page.common === null ? "" :
@@ -90,10 +90,10 @@ function fillJournal() {
   byId("journal-next").disabled = chosen.journalPage >= pages - 1;
   const isAlone = page.runs.length < 2;
   const heads = [...(isAlone ? [] : ["run"]), "time, UTC", "step", "what and why",
-    "goodput expected", "needed", "outcome"];
+    "predicted goodput", "needed", "outcome"];
   const cells = shown.map((line) => {
     const cellsOf = [...(isAlone ? [] : [page.runs[line[0]].name]), when(line[1]), line[2],
-      reasonOf(line), percent(line[7]), share(line[8]), line[9]];
+      reasonOf(line), line[7], share(line[8]), line[9]];
     cellsOf.group = GROUPS[line[4]] || "";
     return cellsOf;
   });
