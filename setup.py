@@ -11,7 +11,13 @@ VERSION = re.findall(r'__version__ = "(.+)"', SOURCE)[0]
 TRACK = ["tensorboard>=2.17"]
 WANDB = ["wandb>=0.18"]
 PROMETHEUS = ["prometheus-client>=0.20"]
-HF = ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.8", "safetensors>=0.4"]
+HF = [
+    "transformers>=5",
+    "tokenizers>=0.20",
+    "sentencepiece>=0.2",
+    "tiktoken>=0.8",
+    "safetensors>=0.4",
+]
 FIT = ["scipy>=1.13"]
 BENCH = ["matplotlib>=3.9", *FIT]
 REPORT = ["plotly>=5.24", "jinja2>=3.1"]

@@ -51,6 +51,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiktoken-num-special-tokens", type=int, default=1000)
     parser.add_argument("--tiktoken-special-tokens", nargs="+")
     parser.add_argument(
+        "--tokenizer-hf-no-include-special-tokens",
+        action="store_false",
+        dest="tokenizer_hf_include_special_tokens",
+        help="leave out what the post-processor of HuggingFaceTokenizer adds, such as BOS",
+    )
+    parser.add_argument(
+        "--legacy-tokenizer",
+        action="store_true",
+        help="TikTokenizer reads the names of special tokens in a text as text",
+    )
+    parser.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
@@ -96,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     for result in results:
         print(result.summary())
+    print(results[0].tokens_line)
     print("use it with: --data-path " + " ".join(result.data_path for result in results))
     return 0
 

@@ -372,11 +372,16 @@ def test_a_world_of_several_is_refused(checkpoint: Path, monkeypatch: pytest.Mon
 
 def test_a_moved_tokenizer_can_be_named_again(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"<|endoftext|>": 0, "def": 1, "f": 2, "g": 3}
+    vocabulary = {"<|endoftext|>": 0, "def": 1, "f": 2, "g": 3, "<s>": 4, "</s>": 5}
     model = tokenizers.models.WordLevel(vocabulary, unk_token="g")
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<s>", "</s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 4), ("</s>", 5)]
+    )
     made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     gone = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "gone")}
     root = written(tmp_path / "c", padded_vocab_size=128, **gone)
     with (
@@ -385,9 +390,12 @@ def test_a_moved_tokenizer_can_be_named_again(tmp_path: Path) -> None:
     ):
         pass
     with open_generator(root, flags=["--tokenizer-model", str(tmp_path)]) as generator:
+        # As transformers gives it, without the end that would end the document before it goes on.
+        assert generator.tokens_of("def f", "--prompt") == [4, 1, 2]
+        assert generator.tokenizer.eod == 5
         found = generator.generate("def f", params(6, top_k=GREEDY), seed=1)
     assert len(found.generated_tokens) <= 6
-    assert set(found.generated_text.split()) <= {"def", "f", "g"}
+    assert set(found.generated_text.split()) <= {"def", "f", "g", "<s>", "<|endoftext|>"}
 
 
 def test_a_checkpoint_without_flags_is_refused() -> None:

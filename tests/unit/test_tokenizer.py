@@ -14,7 +14,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megatron.training.common.errors import UsageError
 from megatron.training.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
-from tests.helpers.tokenizer_files import CODE, PROSE, fast_file, flags_of
+from tests.helpers.tokenizer_files import CODE, PROSE, flags_of
 
 pytestmark = pytest.mark.unit
 
@@ -62,7 +62,7 @@ def test_what_is_missing_is_named(flags, message):
 @pytest.mark.parametrize(
     ("kind", "package"),
     [
-        ("HuggingFaceTokenizer", "tokenizers"),
+        ("HuggingFaceTokenizer", "transformers"),
         ("GPT2BPETokenizer", "tokenizers"),
         ("Llama2Tokenizer", "sentencepiece"),
         ("TikTokenizer", "tiktoken"),
@@ -132,14 +132,6 @@ def test_hugging_face_and_gpt2_read_the_same(tmp_path):
         same = build_tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(model))
         check(same, CODE)
         assert same.tokenize(CODE) == ids
-
-
-def test_hugging_face_without_an_end_of_document(tmp_path):
-    path = fast_file(tmp_path)
-    record = json.loads(path.read_text().replace("<|endoftext|>", "<|other|>"))
-    path.write_text(json.dumps(record))
-    with pytest.raises(UsageError, match="end-of-document"):
-        build_tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_TYPES[3:])

@@ -294,7 +294,7 @@ def with_checkpoint_args(args: argparse.Namespace, stored: Mapping[str, Any]) ->
     shape = {f.name for group in (ModelConfig, MoeConfig) for f in dataclasses.fields(group)}
     shape -= {"add_position_embedding"}
     tokenizer = {n for n in vars(args) if n.startswith(("tokenizer_", "tiktoken_"))}
-    tokenizer |= {"vocab_file", "merge_file"}
+    tokenizer |= {"vocab_file", "merge_file", "legacy_tokenizer"}
     values = dict(vars(args))
     bases = stored.get("phase_rotary_bases")
     if bases and values.get("seq_length_schedule") is not None:

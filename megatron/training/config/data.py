@@ -56,3 +56,10 @@ class DataConfig:
     """Number of special tokens of a tiktoken tokenizer."""
     tiktoken_special_tokens: tuple[str, ...] | None = option(None, nargs="+")
     """Special tokens of a tiktoken tokenizer."""
+    tokenizer_hf_include_special_tokens: bool = option(
+        True, "--tokenizer-hf-no-include-special-tokens"
+    )
+    """Text without what the post-processor of HuggingFaceTokenizer adds, such as BOS."""
+    legacy_tokenizer: bool = option(False)
+    """Names of special tokens in a text are text for TikTokenizer, too. The other types have
+    Megatron-LM's legacy tokens in any case."""

@@ -23,8 +23,14 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.training.common.errors import UsageError
 from megatron.training.config import DataConfig
 from megatron.training.data.dataloader import SampleSource
-from megatron.training.data.indexed import Corpus, check_vocabulary, check_writable, open_corpus
-from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.data.indexed import (
+    Corpus,
+    check_vocabulary,
+    check_writable,
+    notes_on_documents,
+    open_corpus,
+)
+from megatron.training.data.tokenizer import Tokenizer, require_eod
 
 DEFAULT_SPLIT = "969,30,1"
 SPLIT_NAMES = ("train", "valid", "test")
@@ -87,6 +93,9 @@ def build_datasets(
         UsageError: Data is missing, damaged, too small, or made with another vocabulary; or the
             flags conflict.
     """
+    eod_flags = _eod_flags(data)
+    if eod_flags:
+        require_eod(tokenizer, eod_flags)
     plan = _plan(data, tokenizer.vocab_size)
     options = GPTDatasetConfig(
         random_seed=seed,
@@ -112,7 +121,19 @@ def build_datasets(
     train, valid, test = (
         dataset if size else None for dataset, size in zip(built, sizes, strict=True)
     )
+    for corpus in {corpus.prefix: corpus for part in plan.corpora for corpus in part}.values():
+        notes += tuple(notes_on_documents(corpus, tokenizer, eod_flags=eod_flags))
     return Datasets(train=train, valid=valid, test=test, notes=notes)  # type: ignore[arg-type]
+
+
+def _eod_flags(data: DataConfig) -> str:
+    """The flags that look for ends of documents."""
+    asked = {
+        "--eod-mask-loss": data.eod_mask_loss,
+        "--reset-position-ids": data.reset_position_ids,
+        "--mock-data": data.mock_data,
+    }
+    return " ".join(flag for flag, is_on in asked.items() if is_on)
 
 
 def prefixes_of(data: DataConfig) -> list[str]:

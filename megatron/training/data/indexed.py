@@ -18,6 +18,7 @@ import numpy
 
 from megatron.training.common.errors import UsageError
 from megatron.training.common.program import other_command
+from megatron.training.data.tokenizer import Tokenizer
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -25,6 +26,7 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16
 _SCANNED_TOKENS = 1_000_000
 _HASHED_DOCUMENTS = 1_000_000
 _SCANNED_DOCUMENTS = 1_000_000
+_LOOKED_DOCUMENTS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,60 @@ def check_vocabulary(corpus: Corpus, vocab_size: int) -> None:
                 f"vocabulary has {vocab_size} tokens; "
                 "give the --tokenizer-type (or --vocab-size) it was made with"
             )
+
+
+def notes_on_documents(corpus: Corpus, tokenizer: Tokenizer, *, eod_flags: str) -> list[str]:
+    """Says where the first documents do not have the tokens that a tokenizer puts around them, as
+    data of another tokenizer, or of a release that added others.
+
+    Args:
+        corpus: that was found complete.
+        tokenizer: of the run.
+        eod_flags: the flags of the run that look for ends of documents, or "".
+
+    Raises:
+        OSError: the tokens cannot be read.
+    """
+    documents = _first_documents(corpus)
+    if not documents:
+        return []
+    where, notes = f"{corpus.flag} {corpus.prefix}", []
+    before = numpy.array(tokenizer.around.before, dtype=numpy.int64)
+    if before.size and not any(numpy.array_equal(d[: before.size], before) for d in documents):
+        names = " ".join(map(tokenizer.name_of, map(int, before)))
+        notes.append(
+            f"{where}: no document begins with {names}, which this tokenizer puts before each "
+            "text; give --tokenizer-hf-no-include-special-tokens (or the --tokenizer-type "
+            "GPTSentencePieceTokenizer) if that is meant, else make the data again"
+        )
+    ends = {int(d[-1]) for d in documents}
+    if tokenizer.eod < 0 or tokenizer.eod in ends:
+        return notes
+    own = f"{tokenizer.name_of(tokenizer.eod)} ({tokenizer.eod})"
+    last = next(iter(ends))
+    is_mark = len(ends) == 1 and len(documents) > 1 and not any(last in d[:-1] for d in documents)
+    if is_mark:
+        notes.append(
+            f"{where}: documents end with {tokenizer.name_of(last)} ({last}), and the "
+            f"end-of-document token of this tokenizer is {own}; set its eos_token to the former, "
+            "or make the data again"
+        )
+    elif eod_flags:
+        notes.append(
+            f"{where}: no document ends with {own}, so that {eod_flags} may find no end; make the "
+            "data again with --append-eod"
+        )
+    return notes
+
+
+def _first_documents(corpus: Corpus) -> list[numpy.ndarray]:
+    """Tokens of the first documents that have any, up to a bound."""
+    lengths = corpus.lengths[:_LOOKED_DOCUMENTS].astype(numpy.int64)
+    lengths = lengths[numpy.cumsum(lengths) <= _SCANNED_TOKENS]
+    with open(corpus.prefix + ".bin", "rb") as stream:
+        tokens = numpy.fromfile(stream, dtype=corpus.dtype, count=int(lengths.sum()))
+    parts = numpy.split(tokens.astype(numpy.int64), numpy.cumsum(lengths)[:-1])
+    return [part for part in parts if part.size]
 
 
 def check_writable(folder: Path) -> bool:

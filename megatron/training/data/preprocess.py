@@ -14,7 +14,6 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -29,7 +28,12 @@ from megatron.training.data.documents import (
     read_documents,
     stdlib_sources,
 )
-from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.data.tokenizer import (
+    Tokenizer,
+    build_tokenizer,
+    require_eod,
+    tokens_line,
+)
 
 _CHUNK_BYTES = 1 << 20
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -61,6 +65,10 @@ class Job:
     """Special tokens of TikTokenizer."""
     tiktoken_special_tokens: tuple[str, ...] | None = None
     """Names of the special tokens of TikTokenizer."""
+    tokenizer_hf_include_special_tokens: bool = True
+    """Whether HuggingFaceTokenizer adds what its post-processor adds."""
+    legacy_tokenizer: bool = False
+    """Whether TikTokenizer reads the names of special tokens in a text as text."""
     append_eod: bool = False
     """Whether each document ends with the end-of-document token."""
     workers: int = 1
@@ -90,6 +98,8 @@ class Job:
             tiktoken_pattern=self.tiktoken_pattern,
             tiktoken_num_special_tokens=self.tiktoken_num_special_tokens,
             tiktoken_special_tokens=self.tiktoken_special_tokens,
+            tokenizer_hf_include_special_tokens=self.tokenizer_hf_include_special_tokens,
+            legacy_tokenizer=self.legacy_tokenizer,
         )
 
 
@@ -113,6 +123,8 @@ class Result:
     """Documents in which bytes that are no UTF-8 were replaced."""
     seconds: float
     """Wall-clock time."""
+    tokens_line: str
+    """What was written around each text."""
 
     def summary(self) -> str:
         """One line about it."""
@@ -181,8 +193,11 @@ def preprocess(job: Job) -> list[Result]:
     began = time.monotonic()
     files = stdlib_sources() if job.input is None else find_inputs(job.input)
     counts: Counter[str] = Counter()
+    tokenizer = job.tokenizer()
+    if job.append_eod:
+        require_eod(tokenizer, "--append-eod")
     with (
-        _Outputs(job, DType.optimal_dtype(job.tokenizer().vocab_size)) as outputs,
+        _Outputs(job, tokenizer) as outputs,
         contextlib.closing(_encode_all(job, read_documents(files))) as encoded,
     ):
         for one in _progress(encoded, job.log_interval):
@@ -207,11 +222,12 @@ def preprocess(job: Job) -> list[Result]:
 class _Outputs:
     """The files being written, one pair per key, under temporary names until `commit`."""
 
-    def __init__(self, job: Job, dtype: Any) -> None:
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self._line = tokens_line(tokenizer, append_eod=job.append_eod)
         self._prefixes = {key: f"{job.output_prefix}_{key}_document" for key in job.json_keys}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._builders: dict[str, IndexedDatasetBuilder] = {}
-        self._dtype = dtype
+        self._dtype = DType.optimal_dtype(tokenizer.vocab_size)
 
     def __enter__(self) -> _Outputs:
         try:
@@ -271,6 +287,7 @@ class _Outputs:
             num_bad=num_bad,
             num_broken=num_broken,
             seconds=seconds,
+            tokens_line=self._line,
         )
 
     def _temporary(self, prefix: str, suffix: str) -> str:

@@ -1,7 +1,12 @@
 """Text to token numbers and back, by the names Megatron-LM gives to tokenizers.
 
+The numbers are those of Megatron-LM for the same files: the text, what a tokenizer puts around it,
+the end-of-document token and the size of the vocabulary. HuggingFaceTokenizer is
+`transformers.AutoTokenizer`, the tokenizers of sentencepiece and tiktoken are megatron-core's
+classes. Decision 068 says where Megatron-LM itself has two answers.
+
 Every tokenizer here offers what `megatron.core` data sets ask of one: `vocab_size`, `eod` and
-`unique_identifiers`. None defines a padding token: samples are packed, and a padding number that
+`unique_identifiers`. None is called `pad`: samples are packed, and a padding number that
 also occurs in the text would silently leave that text out of the loss.
 """
 
@@ -9,6 +14,8 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +32,9 @@ TOKENIZER_TYPES = (
     "Llama2Tokenizer",
     "TikTokenizer",
 )
+NO_EOD = -2
+"""End-of-document token of a tokenizer that has none. megatron-core's data sets take -1 for
+padding."""
 
 
 class Tokenizer(Protocol):
@@ -37,7 +47,13 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int:
-        """Token number that ends a document."""
+        """Token number that ends a document, or one below 0 if there is none; see
+        `require_eod`."""
+        ...
+
+    @property
+    def around(self) -> Around:
+        """What `tokenize` puts around the tokens of a text."""
         ...
 
     @property
@@ -46,12 +62,59 @@ class Tokenizer(Protocol):
         ...
 
     def tokenize(self, text: str) -> list[int]:
-        """Token numbers of a text, without an end-of-document token."""
+        """Token numbers of a text with those around it; an end-of-document token is none of
+        them, unless the tokenizer's own template has it."""
         ...
 
     def detokenize(self, ids: list[int]) -> str:
         """Text of token numbers."""
         ...
+
+    def name_of(self, token: int) -> str:
+        """Spelling of a token, for messages."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What a tokenizer puts around each text, and its token numbers of names that Hugging Face
+    models store; None where it has none."""
+
+    before: tuple[int, ...] = ()
+    """Tokens before each text, such as BOS."""
+    after: tuple[int, ...] = ()
+    """Tokens after each text, such as EOS."""
+    bos_token_id: int | None = None
+    """Begins a sequence, whether or not `tokenize` adds it."""
+    pad_token_id: int | None = None
+    """Fills up a batch of texts."""
+
+
+def require_eod(tokenizer: Tokenizer, what: str) -> None:
+    """Refuses a tokenizer without an end-of-document token where one is used.
+
+    Args:
+        what: the flag or command that uses it.
+
+    Raises:
+        UsageError: naming a fix that leaves the vocabulary, and so the model, as it is.
+    """
+    if tokenizer.eod < 0:
+        fix = getattr(tokenizer, "missing_eod", "use another --tokenizer-type")
+        raise UsageError(f"{what} needs an end-of-document token: {fix}")
+
+
+def tokens_line(tokenizer: Tokenizer, *, append_eod: bool) -> str:
+    """What is written around each text, in words."""
+
+    def words(ids: Sequence[int]) -> str:
+        return " ".join(f"{tokenizer.name_of(i)} ({i})" for i in ids)
+
+    around = tokenizer.around
+    parts = [f"{words(around.before)} before each text"] if around.before else []
+    parts += [f"{words(around.after)} after each text"] if around.after else []
+    parts += [f"{words([tokenizer.eod])} at the end of each document"] if append_eod else []
+    return "tokens added: " + (", ".join(parts) or "none")
 
 
 def build_tokenizer(
@@ -64,14 +127,16 @@ def build_tokenizer(
     tiktoken_pattern: str | None = None,
     tiktoken_num_special_tokens: int = 1000,
     tiktoken_special_tokens: tuple[str, ...] | list[str] | None = None,
+    tokenizer_hf_include_special_tokens: bool = True,
+    legacy_tokenizer: bool = False,
 ) -> Tokenizer:
     """Make the tokenizer that the flags name.
 
     Args:
         tokenizer_type: One of `TOKENIZER_TYPES`; None means Megatron-LM's default,
             GPT2BPETokenizer.
-        tokenizer_model: File (or folder holding `tokenizer.json`) of the tokenizer; local, nothing
-            is downloaded.
+        tokenizer_model: File of the tokenizer, or the folder of a Hugging Face tokenizer; local,
+            nothing is downloaded, and no code that lies beside it is run.
         vocab_size: `--vocab-size`; NullTokenizer adds one token, the end of document. Cuts a
             tiktoken vocabulary.
         vocab_file: JSON vocabulary of GPT2BPETokenizer.
@@ -79,6 +144,10 @@ def build_tokenizer(
         tiktoken_pattern: `v1` or `v2` (the default).
         tiktoken_num_special_tokens: Token numbers reserved for special tokens.
         tiktoken_special_tokens: Special tokens by name.
+        tokenizer_hf_include_special_tokens: Whether HuggingFaceTokenizer adds what its
+            post-processor adds, such as BOS.
+        legacy_tokenizer: TikTokenizer reads the names of special tokens in a text as text, and
+            HuggingFaceTokenizer always adds special tokens, as with this flag of Megatron-LM.
 
     Raises:
         UsageError: A flag, a file or an optional package is missing, or a file cannot be read.
@@ -95,7 +164,9 @@ def build_tokenizer(
     if kind == "GPT2BPETokenizer":
         return _gpt2_bpe(vocab_file, merge_file)
     if kind == "HuggingFaceTokenizer":
-        return _hugging_face(tokenizer_model)
+        return _hugging_face(
+            tokenizer_model, adds=tokenizer_hf_include_special_tokens or legacy_tokenizer
+        )
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         return _sentence_piece(kind, tokenizer_model)
     if kind == "TikTokenizer":
@@ -105,6 +176,7 @@ def build_tokenizer(
             num_special_tokens=tiktoken_num_special_tokens,
             special_tokens=tiktoken_special_tokens,
             vocab_size=vocab_size,
+            reads_names=not legacy_tokenizer,
         )
     raise UsageError(
         f"--tokenizer-type {kind} is not supported; use one of {', '.join(TOKENIZER_TYPES)}"
@@ -131,6 +203,7 @@ class ByteLevelTokenizer:
 
     vocab_size = 257
     eod = 256
+    around = Around()
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
@@ -145,9 +218,15 @@ class ByteLevelTokenizer:
         """Text of the bytes; the end-of-document token and broken UTF-8 are dropped or marked."""
         return bytes(token for token in ids if token < self.eod).decode("utf-8", errors="replace")
 
+    def name_of(self, token: int) -> str:
+        """See `Tokenizer`."""
+        return "<eod>" if token == self.eod else ascii(chr(token))
+
 
 class NullTokenizer:
     """Numbers separated by blanks, for made-up data and benchmarks."""
+
+    around = Around()
 
     def __init__(self, vocab_size: int) -> None:
         """Takes the number of ordinary tokens; the end of document is one more."""
@@ -167,35 +246,55 @@ class NullTokenizer:
         """The numbers, separated by blanks."""
         return " ".join(map(str, ids))
 
+    def name_of(self, token: int) -> str:
+        """See `Tokenizer`."""
+        return "<eod>" if token == self.eod else str(token)
 
+
+@dataclass(frozen=True, kw_only=True)
 class LibraryTokenizer:
     """A tokenizer of another package behind our interface.
 
-    The library object can be pickled, so the tokenizer travels to worker processes.
+    It can be pickled where the library object can, so that it travels to worker processes.
     """
 
-    def __init__(self, *, kind: str, source: str, vocab_size: int, eod: int, library: Any) -> None:
-        """`library` has `encode(text) -> list[int]` and `decode(ids) -> str`."""
-        self.vocab_size = vocab_size
-        self.eod = eod
-        self._kind = kind
-        self._source = source
-        self._library = library
+    kind: str
+    """Its `--tokenizer-type`."""
+    source: str
+    """The file it is read from."""
+    vocab_size: int
+    """See `Tokenizer`."""
+    eod: int
+    """See `Tokenizer`."""
+    around: Around
+    """See `Tokenizer`."""
+    library: Any
+    """Has `encode(text) -> list[int]`, without `around`'s tokens unless `adds`, `decode(ids) ->
+    str` and `name_of(id) -> str`."""
+    adds: bool = False
+    """Whether the library itself adds the tokens around a text."""
+    missing_eod: str = ""
+    """What to do about a tokenizer without an end-of-document token."""
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
         """See `Tokenizer`; without the folder, so that a moved tokenizer finds its cache."""
         return OrderedDict(
-            type=self._kind, file=Path(self._source).name, vocab_size=self.vocab_size, eod=self.eod
+            type=self.kind, file=Path(self.source).name, vocab_size=self.vocab_size, eod=self.eod
         )
 
     def tokenize(self, text: str) -> list[int]:
         """See `Tokenizer`."""
-        return self._library.encode(text)
+        ids = self.library.encode(text)
+        return ids if self.adds else [*self.around.before, *ids, *self.around.after]
 
     def detokenize(self, ids: list[int]) -> str:
         """See `Tokenizer`."""
-        return self._library.decode(ids)
+        return self.library.decode(ids)
+
+    def name_of(self, token: int) -> str:
+        """See `Tokenizer`."""
+        return self.library.name_of(token)
 
 
 class _FastTokenizer:
@@ -210,22 +309,48 @@ class _FastTokenizer:
     def decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)
 
+    def name_of(self, token: int) -> str:
+        return str(self._backend.id_to_token(token))
+
+
+class _AutoTokenizer:
+    """One of `transformers`, with or without special tokens around each text."""
+
+    def __init__(self, backend: Any, *, adds: bool) -> None:
+        self._backend = backend
+        self._adds = adds
+
+    def encode(self, text: str) -> list[int]:
+        return self._backend(text, add_special_tokens=self._adds, verbose=False).input_ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._backend.decode(ids)
+
+    def name_of(self, token: int) -> str:
+        return str(self._backend.convert_ids_to_tokens(token))
+
 
 class _CoreTokenizer:
     """A tokenizer of megatron-core's `tokenizers.text.libraries`."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, *, reads_names: bool = True) -> None:
         self._backend = backend
+        self._reads_names = reads_names
 
     def encode(self, text: str) -> list[int]:
-        return self._backend.text_to_ids(text)
+        if self._reads_names:
+            return self._backend.text_to_ids(text)
+        return self._backend.tokenizer.encode_ordinary(text)
 
     def decode(self, ids: list[int]) -> str:
         return self._backend.ids_to_text(ids)
 
+    def name_of(self, token: int) -> str:
+        return str(self._backend.ids_to_tokens([token])[0])
+
 
 def _gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> Tokenizer:
-    kind = "GPT2BPETokenizer"
+    kind, end = "GPT2BPETokenizer", "<|endoftext|>"
     vocab = _existing_file(vocab_file, "--vocab-file", kind)
     merges = _existing_file(merge_file, "--merge-file", kind)
     implementations = _package("tokenizers.implementations", "tokenizers", kind)
@@ -234,62 +359,140 @@ def _gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> Tokenizer:
         vocab,
         "--vocab-file",
     )
-    return _fast(kind, vocab, "--vocab-file", backend, ("<|endoftext|>",))
-
-
-def _hugging_face(tokenizer_model: str | None) -> Tokenizer:
-    kind = "HuggingFaceTokenizer"
-    if tokenizer_model and Path(tokenizer_model).is_dir():
-        tokenizer_model = str(Path(tokenizer_model) / "tokenizer.json")
-    path = _existing_file(tokenizer_model, "--tokenizer-model", kind)
-    tokenizers = _package("tokenizers", "tokenizers", kind)
-    backend = _load(lambda: tokenizers.Tokenizer.from_file(str(path)), path, "--tokenizer-model")
-    ends = (
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "</s>",
-        "<eos>",
-        "<|eos|>",
-        "[EOS]",
-        "<eod>",
-        "[SEP]",
-    )
-    return _fast(kind, path, "--tokenizer-model", backend, ends)
-
-
-def _fast(kind: str, path: Path, flag: str, backend: Any, ends: tuple[str, ...]) -> Tokenizer:
-    eod = next((number for end in ends if (number := backend.token_to_id(end)) is not None), None)
-    if eod is None:
-        raise UsageError(
-            f"{flag} {path} has none of the end-of-document tokens {', '.join(ends)}; "
-            "add one to the vocabulary"
-        )
-    # Numbers may have holes, and the embedding needs a row for the largest one.
-    vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    eod = backend.token_to_id(end)
     return LibraryTokenizer(
-        kind=kind, source=str(path), vocab_size=vocab_size, eod=eod, library=_FastTokenizer(backend)
+        kind=kind,
+        source=str(vocab),
+        vocab_size=_rows_of(backend.get_vocab(with_added_tokens=True)),
+        eod=NO_EOD if eod is None else eod,
+        around=Around(),
+        library=_FastTokenizer(backend),
+        missing_eod=f"--vocab-file {vocab} has no {end}, which ends a document of {kind}; use "
+        "--tokenizer-type HuggingFaceTokenizer with a folder whose tokenizer_config.json names an "
+        "eos_token",
     )
+
+
+def _rows_of(vocab: dict[str, int]) -> int:
+    # Numbers may have holes, and the embedding needs a row for the largest one.
+    return max(vocab.values()) + 1
+
+
+def _hugging_face(tokenizer_model: str | None, *, adds: bool) -> Tokenizer:
+    kind, flag = "HuggingFaceTokenizer", "--tokenizer-model"
+    path = Path(tokenizer_model) if tokenizer_model else None
+    if path is None or not path.is_dir():
+        path = _existing_file(tokenizer_model, flag, kind)
+    if path.name == "tokenizer.json":
+        # What Megatron-LM and transformers take is its folder: the names of tokens lie beside it.
+        path = path.parent
+    transformers = _package("transformers", "transformers", kind)
+    backend = _load(lambda: _auto_tokenizer(transformers, path), path, flag)
+    before, after = _template_of(backend) if adds else ((), ())
+    # megatron-core's class takes one for the other.
+    ends = (backend.eos_token_id, backend.sep_token_id)
+    eod = next((token for token in ends if token is not None), NO_EOD)
+    return LibraryTokenizer(
+        kind=kind,
+        source=str(path / "tokenizer.json" if path.is_dir() else path),
+        vocab_size=_rows_of(backend.get_vocab()),
+        eod=eod,
+        around=Around(
+            before=before,
+            after=after,
+            bos_token_id=backend.bos_token_id,
+            pad_token_id=backend.pad_token_id,
+        ),
+        library=_AutoTokenizer(backend, adds=adds),
+        adds=True,
+        missing_eod=_unnamed(backend, path),
+    )
+
+
+def _auto_tokenizer(transformers: Any, path: Path) -> Any:
+    if not path.is_dir():
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    return transformers.AutoTokenizer.from_pretrained(
+        str(path), local_files_only=True, trust_remote_code=False
+    )
+
+
+def _template_of(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that a tokenizer of `transformers` puts before and after each text."""
+    for text in ("x", "a", "1", "."):
+        inner = tuple(backend(text, add_special_tokens=False).input_ids)
+        whole = tuple(backend(text).input_ids)
+        for at in range(len(whole) - len(inner) + 1) if inner else ():
+            if whole[at : at + len(inner)] == inner:
+                return whole[:at], whole[at + len(inner) :]
+    return (), ()
+
+
+def _unnamed(backend: Any, path: Path) -> str:
+    """What to do about a tokenizer of `transformers` that names no end."""
+    folder = path if path.is_dir() else path.parent
+    known = sorted(backend.get_added_vocab(), key=backend.get_added_vocab().get)[:8]
+    such = f" ({', '.join(known)})" if known else ""
+    where = folder / "tokenizer_config.json"
+    return (
+        f"--tokenizer-model {path} names no eos_token; set eos_token in {where} to one of its own "
+        f"tokens{such}, which leaves the model as it is"
+    )
+
+
+_SPECIAL_PIECES = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
+"""Pieces that Megatron-LM's SentencePieceTokenizer adds where a model has none."""
 
 
 def _sentence_piece(kind: str, tokenizer_model: str | None) -> Tokenizer:
-    path = _existing_file(tokenizer_model, "--tokenizer-model", kind)
+    flag, plain = "--tokenizer-model", "GPTSentencePieceTokenizer"
+    path = _existing_file(tokenizer_model, flag, kind)
     sentencepiece = _package("sentencepiece", "sentencepiece", kind)
-    backend = _load(
-        lambda: sentencepiece.SentencePieceProcessor(model_file=str(path)),
-        path,
-        "--tokenizer-model",
-    )
-    if backend.eos_id() < 0:
-        raise UsageError(
-            f"--tokenizer-model {path} has no end-of-sequence piece; train it with an eos_id"
+    core = importlib.import_module(
+        "megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer"
+    ).SentencePieceTokenizer
+    model = _load(lambda: sentencepiece.SentencePieceProcessor(model_file=str(path)), path, flag)
+    bos, eod, pad = model.bos_id(), model.eos_id(), model.pad_id()
+    before: tuple[int, ...] = ()
+    if kind == "SentencePieceTokenizer":
+        backend = core(
+            str(path),
+            special_tokens=_special_pieces(model),
+            legacy=True,
+            trim_spm_separator_after_special_token=False,
         )
+        eod = backend.special_token_to_id["<EOD>"]
+    else:
+        backend = core(str(path))
+    if kind == "Llama2Tokenizer":
+        if bos < 0:
+            raise UsageError(
+                f"{flag} {path} has no piece that begins a text, which {kind} adds; use "
+                f"--tokenizer-type {plain}, which adds none"
+            )
+        before = (bos,)
     return LibraryTokenizer(
         kind=kind,
         source=str(path),
-        vocab_size=backend.get_piece_size(),
-        eod=backend.eos_id(),
-        library=backend,
+        vocab_size=backend.vocab_size,
+        eod=eod if eod >= 0 else NO_EOD,
+        around=Around(
+            before=before,
+            bos_token_id=bos if bos >= 0 else None,
+            pad_token_id=pad if pad >= 0 else None,
+        ),
+        library=_CoreTokenizer(backend),
+        missing_eod=f"{flag} {path} has no piece that ends a text; use --tokenizer-type "
+        "SentencePieceTokenizer, which adds <EOD> behind its pieces",
     )
+
+
+def _special_pieces(model: Any) -> list[str]:
+    """Pieces that SentencePieceTokenizer reads as one token in a text: those that it adds, and the
+    model's own for padding, begin and end, or names for those that the model lacks."""
+    names = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
+    own = [model.id_to_piece(i) if i >= 0 else name for name, i in names.items()]
+    return [*_SPECIAL_PIECES, *own]
 
 
 def _tiktoken(
@@ -299,6 +502,7 @@ def _tiktoken(
     num_special_tokens: int,
     special_tokens: tuple[str, ...] | list[str] | None,
     vocab_size: int | None,
+    reads_names: bool,
 ) -> Tokenizer:
     kind = "TikTokenizer"
     if pattern not in ("v1", "v2"):
@@ -329,7 +533,8 @@ def _tiktoken(
         source=str(path),
         vocab_size=backend.vocab_size,
         eod=backend.eod,
-        library=_CoreTokenizer(backend),
+        around=Around(bos_token_id=backend.bos_id),
+        library=_CoreTokenizer(backend, reads_names=reads_names),
     )
 
 

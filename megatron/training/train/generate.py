@@ -45,7 +45,7 @@ from megatron.training.common.gpus import check_torch_build
 from megatron.training.common.program import other_command
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, require_eod
 from megatron.training.distributed.process_groups import destroy_groups
 from megatron.training.model.gpt import Model, build_for_inference, parameter_dtype
 from megatron.training.train.build import groups_of
@@ -89,6 +89,7 @@ class TextGenerator:
         tokenizer: Tokenizer,
         stored: Stored,
     ) -> None:
+        require_eod(tokenizer, "text generation")
         self.tokenizer, self.stored = tokenizer, stored
         self.max_length = config.model.max_position_embeddings
         """Tokens of a prompt and what follows it, at most."""
@@ -122,6 +123,9 @@ class TextGenerator:
         try:
             prompt.encode()
             tokens = self.tokenizer.tokenize(prompt)
+            # A template that ends each text would end the document before it goes on.
+            if after := self.tokenizer.around.after:
+                tokens = tokens[: -len(after)]
         except ValueError as error:
             raise UsageError(f"{what} {prompt[:40]!r} cannot become tokens: {error}") from error
         if not tokens:
