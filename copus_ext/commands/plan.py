@@ -29,6 +29,8 @@ from copus_ext.planner.request import (
     cluster_of,
     configuration_of,
     cp_comm_types_of_flags,
+    length_from,
+    length_line,
     logits_chunks_of,
     megatron_flag,
     model_of,
@@ -319,15 +321,18 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     write_hosts(args, [a for a, code in answers if code == 0])
     if args.format == "json":
         records = [a.to_json(1) if code == 0 else a.to_json() for a, code in answers]
-        put(report.dump({"schema": report.EXPLAINED, "explained": records}), args.output)
+        inputs = {"model": planner.model.to_json(), "seq_length_from": length_from(args)}
+        record = {"schema": report.EXPLAINED, "inputs": inputs, "explained": records}
+        put(report.dump(record), args.output)
     else:
+        head = length_line(args, planner.model)
         texts = [
             report.breakdown(a)
             if code == 0
             else f"{a.example}, global batch {b}: {a.code}: {a.detail}; {a.fix}"
             for (a, code), b in zip(answers, wanted)
         ]
-        put("\n\n".join(texts), args.output)
+        put("\n\n".join([head, *texts]), args.output)
     return max(code for _, code in answers)
 
 
@@ -417,6 +422,11 @@ def answer(args: argparse.Namespace) -> int:
 
     started = time.monotonic()
     planner = planner_of(args)
+    lengths = args.phases and (
+        args.seq_length_schedule or megatron_flag(args, "seq_length_schedule")
+    )
+    if args.elastic or (args.phases and not lengths):
+        tell("plan.py", f"note: {length_line(args, planner.model)}")
     if args.phases:
         return phase_plan.answer(args, planner, put)
     if args.elastic:
@@ -437,6 +447,7 @@ def answer(args: argparse.Namespace) -> int:
             planner.cluster,
             found,
             constants=about,
+            seq_length_from=length_from(args),
             warnings=[borrowed] if borrowed else [],
             elapsed_s=None if args.output else time.monotonic() - started,
             top=args.top,
@@ -451,6 +462,7 @@ def answer(args: argparse.Namespace) -> int:
         console = report.console_for(sys.stdout if args.output is None else text)
         is_mixture = planner.model.num_experts is not None
         asked = "cp" in {**planner.limits.fixed, **planner.limits.largest}
+        console.print(length_line(args, planner.model), highlight=False, markup=False)
         report.table(found, console, top=args.top, is_mixture=is_mixture, shows_cp=asked)
         if borrowed := borrowed_constants(args, planner):
             console.print(borrowed, highlight=False, markup=False)

@@ -456,7 +456,9 @@ def _llama(name: str, **shape: Any) -> ModelSpec:
     return ModelSpec(name=name, **{**common, **shape})
 
 
-def _first_llama(name: str, num_layers: int, hidden_size: int) -> ModelSpec:
+def _first_llama(
+    name: str, num_layers: int, hidden_size: int, *, seq_length: int = 2048
+) -> ModelSpec:
     """Of arXiv 2302.13971, and those of its successor without groups: heads of 128 columns."""
     return _llama(
         name,
@@ -465,7 +467,7 @@ def _first_llama(name: str, num_layers: int, hidden_size: int) -> ModelSpec:
         num_attention_heads=hidden_size // 128,
         ffn_hidden_size=llama_ffn(hidden_size),
         vocab_size=32000,
-        seq_length=2048,
+        seq_length=seq_length,
     )
 
 
@@ -490,15 +492,15 @@ PRESETS = {
             kv_channels=128,
             ffn_hidden_size=8192,
             vocab_size=128256,
-            seq_length=2048,
+            seq_length=131072,
             tied=True,
         ),
         _first_llama("llama-7b", 32, 4096),
         _first_llama("llama-13b", 40, 5120),
         _first_llama("llama-30b", 60, 6656),
         _first_llama("llama-65b", 80, 8192),
-        _first_llama("llama-2-7b", 32, 4096),
-        _first_llama("llama-2-13b", 40, 5120),
+        _first_llama("llama-2-7b", 32, 4096, seq_length=4096),
+        _first_llama("llama-2-13b", 40, 5120, seq_length=4096),
         _llama(
             "qwen2.5-32b",
             num_layers=64,
@@ -509,7 +511,7 @@ PRESETS = {
             ffn_hidden_size=27648,
             qkv_bias=True,
             vocab_size=152064,
-            seq_length=2048,
+            seq_length=131072,
         ),
         _llama(
             "llama-3-70b",
@@ -531,7 +533,7 @@ PRESETS = {
             num_experts=8,
             moe_router_topk=2,
             vocab_size=32000,
-            seq_length=4096,
+            seq_length=32768,
         ),
         _llama(
             "qwen3-30b-a3b",
@@ -546,7 +548,7 @@ PRESETS = {
             moe_router_topk=8,
             moe_ffn_hidden_size=768,
             vocab_size=151936,
-            seq_length=4096,
+            seq_length=40960,
         ),
         _llama(
             "deepseek-v3-sized",
@@ -562,7 +564,7 @@ PRESETS = {
             moe_ffn_hidden_size=2048,
             moe_shared_expert_intermediate_size=2048,
             vocab_size=129280,
-            seq_length=4096,
+            seq_length=163840,
         ),
         _llama(
             "copus-quickstart",
@@ -576,7 +578,8 @@ PRESETS = {
         ),
     )
 }
-"""Models by name, their usual sample length included."""
+"""Models by name. Their samples are as long as their context, `max_position_embeddings` of the
+public `config.json`; GPT-3's is that of arXiv 2005.14165."""
 
 STAND_INS = {
     "deepseek-v3-sized": (

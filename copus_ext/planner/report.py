@@ -66,6 +66,7 @@ def to_json(
     found: Answer,
     *,
     constants: dict[str, Any],
+    seq_length_from: str,
     warnings: Sequence[str] = (),
     elapsed_s: float | None = None,
     top: int = 10,
@@ -86,6 +87,7 @@ def to_json(
         "version": __version__,
         "inputs": {
             "model": model.to_json(),
+            "seq_length_from": seq_length_from,
             "cluster": cluster.to_json(),
             "constants": constants,
             "warnings": list(warnings),

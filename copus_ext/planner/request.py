@@ -199,7 +199,8 @@ def add_model_flags(group: Any) -> None:
     """Flags of `model_of`."""
     group.add_argument("--model", help="a name such as gpt3-175b, or a Hugging Face config.json")
     group.add_argument("--megatron-args", metavar="FLAGS", help="Megatron's flags in one text")
-    group.add_argument("--seq-length", type=int, help="tokens of a sample")
+    words = "tokens of a sample (default: the context of a named model)"
+    group.add_argument("--seq-length", type=int, help=words)
     words = "whose layers, with --model (default: te, less sure of its memory than if you say so)"
     group.add_argument("--implementation", choices=IMPLEMENTATIONS, help=words)
     words = "kernels of attention with --model; torch has a softmax in fp32 (default: flash)"
@@ -208,6 +209,28 @@ def add_model_flags(group: Any) -> None:
     group.add_argument("--gradient-bytes", type=int, choices=(2, 4), help=words)
     words = "optimizer state of a parameter, with --model (default: 12, and 8 in fp32)"
     group.add_argument("--optimizer-bytes", type=int, metavar="BYTES", help=words)
+
+
+_LONG = 8192
+"""Context above which pre-training mostly takes shorter samples."""
+
+
+def length_from(args: argparse.Namespace) -> str:
+    """What says how long a sample is: a flag, or `context` of the named model."""
+    if args.seq_length is not None:
+        return "--seq-length"
+    return "--megatron-args" if args.megatron_args is not None else "context"
+
+
+def length_line(args: argparse.Namespace, model: ModelSpec) -> str:
+    """How long the samples of an answer are, and what says so."""
+    source, tokens = length_from(args), model.seq_length
+    if source != "context":
+        return f"samples of {tokens} tokens ({source})"
+    line = f"samples of {tokens} tokens, the context of {model.name}"
+    if tokens > _LONG:
+        line += f"; pre-training mostly takes shorter ones, such as --seq-length {_LONG // 2}"
+    return line
 
 
 def model_of(args: argparse.Namespace) -> Any:

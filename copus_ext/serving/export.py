@@ -127,6 +127,7 @@ def written(
     pieces = [x for piece in export.tensors for x in _packed(piece, bits, group_size)]
     with staged(source, destination) as folder:
         write_config(folder, _config(export, bits, group_size))
+        export.companions.write(folder)
         write_folder(folder, pieces, shard_bytes=_SHARD_BYTES)
         _check(folder, pieces)
         yield Written(folder=folder, bits=bits, group_size=group_size, notes=export.notes)

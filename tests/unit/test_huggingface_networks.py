@@ -179,7 +179,8 @@ def test_logits_are_those_of_transformers_both_ways(
         tmp_path / "out", output_loading_info=True
     )
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys"))
-    assert model.config.eos_token_id is None
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+    assert model.config.eos_token_id == theirs.eos_token_id
     with torch.no_grad():
         assert torch.equal(model.eval()(ids()).logits, expected)
 

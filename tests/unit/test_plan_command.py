@@ -40,6 +40,46 @@ def test_the_schema_knows_every_reason() -> None:
     assert schema["$defs"]["rejection_code"]["enum"] == list(REJECTION_CODES)
 
 
+CONTEXTS = {
+    # max_position_embeddings of the public config.json; of GPT-3 and LLaMA the paper says it.
+    "gpt3-175b": 2048,
+    **dict.fromkeys(("llama-7b", "llama-13b", "llama-30b", "llama-65b"), 2048),
+    **dict.fromkeys(("llama-2-7b", "llama-2-13b"), 4096),
+    "llama-3-70b": 8192,
+    "llama-3.2-3b": 131072,
+    "qwen2.5-32b": 131072,
+    "mixtral-8x7b": 32768,
+    "qwen3-30b-a3b": 40960,
+    "deepseek-v3-sized": 163840,
+    "copus-quickstart": 128,
+}
+
+
+def test_samples_of_a_named_model_are_as_long_as_its_context() -> None:
+    assert {name: spec.seq_length for name, spec in PRESETS.items()} == CONTEXTS
+
+
+def test_an_answer_says_how_long_the_samples_are(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--model llama-2-13b --cluster a100-80g:8 --global-batch-size 32 --top 1"
+    code, out, _ = run(capsys, asked)
+    head, *table = out.splitlines()
+    assert code == 0 and head == "samples of 4096 tokens, the context of llama-2-13b"
+    code, out, _ = run(capsys, f"{asked} --seq-length 4096")
+    head, *same = out.splitlines()
+    assert head == "samples of 4096 tokens (--seq-length)" and same == table
+    longer = "samples of 131072 tokens, the context of llama-3.2-3b; pre-training mostly takes"
+    code, out, _ = run(capsys, f"explain tp=8 {asked} --model llama-3.2-3b".replace("--top 1", ""))
+    assert out.startswith(f"{longer} shorter ones, such as --seq-length 4096\n")
+    small = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16"
+    about = "--cluster a100-80g:8 --global-batch-size 32"
+    code, out, _ = run(capsys, f"{about} --megatron-args '{small}'")
+    assert out.startswith("samples of 128 tokens (--megatron-args)\n")
+    for command, source in (("", "context"), ("explain tp=1", "context")):
+        code, out, _ = run(capsys, f"{command} --model copus-quickstart {about} --json")
+        inputs = json.loads(out)["inputs"]
+        assert (inputs["seq_length_from"], inputs["model"]["seq_length"]) == (source, 128)
+
+
 def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
     """The first plan of an answer that keeps the schema."""
     code, out, _ = run(capsys, f"{text} --json")
@@ -295,7 +335,8 @@ def test_an_interrupt_keeps_what_was_ranked(
 def test_explain_prices_one_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     base = f"{SEVEN} --global-batch-size 64"
     code, out, _ = run(capsys, f"explain tp=2,pp=2,micro_batch=2 {base}")
-    assert code == 0 and run(capsys, f"explain {out.split()[0][:-1]} {base}")[1] == out
+    found = out.splitlines()[2].split()[0][:-1]
+    assert code == 0 and run(capsys, f"explain {found} {base}")[1] == out
     assert "bubble" in out and "stage 1" in out and "flags: --tensor-model-parallel-size 2" in out
     code, out, _ = run(capsys, f"explain pp=8,vpp=3 {base}")
     assert code == 3 and "virtual: 4 layers of a stage are not divisible by vpp=3" in out

@@ -66,6 +66,14 @@ def test_a_cost_may_be_part_of_a_model(capsys: Any, tmp_path: Path) -> None:
     part = {"model": "llama-3.2-3b", "part": "layer", "cluster": "a100-80g:8"}
     code, out, _ = run(capsys, tmp_path, graph(costs={"vit": part}), "--num-microbatches", "2")
     assert code == 0 and "the graph is 2." in out
+    # Its samples are as long as its context, or as the file says.
+    lengths = [131072, 4096]
+    rows = [graph(costs={"vit": {**part, "seq_length": n}}) for n in lengths]
+    same, shorter = (
+        run(capsys, tmp_path, row, "--num-microbatches", "2", "--json")[1] for row in rows
+    )
+    default = run(capsys, tmp_path, graph(costs={"vit": part}), "--num-microbatches", "2", "--json")
+    assert default[1] == same != shorter
 
 
 def test_a_chain_is_as_fast_either_way(capsys: Any, tmp_path: Path) -> None:

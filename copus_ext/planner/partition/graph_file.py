@@ -33,7 +33,10 @@ SCHEMA = "copus.graph/1"
 _OF_NODE = ("forward_s", "backward_s", "parameters", "static_bytes", "saved_bytes")
 _OF_NODE += ("working_bytes", "message_s")
 _OF_COST = (*_OF_NODE, "message_bytes")
-_OF_MODEL = ("model", "part", "cluster", "micro_batch_size", "recompute", "message_bytes")
+_OF_MODEL = (
+    *("model", "part", "cluster", "micro_batch_size", "seq_length", "recompute"),
+    "message_bytes",
+)
 _OF_FILE = ("num_stages", "num_microbatches", "memory_gib", "link_bytes_per_s")
 _OF_FILE += ("costs", "nodes", "edges")
 _PARTS = ("embedding", "layer", "head")
@@ -197,7 +200,10 @@ def _of_model(raw: dict[str, Any], what: str) -> dict[str, float]:
         global_batch_size=2 * size,
         recompute=raw.get("recompute", "none"),
     )
-    rows = to_rows(PRESETS[name], cluster, points_of([c]))
+    model = PRESETS[name]
+    if "seq_length" in raw:
+        model = model.with_seq_length(_whole(raw["seq_length"], "seq_length"))
+    rows = to_rows(model, cluster, points_of([c]))
     costs = costs_by_block(rows, cluster.load_constants(), context_bytes=0.0)
     at = {"embedding": 0, "layer": 1, "head": -1}[part]
     found = {

@@ -152,6 +152,13 @@ _WITHOUT_EFFECT = {
 }
 NEUTRAL = {name: why for why, names in _WITHOUT_EFFECT.items() for name in names.split()}
 """Field without an effect on the network -> why."""
+_OF_GENERATION = tuple(
+    why for why in _WITHOUT_EFFECT if why.startswith(("ids of", "only how", "for the tokenizer"))
+)
+KEPT = frozenset(name for why in _OF_GENERATION for name in _WITHOUT_EFFECT[why].split()) | {
+    "use_cache"
+}
+"""Fields without an effect on the network that `generate()` reads; an export keeps them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import contents
+from megatron.training.checkpoint.convert import contents, generation
 from megatron.training.checkpoint.convert.archive import Archive, Chunk, StoredTensor, open_archive
 from megatron.training.checkpoint.convert.checks import (
     Contents,
@@ -122,6 +122,7 @@ def convert(
         common=common_of(archive.common, found, target),
         target=target,
         archive=archive,
+        side=generation.kept_beside(archive.folder),
         verify=verify,
         file_bytes=file_bytes,
         notes=(*notes, *target.notes),
@@ -150,6 +151,7 @@ def write_checkpoint(
     common: Mapping[str, Any],
     target: Target,
     archive: Archive | None,
+    side: Mapping[str, Path],
     verify: bool,
     file_bytes: int,
     notes: tuple[str, ...],
@@ -163,6 +165,7 @@ def write_checkpoint(
         common: its common state, which names the iteration.
         target: what it should be.
         archive: the checkpoint it is made from, if it is made from one.
+        side: files of a Hugging Face model that are kept with it, by name.
         verify: compare every tensor written.
         file_bytes: tensors that share a file.
         notes: for the result.
@@ -174,6 +177,7 @@ def write_checkpoint(
     """
     iteration = common.get("iteration") or 0
     with staged(source, destination) as root:
+        generation.Companions(files=side).write(root / generation.SIDE)
         folder = files.begin(root, iteration)
         if archive is not None and recipe.is_copy:
             _copy_tensors(archive, folder)

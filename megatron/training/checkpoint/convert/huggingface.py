@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import config_json, contents, experts
+from megatron.training.checkpoint.convert import config_json, contents, experts, generation
 from megatron.training.checkpoint.convert.archive import Archive, Chunk, open_archive
 from megatron.training.checkpoint.convert.checks import (
     Contents,
@@ -51,7 +51,7 @@ from megatron.training.common.errors import Refused, UsageError, VerificationFai
 from megatron.training.common.outside import parse_json
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 
-CONFIG = "config.json"
+CONFIG = generation.CONFIG
 _CONFIG_BYTES = 1 << 24
 _ADAPTER = "adapter_config.json"
 Folder: TypeAlias = SafetensorsFolder | experts.UnstackedExperts
@@ -136,6 +136,7 @@ def save(
     tensors = exported.tensors
     with staged(source, destination) as folder:
         write_config(folder, exported.config)
+        exported.companions.write(folder)
         write_folder(folder, tensors, shard_bytes=shard_bytes)
         _check_written(folder, tensors, verify=verify)
         num_bytes = files.stored_bytes(folder)
@@ -158,6 +159,8 @@ class Export:
 
     config: dict[str, Any]
     """Its `config.json`."""
+    companions: generation.Companions
+    """What `generate()` needs beside the network."""
     tensors: list[Piece]
     """Its weights, made when their turn comes."""
     notes: tuple[str, ...]
@@ -182,8 +185,13 @@ def export_of(archive: Archive, changes: Changes) -> Export:
     if dropout:
         notes.append(f"hidden_dropout {dropout} acts in training only and has no field in {CONFIG}")
     notes += experts.notes_on(archive.arguments)
-    tensors = _exported(archive, found, dtype, vocab)
-    return Export(config=config, tensors=tensors, notes=tuple(notes))
+    companions = generation.companions_of(archive.folder, archive.arguments)
+    return Export(
+        config=companions.config(config),
+        companions=companions,
+        tensors=_exported(archive, found, dtype, vocab),
+        notes=(*notes, *companions.notes),
+    )
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -270,6 +278,7 @@ def load(
     arguments["padded_vocab_size"] = padded
     target = target_of(arguments, Contents(weights={}, optimizer="none", dtype=dtype), changes)
     name = next(name for name, value in DTYPES.items() if value == target.dtype)
+    arguments |= generation.tokenizer_arguments(source, destination)
     arguments |= arguments_of({**arguments, "virtual_pipeline_model_parallel_size": 1}, target)
     arguments |= {"params_dtype": name, "bf16": name == "bf16", "fp16": name == "fp16"}
     arguments |= {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0}
@@ -290,6 +299,7 @@ def load(
         common=common,
         target=target,
         archive=None,
+        side=generation.files_of_model(source),
         verify=verify,
         file_bytes=file_bytes,
         notes=(
