@@ -106,7 +106,10 @@ def test_the_way_back_is_the_way_to_usual_conditions() -> None:
 
 
 def test_a_timed_link_explains_what_it_can() -> None:
-    planner = Planner(PRESETS["llama-3.2-3b"], replace(cluster("h100-80g:16"), gpus_per_node=8))
+    planner = Planner(
+        PRESETS["llama-3.2-3b"].with_seq_length(2048),
+        replace(cluster("h100-80g:16"), gpus_per_node=8),
+    )
     c = Configuration(
         layout=Layout(tp=2, dp=8),
         micro_batch_size=1,
@@ -170,7 +173,10 @@ def test_the_cost_model_prices_a_slow_part(
         sequence_parallel=tp > 1,
         use_distributed_optimizer=sharded,
     )
-    machine, model = replace(cluster("h100-80g:16"), gpus_per_node=8), PRESETS["llama-3.2-3b"]
+    machine, model = (
+        replace(cluster("h100-80g:16"), gpus_per_node=8),
+        PRESETS["llama-3.2-3b"].with_seq_length(2048),
+    )
     rows = to_rows(model, machine, points_of([c]))
     plain = machine.load_constants()
     now = plain.under(replace(USUAL, **{part: factor}))
@@ -185,7 +191,7 @@ def test_the_cost_model_prices_a_slow_part(
 
 
 def test_everything_slower_by_one_factor_is_slower_by_it() -> None:
-    machine, model = cluster("h100-80g:16"), PRESETS["llama-3.2-3b"]
+    machine, model = cluster("h100-80g:16"), PRESETS["llama-3.2-3b"].with_seq_length(2048)
     planner = Planner(model, machine)
     c = planner.rank([64], top=5)[0].ranked[0].configuration
     every = PartFactors(compute=3.0, tp=3.0, pp=3.0, dp=3.0)

@@ -24,9 +24,11 @@ from copus_ext.planner.search import Planner
 from copus_ext.planner.space import REJECTION_CODES
 from tests.helpers.launch import ROOT
 
-SEVEN = "--model llama-2-7b --cluster h100-80g:8"
+SEVEN = "--model llama-2-7b --seq-length 2048 --cluster h100-80g:8"
 EIGHT = f"{SEVEN} --global-batch-size 8"
-THIRTEEN = "--model llama-2-13b --global-batch-size 64 --top 2 --fix tp=8,pp=4,vpp=1"
+THIRTEEN = (
+    "--model llama-2-13b --seq-length 2048 --global-batch-size 64 --top 2 --fix tp=8,pp=4,vpp=1"
+)
 
 
 def run(capsys: pytest.CaptureFixture[str], text: str) -> tuple[int, str, str]:
@@ -150,15 +152,23 @@ def write_uneven(folder: Path) -> Path:
         (f"nodes {EIGHT}", 2, '"links" or "nodes"'),
         (f"order {THIRTEEN} --cluster NAMELESS --hostfile x", 2, 'needs "hosts"'),
         (f"order {THIRTEEN} --cluster FILE --hostfile /no/where/x", 2, "--hostfile /no/where/x"),
-        ("--model llama-2-7b --nodes 1 --gpu H100-80GB --nic 1.2.3GB", 2, "'1.2.3GB' is no size"),
-        ("--model llama-2-7b --nodes 1 --gpu H999", 2, "--gpu H999: unknown; known: A100-40GB"),
+        (
+            "--model llama-2-7b --seq-length 2048 --nodes 1 --gpu H100-80GB --nic 1.2.3GB",
+            2,
+            "'1.2.3GB' is no size",
+        ),
+        (
+            "--model llama-2-7b --seq-length 2048 --nodes 1 --gpu H999",
+            2,
+            "--gpu H999: unknown; known: A100-40GB",
+        ),
         ('--megatron-args "--x \'y" --cluster cpu:2', 2, "--megatron-args"),
         ("--megatron-args '--num-layers 4' --cluster cpu:2", 2, "--hidden"),
         ("--model llama-9 --cluster cpu:2", 2, "--model llama-9"),
-        ("--model llama-2-7b --cluster h999:8", 2, "h999:8.*h100-80g"),
-        ("--model llama-2-7b --cluster no.json", 5, "no.json"),
+        ("--model llama-2-7b --seq-length 2048 --cluster h999:8", 2, "h999:8.*h100-80g"),
+        ("--model llama-2-7b --seq-length 2048 --cluster no.json", 5, "no.json"),
         ("--model no.json --cluster cpu:2", 5, "no.json"),
-        ("--model llama-2-7b", 2, "--cluster"),
+        ("--model llama-2-7b --seq-length 2048", 2, "--cluster"),
     ],
 )
 def test_problems_are_one_line_with_a_way_out(
@@ -257,21 +267,33 @@ def test_a_profile_of_another_model_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "profile.jsonl"
-    best = Planner(PRESETS["llama-2-7b"], preset("h100-80g:8")).rank([64], top=1)[0].ranked[0]
-    machine = {"model": PRESETS["llama-2-7b"].to_json(), "world_size": 8, "gpu": "H100-80GB"}
+    best = (
+        Planner(PRESETS["llama-2-7b"].with_seq_length(2048), preset("h100-80g:8"))
+        .rank([64], top=1)[0]
+        .ranked[0]
+    )
+    machine = {
+        "model": PRESETS["llama-2-7b"].with_seq_length(2048).to_json(),
+        "world_size": 8,
+        "gpu": "H100-80GB",
+    }
     store = ProfileStore(path, machine)
     store.add(Timing(configuration=best.configuration, step_s=0.9 * best.prediction.step_s))
     flags = f"--cluster h100-80g:8 --global-batch-size 64 --json --profile {path}"
-    code, out, _ = run(capsys, f"--model llama-2-7b {flags}")
+    code, out, _ = run(capsys, f"--model llama-2-7b --seq-length 2048 {flags}")
     first = json.loads(out)["plans"][0]["ranked"][0]["prediction"]
     assert code == 0 and first["source"] == "profiled"
     assert first["step_s"] == pytest.approx(0.9 * best.prediction.step_s, rel=0.01)
-    code, _, err = run(capsys, f"--model llama-2-13b {flags}")
+    code, _, err = run(capsys, f"--model llama-2-13b --seq-length 2048 {flags}")
     assert code == 5 and "another model" in err
     for cluster in ("h100-80g:16", "a100-80g:8"):
-        code, _, err = run(capsys, f"--model llama-2-7b {flags.replace('h100-80g:8', cluster)}")
+        code, _, err = run(
+            capsys, f"--model llama-2-7b --seq-length 2048 {flags.replace('h100-80g:8', cluster)}"
+        )
         assert code == 5 and "was measured on 8 x H100-80GB" in err
-    code, _, err = run(capsys, f"--model llama-2-13b {flags} --profile {tmp_path / 'none'}")
+    code, _, err = run(
+        capsys, f"--model llama-2-13b --seq-length 2048 {flags} --profile {tmp_path / 'none'}"
+    )
     assert code == 5 and "no profile" in err
 
 
@@ -359,7 +381,9 @@ def test_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and out.count("configurations ranked for global batch") == 3
     assert out.splitlines()[-1].startswith("over 1.35e+11 tokens: keep one batch")
     # Over a slow network a step's fixed cost is worth as many samples as the critical batch size.
-    slow = "--model llama-2-7b --nodes 4 --gpu H100-80GB --nic 2GB/s --fix pp=1,tp=1"
+    slow = (
+        "--model llama-2-7b --seq-length 2048 --nodes 4 --gpu H100-80GB --nic 2GB/s --fix pp=1,tp=1"
+    )
     _, out, _ = run(capsys, f"{slow} --global-batch-size 32:8192:x2 --train-tokens 3e9 --top 1")
     assert out.splitlines()[-1].startswith("over 3e+09 tokens: adapting the batch can save about")
     assert "headroom" not in json.loads(run(capsys, f"{EIGHT} --json")[1])
@@ -376,7 +400,10 @@ def test_a_machine_is_named_once(capsys: pytest.CaptureFixture[str], flag: str) 
 
 
 def test_given_links_win_over_those_of_a_named_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "--model llama-2-7b --cluster h100-80g:16 --global-batch-size 64 --fix tp=2,pp=1"
+    asked = (
+        "--model llama-2-7b --seq-length 2048 "
+        "--cluster h100-80g:16 --global-batch-size 64 --fix tp=2,pp=1"
+    )
     usual, slow, apart = (
         json_of(capsys, f"{asked} --top 1 {more}")["ranked"][0]["prediction"]["step_s"]
         for more in ("", "--nic 1GB/s", "--intra 1GB/s")
@@ -403,21 +430,21 @@ def test_what_the_answer_does_not_depend_on_is_told(capsys: pytest.CaptureFixtur
     assert code == 0 and not err and out == again
 
 
-MIXTRAL = "--model mixtral-8x7b --cluster h100-80g:32 --global-batch-size 128"
+MIXTRAL = "--model mixtral-8x7b --seq-length 4096 --cluster h100-80g:32 --global-batch-size 128"
 
 
 def test_a_mixture_is_planned_with_the_sizes_of_its_experts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, out, _ = run(capsys, f"{MIXTRAL} --fix tp=2,cp=1,ep=4,etp=1,micro_batch=1 --max pp=4")
-    header, first, *_ = out.splitlines()
+    _, header, first, *_ = out.splitlines()
     names = header.split()
     at = [names.index(name) for name in ("vpp", "ep", "etp", "dp")]
     assert code == 0 and at == list(range(at[0], at[0] + 4))
     assert re.search(r"--fix tp=2,.*,ep=4,etp=1 ", out), "what to time"
     assert " 4    1 " in first
     _, dense, _ = run(capsys, f"{SEVEN} --global-batch-size 16")
-    assert not {"ep", "etp"} & set(dense.splitlines()[0].split())
+    assert not {"ep", "etp"} & set(dense.splitlines()[1].split())
     record = json.loads(run(capsys, f"{MIXTRAL},256 --json --top 2")[1])
     jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
     active = PRESETS["mixtral-8x7b"].num_active_parameters
@@ -451,14 +478,20 @@ def test_problems_of_a_mixture_are_one_line(
 
 
 def test_a_stand_in_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--model deepseek-v3-sized --cluster h200-141g:256 --global-batch-size 512"
+    flags = (
+        "--model deepseek-v3-sized --seq-length 4096 "
+        "--cluster h200-141g:256 --global-batch-size 512"
+    )
     code, _, err = run(capsys, f"{flags} --fix tp=1,pp=4,micro_batch=1,ep=32")
     assert code == 0 and "deepseek-v3-sized has plain attention" in err
 
 
 def test_both_orders_of_ranks_are_priced(capsys: pytest.CaptureFixture[str]) -> None:
     """Two nodes of 8 with tp2, pp2, dp4: each pipeline in a node, or all replicas of a stage."""
-    shape = "--model llama-2-7b --cluster a100-80g:16 --global-batch-size 64 --nic 5GB/s"
+    shape = (
+        "--model llama-2-7b --seq-length 2048 "
+        "--cluster a100-80g:16 --global-batch-size 64 --nic 5GB/s"
+    )
     asked = f"{shape} --fix tp=2,cp=1,pp=2,vpp=1,micro_batch=1 --recompute none --top 1"
     usual, other = (
         json_of(capsys, f"{asked} {more}")["ranked"][0]["prediction"]["time_s"]
@@ -484,7 +517,7 @@ def test_both_orders_of_ranks_are_priced(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_table_folds_chunks_that_hardly_differ_and_says_what_to_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = "--model llama-2-13b --cluster a100-80g:32 --global-batch-size 256"
+    asked = "--model llama-2-13b --seq-length 2048 --cluster a100-80g:32 --global-batch-size 256"
     _, text, _ = run(capsys, asked)
     plan = json_of(capsys, asked)
     rows = [line.split() for line in text.splitlines() if " 256 " in line and "rej" not in line]
@@ -499,7 +532,7 @@ def test_the_table_folds_chunks_that_hardly_differ_and_says_what_to_time(
     for name, line in zip((first, second), told, strict=True):
         words = line.split(" -- ")[0].split()
         args, _ = profile_layouts.parse([*words[words.index("--store") :], "--", "--bf16"])
-        timed = profile_layouts.lines(PRESETS["llama-2-13b"], args, 32)
+        timed = profile_layouts.lines(PRESETS["llama-2-13b"].with_seq_length(2048), args, 32)
         assert [str(c) for c in timed] == [name] and profile_layouts.counts(timed[0], args)
 
 
@@ -513,7 +546,10 @@ def _kin(ranked: dict[str, Any], row: list[str]) -> bool:
 
 
 def test_overlap_is_priced_as_the_flags_have_it(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "--model llama-2-7b --cluster h100-80g:16 --global-batch-size 64 --fix tp=2,pp=1"
+    asked = (
+        "--model llama-2-7b --seq-length 2048 "
+        "--cluster h100-80g:16 --global-batch-size 64 --fix tp=2,pp=1"
+    )
     usual, without = (
         json_of(capsys, f"{asked} --top 1 {more}")["ranked"][0] for more in ("", "--no-overlap")
     )
@@ -521,7 +557,10 @@ def test_overlap_is_priced_as_the_flags_have_it(capsys: pytest.CaptureFixture[st
     assert "--overlap-grad-reduce" in usual["flags"]
     assert not any("overlap" in flag for flag in without["flags"])
     text = "tp2.pp1.dp8,micro_batch=1,overlap=0"
-    fixed = f"{text} --model llama-2-7b --cluster h100-80g:16 --global-batch-size 64 --json"
+    fixed = (
+        f"{text} --model llama-2-7b --seq-length 2048 "
+        f"--cluster h100-80g:16 --global-batch-size 64 --json"
+    )
     one, same, other = (
         json.loads(run(capsys, f"explain {more}")[1])["explained"][0]["prediction"]["step_s"]
         for more in (
@@ -550,7 +589,9 @@ def test_overlap_is_priced_as_the_flags_have_it(capsys: pytest.CaptureFixture[st
 def test_a_device_that_was_never_timed_says_whose_constants_it_has(
     capsys: pytest.CaptureFixture[str], cluster: str, whose: str
 ) -> None:
-    asked = f"--model llama-2-7b --cluster {cluster} --global-batch-size 64 --top 1"
+    asked = (
+        f"--model llama-2-7b --seq-length 2048 --cluster {cluster} --global-batch-size 64 --top 1"
+    )
     _, out, _ = run(capsys, asked)
     assert (f"{whose}" in out and "constants of" in out) == bool(whose)
     warnings = json.loads(run(capsys, f"{asked} --json")[1])["inputs"]["warnings"]
@@ -558,10 +599,15 @@ def test_a_device_that_was_never_timed_says_whose_constants_it_has(
 
 
 def test_what_a_better_machine_would_save_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    slow = "--model llama-2-7b --cluster a100-80g:16 --nic 2GB/s --global-batch-size 64 --top 1"
+    slow = (
+        "--model llama-2-7b --seq-length 2048 "
+        "--cluster a100-80g:16 --nic 2GB/s --global-batch-size 64 --top 1"
+    )
     last = run(capsys, slow)[1].splitlines()[-1]
     assert re.search(r"^twice the network would save \d+ % \(tp\d+\.", last)
-    tight = "--model llama-2-13b --cluster a100-40g:8 --global-batch-size 64 --top 1"
+    tight = (
+        "--model llama-2-13b --seq-length 2048 --cluster a100-40g:8 --global-batch-size 64 --top 1"
+    )
     assert "twice the memory would save" in run(capsys, tight)[1].splitlines()[-1]
     small = "--model copus-quickstart --cluster a100-80g:1 --global-batch-size 64 --top 1"
     last = run(capsys, small)[1].splitlines()[-1]
@@ -590,7 +636,9 @@ def test_a_table_is_whole_in_a_narrow_terminal_and_plain_in_a_file(
         def isatty(self) -> bool:
             return True
 
-    best = Planner(PRESETS["llama-2-7b"], preset("h100-80g:8")).rank([64], top=2)
+    best = Planner(PRESETS["llama-2-7b"].with_seq_length(2048), preset("h100-80g:8")).rank(
+        [64], top=2
+    )
     shown, file = Terminal(), io.StringIO()
     report.table(report.Answer(plans=best), report.console_for(shown))
     lines = shown.getvalue().splitlines()

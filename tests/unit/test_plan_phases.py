@@ -184,7 +184,9 @@ def test_a_move_that_cannot_pay_is_not_priced() -> None:
 
 def test_choices_are_the_fastest_of_each_layout_and_way() -> None:
     limits = Limits(recompute=("none",))
-    planner = Planner(PRESETS["llama-2-7b"], preset("h100-80g:16"), limits=limits)
+    planner = Planner(
+        PRESETS["llama-2-7b"].with_seq_length(2048), preset("h100-80g:16"), limits=limits
+    )
     points, seconds = planner.every(64)
     assert len(points) == len(seconds) == planner.rank([64], top=1)[0].num_ranked
     found = choices_of(points, seconds)
@@ -278,7 +280,7 @@ def test_flags_say_where_the_layout_changes_with_the_batch(text: str, micro: int
 
 
 def test_each_step_of_a_batch_has_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    base = "--model llama-2-13b --cluster a100-80g:64 --train-tokens 2e10"
+    base = "--model llama-2-13b --seq-length 2048 --cluster a100-80g:64 --train-tokens 2e10"
     code, out, _ = run(capsys, f"phases {base} --step-batch-size-schedule '0:16 2.4B:320'")
     assert code == 0 and "--step-batch-size-schedule '0:16 2.4B:320'" in out
     record = json.loads(
@@ -300,10 +302,15 @@ def test_each_step_of_a_batch_has_a_layout(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
-        ("--model llama-2-7b --cluster h100-80g:8", 2, "one --global-batch-size"),
-        ("--model llama-2-7b --cluster h100-80g:8 --global-batch-size 8,16", 2, "one --global"),
+        ("--model llama-2-7b --seq-length 2048 --cluster h100-80g:8", 2, "one --global-batch-size"),
         (
-            "--model llama-2-7b --cluster h100-80g:8 --global-batch-size 8 --recompute block",
+            "--model llama-2-7b --seq-length 2048 --cluster h100-80g:8 --global-batch-size 8,16",
+            2,
+            "one --global",
+        ),
+        (
+            "--model llama-2-7b --seq-length 2048 "
+            "--cluster h100-80g:8 --global-batch-size 8 --recompute block",
             2,
             "none, selective and full",
         ),
@@ -314,7 +321,7 @@ def test_each_step_of_a_batch_has_a_layout(capsys: pytest.CaptureFixture[str]) -
             "of 8192 tokens",
         ),
         (
-            "--model llama-2-7b --cluster h100-80g:8 --global-batch-size 8 "
+            "--model llama-2-7b --seq-length 2048 --cluster h100-80g:8 --global-batch-size 8 "
             "--seq-length-schedule '0:2048 50%:3000'",
             2,
             "no multiple of the first",

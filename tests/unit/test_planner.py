@@ -24,7 +24,7 @@ from copus_ext.planner.search import DOMINATED, Planner
 from copus_ext.planner.space import Limits, enumerate_points, points_of, to_rows
 from megatron.training.config.layout import Layout
 
-MODEL = PRESETS["llama-2-13b"]
+MODEL = PRESETS["llama-2-13b"].with_seq_length(2048)
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(16, 64), (32, 96), (64, 512)])
@@ -67,7 +67,9 @@ def test_what_is_dominated_has_a_kin_that_fits_and_is_no_slower() -> None:
 def test_measured_times_leave_no_kin_out() -> None:
     """A measured time may be above that of a configuration which does more."""
     limits = Limits(fixed={"tp": 1, "pp": 1, "micro_batch": 1})
-    planner = Planner(PRESETS["llama-2-7b"], preset("h100-80g:8"), limits=limits)
+    planner = Planner(
+        PRESETS["llama-2-7b"].with_seq_length(2048), preset("h100-80g:8"), limits=limits
+    )
     best = planner.rank([64], top=1)[0].ranked[0]
     planner.retime([Timing(configuration=best.configuration, step_s=1.3 * best.prediction.step_s)])
     again = planner.rank([64], top=1)[0].ranked[0]
@@ -105,7 +107,9 @@ def test_recomputing_more_layers_takes_longer_and_less_memory() -> None:
 
 def test_a_batch_may_be_rounded_down() -> None:
     limits = Limits(fixed={"tp": 1, "pp": 1, "micro_batch": 3}, round_down=True)
-    planner = Planner(PRESETS["llama-2-7b"], preset("h100-80g:16"), limits=limits)
+    planner = Planner(
+        PRESETS["llama-2-7b"].with_seq_length(2048), preset("h100-80g:16"), limits=limits
+    )
     found = planner.rank([50], top=2)[0]
     assert found.global_batch_size == 50 and found.ranked
     assert {r.configuration.global_batch_size for r in found.ranked} == {48}
@@ -267,7 +271,7 @@ def test_megatron_flags_and_config_json_give_the_same_model(tmp_path: Path) -> N
     file.write_text(json.dumps(config))
     from_file = ModelSpec.from_hugging_face(file, seq_length=2048)
     assert from_flags.num_parameters == from_file.num_parameters
-    known = PRESETS["llama-2-7b"]
+    known = PRESETS["llama-2-7b"].with_seq_length(2048)
     assert from_file.num_parameters == known.num_parameters
     for more, rows in (("--padded-vocab-size 40000", 40000), (PADDED_FOR_8, 32768), ("", 32000)):
         padded = ModelSpec.from_megatron_flags(shlex.split(f"{flags} {more}"))
@@ -334,7 +338,7 @@ def test_experts_that_are_not_known_are_refused(tmp_path: Path) -> None:
             ModelSpec.from_hugging_face(file, seq_length=256)
     for bad in ({"moe_router_topk": 9}, {"moe_layer_freq": "[1]*3"}, {"num_experts": 0}):
         with pytest.raises(SpecError, match=next(iter(bad))):
-            dataclasses.replace(PRESETS["mixtral-8x7b"], **bad)
+            dataclasses.replace(PRESETS["mixtral-8x7b"].with_seq_length(4096), **bad)
 
 
 def test_a_model_that_the_cost_model_does_not_know_is_refused_by_its_flag() -> None:

@@ -335,9 +335,19 @@ def test_rules_are_those_of_the_trainer(shape: dict[str, Any], gpus: int, form: 
 SPACES = [
     (llama("8B", 8192), "h100-80g:16", 16, {}),
     (llama("8B", 65536), "h100-80g:16", 12, {}),
-    (PRESETS["llama-2-13b"], "a100-80g:16", 32, {"max_micro_batch": 8}),
-    (PRESETS["llama-2-13b"], "h100-80g:24", 24, {"cp_comm_types": ("all_gather", "a2a")}),
-    (PRESETS["mixtral-8x7b"], "h100-80g:16", 16, {"max_micro_batch": 4, "whole_samples": True}),
+    (PRESETS["llama-2-13b"].with_seq_length(2048), "a100-80g:16", 32, {"max_micro_batch": 8}),
+    (
+        PRESETS["llama-2-13b"].with_seq_length(2048),
+        "h100-80g:24",
+        24,
+        {"cp_comm_types": ("all_gather", "a2a")},
+    ),
+    (
+        PRESETS["mixtral-8x7b"].with_seq_length(4096),
+        "h100-80g:16",
+        16,
+        {"max_micro_batch": 4, "whole_samples": True},
+    ),
 ]
 
 
@@ -377,7 +387,7 @@ def test_what_is_left_out_is_never_faster_nor_smaller(
 
 
 def test_nothing_of_the_kin_of_measured_layouts_is_left_out() -> None:
-    model, cluster = PRESETS["llama-2-13b"], preset("h100-80g:16")
+    model, cluster = PRESETS["llama-2-13b"].with_seq_length(2048), preset("h100-80g:16")
     timed = configuration("tp2.pp1.dp8", batch=64, micro_batch_size=2)
     kin = configuration("tp2.cp2.pp1.dp4", batch=64, micro_batch_size=4)
     for known, is_there in ((None, False), (points_of([timed]), True)):
@@ -468,7 +478,7 @@ ASKED = "--model llama-3-70b --cluster h100-80g:128 --global-batch-size 32 --seq
 
 def test_the_command_shows_and_limits_the_size(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, f"{ASKED} --top 3")
-    header, first, *_ = out.splitlines()
+    _, header, first, *_ = out.splitlines()
     names = header.split()
     assert code == 0 and names[2:5] == ["tp", "cp", "exchange"]
     assert int(first.split()[3]) > 1 and first.split()[4] in ("p2p", "a2a")
@@ -478,12 +488,16 @@ def test_the_command_shows_and_limits_the_size(capsys: pytest.CaptureFixture[str
         args, _ = profile_layouts.parse([*words[words.index("--store") :], "--", "--bf16"])
         timed = profile_layouts.lines(PRESETS["llama-3-70b"].with_seq_length(131072), args, 128)
         assert len(timed) == 1 and str(timed[0]) in out
-    _, short, _ = run(capsys, "--model llama-2-7b --cluster h100-80g:8 --global-batch-size 64")
-    assert "exchange" not in short.splitlines()[0]
-    _, asked, _ = run(
-        capsys, "--model llama-2-7b --cluster h100-80g:8 --global-batch-size 64 --max cp=1"
+    _, short, _ = run(
+        capsys, "--model llama-2-7b --seq-length 2048 --cluster h100-80g:8 --global-batch-size 64"
     )
-    assert "exchange" in asked.splitlines()[0]
+    assert "exchange" not in short.splitlines()[1]
+    _, asked, _ = run(
+        capsys,
+        "--model llama-2-7b --seq-length 2048 "
+        "--cluster h100-80g:8 --global-batch-size 64 --max cp=1",
+    )
+    assert "exchange" in asked.splitlines()[1]
     for more, forms in (("--cp-comm-type a2a", {"a2a"}), ("--fix cp=16", {"p2p"})):
         found = json.loads(run(capsys, f"{ASKED} {more} --json --top 5")[1])["plans"][0]["ranked"]
         named = [r["configuration"].get("cp_comm_type") for r in found]
@@ -521,14 +535,17 @@ def test_a_table_of_runs_has_the_size_and_the_exchange(tmp_path: Path) -> None:
 def test_times_of_another_length_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    model, path = PRESETS["llama-2-7b"], tmp_path / "profile.jsonl"
+    model, path = PRESETS["llama-2-7b"].with_seq_length(2048), tmp_path / "profile.jsonl"
     from copus_ext.planner.profile import ProfileStore
 
     machine = {"model": model.to_json(), "world_size": 8, "gpu": "H100-80GB"}
     ProfileStore(path, machine).add(
         Timing(configuration=configuration("tp2.pp1.dp4", batch=8), step_s=1.0)
     )
-    base = f"--model llama-2-7b --cluster h100-80g:8 --global-batch-size 8 --profile {path}"
+    base = (
+        "--model llama-2-7b --seq-length 2048 "
+        f"--cluster h100-80g:8 --global-batch-size 8 --profile {path}"
+    )
     assert run(capsys, base)[0] == 0
     code, _, err = run(capsys, f"{base} --seq-length 4096")
     assert code == 5 and "another model" in err

@@ -52,7 +52,7 @@ from megatron.training.config.layout_rules import expert_problems
 from megatron.training.model.shards import is_expert
 from tests.helpers.jobs import MOE
 
-MODEL, CLUSTER = PRESETS["mixtral-8x7b"], preset("h100-80g:32")
+MODEL, CLUSTER = PRESETS["mixtral-8x7b"].with_seq_length(4096), preset("h100-80g:32")
 SHARED = ModelSpec(
     num_layers=4,
     hidden_size=64,
@@ -101,7 +101,8 @@ def test_dense_models_are_priced_as_before(
     name, kind, layout, batch = case
     cluster = preset(kind)
     what = points_of([configuration(Layout.from_text(layout), batch=batch)])
-    rows = to_rows(PRESETS[name], cluster, what)
+    length = {"copus-quickstart": 128}.get(name, 2048)
+    rows = to_rows(PRESETS[name].with_seq_length(length), cluster, what)
     step_s = float(step_time(rows, cluster.load_constants()).step_s[0])
     assert (step_s, float(peaks(rows)[0][0])) == recorded
 
@@ -205,7 +206,7 @@ def test_uneven_stages_of_several_models_stand_in_one_table() -> None:
     parts = [
         rows_of(late, Layout(pp=2, dp=16, ep=8), Layout(pp=4, dp=8, ep=8)),
         rows_of(MODEL, Layout(pp=8, dp=4, ep=4)),
-        rows_of(PRESETS["llama-2-13b"], Layout(tp=2, dp=16)),
+        rows_of(PRESETS["llama-2-13b"].with_seq_length(2048), Layout(tp=2, dp=16)),
     ]
     both, c = concatenate(parts), CLUSTER.load_constants()
     for one in (lambda r: step_time(r, c).step_s, lambda r: peaks(r)[0]):
@@ -232,7 +233,7 @@ def test_parts_add_up_and_a_step_takes_at_least_its_bound() -> None:
 
 
 def test_dense_models_and_mixtures_stand_in_one_table() -> None:
-    dense = rows_of(PRESETS["llama-2-13b"], Layout(tp=2, dp=16))
+    dense = rows_of(PRESETS["llama-2-13b"].with_seq_length(2048), Layout(tp=2, dp=16))
     mixed = rows_of(MODEL, Layout(tp=2, dp=16, ep=8, etp=1))
     c = CLUSTER.load_constants()
     both = step_time(concatenate([dense, mixed]), c).step_s
@@ -272,7 +273,9 @@ def test_a_dispatcher_sends_fewer_rows_where_the_note_says() -> None:
     ways = []
     for way in ("alltoall", "allgather"):
         model = dataclasses.replace(
-            PRESETS["qwen3-30b-a3b"], moe_token_dispatcher_type=way, seq_length=16384
+            PRESETS["qwen3-30b-a3b"].with_seq_length(4096),
+            moe_token_dispatcher_type=way,
+            seq_length=16384,
         )
         rows = rows_of(model, Layout(dp=32, ep=2), Layout(dp=32, ep=8))
         ways.append(experts.messages_s(rows, c)[0])
@@ -288,7 +291,9 @@ def test_a_dispatcher_sends_fewer_rows_where_the_note_says() -> None:
 
 
 def test_expert_parallelism_has_more_rows_for_each_expert() -> None:
-    model = dataclasses.replace(PRESETS["qwen3-30b-a3b"], moe_grouped_gemm=False)
+    model = dataclasses.replace(
+        PRESETS["qwen3-30b-a3b"].with_seq_length(4096), moe_grouped_gemm=False
+    )
     rows = rows_of(model, Layout(dp=32), Layout(dp=32, ep=8))
     c = CLUSTER.load_constants()
     one, many = experts.work_s(rows, c)[0] / rows.experts.busiest
@@ -311,7 +316,11 @@ def test_a_candidate_fits_with_twice_the_usual_rows_on_one_rank() -> None:
 
 @pytest.mark.parametrize(
     ("model", "limits"),
-    [(MODEL, Limits()), (MODEL, ANY), (PRESETS["qwen3-30b-a3b"], Limits(max_micro_batch=4))],
+    [
+        (MODEL, Limits()),
+        (MODEL, ANY),
+        (PRESETS["qwen3-30b-a3b"].with_seq_length(4096), Limits(max_micro_batch=4)),
+    ],
     ids=["mixtral", "any", "qwen3"],
 )
 def test_the_best_are_those_of_brute_force(model: ModelSpec, limits: Limits) -> None:
@@ -371,7 +380,9 @@ def test_experts_stay_in_a_node_and_are_wide_unless_asked() -> None:
         points = enumerate_points(model, CLUSTER, 64, limits)
         return set(zip(points.tp.tolist(), points.ep.tolist(), points.etp.tolist()))
 
-    model = dataclasses.replace(PRESETS["qwen3-30b-a3b"], moe_ffn_hidden_size=512)
+    model = dataclasses.replace(
+        PRESETS["qwen3-30b-a3b"].with_seq_length(4096), moe_ffn_hidden_size=512
+    )
     usual = sizes_of(model, Limits())
     assert max(ep * etp for _, ep, etp in usual) == 8
     assert (2, 4, 2) in usual and not any(etp > 2 for _, _, etp in usual)
@@ -384,7 +395,7 @@ def test_experts_stay_in_a_node_and_are_wide_unless_asked() -> None:
 
 
 def test_experts_span_nodes_where_nothing_else_fits() -> None:
-    model = PRESETS["deepseek-v3-sized"]
+    model = PRESETS["deepseek-v3-sized"].with_seq_length(4096)
     limits = Limits(fixed={"tp": 1, "pp": 4, "micro_batch": 1}, recompute=("full",))
     planner = Planner(model, preset("h200-141g:256"), limits=limits)
     found = planner.rank([256], top=5)[0].ranked

@@ -194,7 +194,7 @@ def test_attempts_are_no_timings(tmp_path: Path) -> None:
 
 
 def test_layouts_that_need_least_memory_come_first_and_hopeless_ones_have_a_reason() -> None:
-    model = PRESETS["llama-2-13b"]
+    model = PRESETS["llama-2-13b"].with_seq_length(2048)
     layouts = [Layout(dp=8), Layout(tp=8), Layout(tp=2, dp=4), Layout(tp=4, pp=2)]
     some = [one(m, layout=layout, global_batch_size=64) for layout in layouts for m in (8, 1)]
     found = by_memory(model, some, 80 * 2**30)

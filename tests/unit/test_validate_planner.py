@@ -22,6 +22,7 @@ from copus_ext.planner.validation import kendall_tau, predict, read_table
 from megatron.training.config.layout import Layout
 
 BASE = {"cluster": "a100-80g:16", "model": "llama-2-7b", "global_batch_size": "64"}
+BASE["seq_length"] = "2048"
 LAYOUTS = ((1, 2, 1), (2, 1, 1), (2, 2, 2), (4, 1, 4), (4, 4, 1), (8, 2, 2))
 """tp, pp, micro-batch."""
 
@@ -39,7 +40,7 @@ def rows_of(
     factor: float = 1.0, conditions: PartFactors = USUAL, **more: Any
 ) -> list[dict[str, Any]]:
     """Runs that took so many times what the planner says of them."""
-    planner = Planner(PRESETS["llama-2-7b"], preset("a100-80g:16"))
+    planner = Planner(PRESETS["llama-2-7b"].with_seq_length(2048), preset("a100-80g:16"))
     rows = []
     for tp, pp, micro in LAYOUTS:
         row = {**BASE, "tp": tp, "pp": pp, "micro_batch_size": micro, "recompute": "selective"}
@@ -101,7 +102,7 @@ def test_known_times_find_a_slow_network(
 def test_a_known_peak_corrects_the_memory_of_the_others(tmp_path: Path) -> None:
     rows = rows_of(cluster="a100-40g:16")
     runs = read_table(write(tmp_path / "runs.csv", rows))
-    planner = Planner(PRESETS["llama-2-7b"], preset("a100-40g:16"))
+    planner = Planner(PRESETS["llama-2-7b"].with_seq_length(2048), preset("a100-40g:16"))
     peaks = [_peak_bytes(planner, run.configuration) for run in runs]
     plain = predict(runs, num_known=2)
     # All need more than was thought, as the second largest says.
