@@ -89,7 +89,7 @@ def space(gpus: int, batches: list[int]) -> dict[str, Any]:
 
 def replan() -> dict[str, Any]:
     """A table of about 2,000 configurations ranked again after a new measured time."""
-    planner = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16"))
+    planner = Planner(PRESETS["llama-2-13b"].with_seq_length(2048), preset("h100-80g:16"))
     batches = [32, 48, 64, 96, 128]
     timings = []
     for plan in planner.rank(batches, top=12):

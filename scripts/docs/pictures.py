@@ -123,7 +123,9 @@ def draw_layouts(path: Path) -> None:
 
     sizes = [16, 32, 64, 128, 256, 512]
     whole = Limits(fixed={"cp": 1})
-    planner = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16"), limits=whole)
+    planner = Planner(
+        PRESETS["llama-2-13b"].with_seq_length(2048), preset("h100-80g:16"), limits=whole
+    )
     plans = planner.rank(sizes, top=10_000)
     figure, axes = _pyplot().subplots(figsize=(6.5, 3), layout="constrained")
     for name, wanted in _16_GPUS.items():
