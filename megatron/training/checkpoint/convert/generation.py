@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.training.checkpoint.convert.config_json import KEPT
 from megatron.training.common.errors import UsageError
+from megatron.training.common.outside import parse_json
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 
 SIDE = "hugging_face"
@@ -170,7 +171,7 @@ def _of_import(config: Mapping[str, Any], files: dict[str, Path]) -> Companions:
 def _recorded(path: Path | None, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     """`config.json` of the model that a checkpoint comes from, or None if it is of another."""
     try:
-        config = json.loads(path.read_text()) if path is not None else None
+        config = parse_json(path.read_bytes()) if path is not None else None
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict):
