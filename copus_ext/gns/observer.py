@@ -41,8 +41,11 @@ class NoiseScale:
     """Smoothed |G|^2, of the control set."""
     grad_variance_trace: float | None
     """Smoothed tr(Sigma), |gradient|^2 samples."""
-    tokens_per_sample: float
-    """Loss tokens of a sample, smoothed."""
+    smoothed_tokens_per_sample: float
+    """Loss tokens of a sample, averaged as the two numbers above are."""
+    step_tokens_per_sample: float | None
+    """Loss tokens of a sample in the last measured step, exact; None before any measurement, and
+    where an older journal does not say."""
     effective_steps: float
     """Measured steps that the average is worth."""
     estimator: str
@@ -53,6 +56,16 @@ class NoiseScale:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> NoiseScale:
+        """Inverse of `to_json`. An older record has the smoothed tokens alone, under a name that
+        does not say so."""
+        if "tokens_per_sample" in data:
+            data = {**data, "smoothed_tokens_per_sample": data["tokens_per_sample"]}
+            data.setdefault("step_tokens_per_sample", None)
+            del data["tokens_per_sample"]
+        return cls(**data)
 
 
 class NoiseObserver:
@@ -82,6 +95,7 @@ class NoiseObserver:
         self._consumed_samples = 0
         self._batch: int | None = None
         self._tokens_per_sample = 0.0
+        self._step_tokens_per_sample: float | None = None
         self._estimator = "none"
         self._last_half_life = MIN_HALF_LIFE_TOKENS
         self.layout_estimator: str | None = None
@@ -138,6 +152,7 @@ class NoiseObserver:
         if CONTROL in estimates:
             a = 2.0 ** (-usual / half_life) if self._tokens_per_sample else 0.0
             self._tokens_per_sample = a * self._tokens_per_sample + (1 - a) * per_sample
+            self._step_tokens_per_sample = per_sample
         self.latest, self._estimator = dict(estimates), estimator
         self._consumed_samples, self._batch = consumed_samples, global_batch_size
         self.num_measured += 1
@@ -194,7 +209,8 @@ class NoiseObserver:
             high_samples=interval.high,
             grad_norm_sq=average.grad_norm_sq if average.weight else None,
             grad_variance_trace=average.grad_variance_trace if average.weight else None,
-            tokens_per_sample=self._tokens_per_sample,
+            smoothed_tokens_per_sample=self._tokens_per_sample,
+            step_tokens_per_sample=self._step_tokens_per_sample,
             effective_steps=average.effective_steps,
             estimator=known if known and self.layout_estimator and not self.is_broken else "none",
             age_tokens=self.age_tokens,
@@ -214,6 +230,7 @@ class NoiseObserver:
             "consumed_samples": self._consumed_samples,
             "batch": self._batch,
             "tokens_per_sample": self._tokens_per_sample,
+            "step_tokens_per_sample": self._step_tokens_per_sample,
             "estimator": self._estimator,
             "half_life_tokens": self._last_half_life,
             "is_broken": self.is_broken,
@@ -251,6 +268,7 @@ class NoiseObserver:
         new._measured_at = dict(data["measured_at"])
         new._consumed_samples, new._batch = data["consumed_samples"], data["batch"]
         new._tokens_per_sample, new._estimator = data["tokens_per_sample"], data["estimator"]
+        new._step_tokens_per_sample = data.get("step_tokens_per_sample")
         new._last_half_life = data["half_life_tokens"]
         new.num_measured, new.num_skipped = data["num_measured"], data["num_skipped"]
         return new

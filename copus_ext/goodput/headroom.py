@@ -487,6 +487,6 @@ def of_inputs(s: DecisionInputs) -> Headroom | None:
         s.rules,
         start=s.consumed_samples,
         end=s.total_samples,
-        tokens_per_sample=s.noise.tokens_per_sample,
+        tokens_per_sample=s.noise.smoothed_tokens_per_sample,
     )
     return of_rows(s.rows, s.current, prior)

@@ -404,7 +404,7 @@ class DecisionInputs:
             **{
                 **known,
                 "rules": Rules(**rules),
-                "noise": NoiseScale(**data["noise"]),
+                "noise": NoiseScale.from_json(data["noise"]),
                 "rows": tuple(ConfigThroughput.from_json(row) for row in data["rows"]),
                 "blocked_layouts": tuple(map(Layout.from_record, data.get("blocked_layouts", ()))),
                 "left_for_good": tuple(data.get("left_for_good", ())),

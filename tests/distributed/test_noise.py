@@ -36,7 +36,7 @@ def test_squared_norms_do_not_depend_on_the_layout(runs: dict[str, Any], case: A
             assert got == pytest.approx(want, rel=3e-5), size
         assert noise["step"]["layers"]["grad_variance_trace"] > 0 or estimator == "half"
         assert noise["step"]["layers"] == pytest.approx(reference["step"]["layers"], rel=1e-3)
-        assert (noise["tokens_per_sample"] < 32) is ("masked" in group)
+        assert (noise["smoothed_tokens_per_sample"] < 32) is ("masked" in group)
 
 
 def test_sums_over_ranks_that_share_samples_go_in_bounded_pieces(runs: dict[str, Any]) -> None:

@@ -180,7 +180,7 @@ def test_the_noise_scale_starts_afresh_in_a_phase(runs: Runs) -> None:
             first[step["seq_length"]] = noise
     for length, noise in first.items():
         assert noise is not None
-        assert noise["tokens_per_sample"] in (0.0, length)
+        assert noise["smoothed_tokens_per_sample"] in (0.0, length)
         assert noise["effective_steps"] <= 1.0
     assert max(noise["effective_steps"] for noise in runs["noise"]) > 1.0
 

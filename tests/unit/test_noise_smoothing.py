@@ -11,7 +11,7 @@ import pytest
 
 from bench import noise_interval
 from copus_ext.gns.estimators import Estimate
-from copus_ext.gns.observer import CONTROL, NoiseObserver
+from copus_ext.gns.observer import CONTROL, NoiseObserver, NoiseScale
 from copus_ext.gns.smoothing import (
     ENOUGH_MEASUREMENTS,
     LARGEST_INTERVAL,
@@ -248,3 +248,31 @@ def test_an_observer_measures_less_often_in_time_and_says_the_same() -> None:
     assert one.low_samples and one.high_samples
     assert one.phi_samples == pytest.approx(40.0, rel=0.1)
     assert one.low_samples * 0.8 < (other.phi_samples or 0) < one.high_samples * 1.25
+
+
+def test_the_record_has_the_tokens_of_the_average_and_those_of_the_step() -> None:
+    """With padding the loss tokens of a sample differ from step to step."""
+    observer = NoiseObserver(interval=1)
+    assert observer.noise().step_tokens_per_sample is None
+    for step, tokens in enumerate((800.0, 400.0, 600.0)):
+        observer.update(
+            {CONTROL: Estimate(grad_norm_sq=1.0, grad_variance_trace=4.0)},
+            estimator="micro",
+            global_batch_size=8,
+            consumed_samples=8 * (step + 1),
+            tokens=tokens,
+        )
+        noise = observer.noise()
+        assert noise.step_tokens_per_sample == tokens / 8
+        assert NoiseScale.from_json(json.loads(json.dumps(noise.to_json()))) == noise
+    assert 50.0 < noise.smoothed_tokens_per_sample < 100.0
+    assert noise.smoothed_tokens_per_sample != noise.step_tokens_per_sample
+    observer.skip(32)
+    again = NoiseObserver.from_json(observer.to_json(), half_life_tokens=None)
+    assert again.noise().step_tokens_per_sample == 75.0, "of the last measured step"
+    old = noise.to_json()
+    old["tokens_per_sample"] = old.pop("smoothed_tokens_per_sample")
+    del old["step_tokens_per_sample"]
+    read = NoiseScale.from_json(old)
+    assert read.smoothed_tokens_per_sample == noise.smoothed_tokens_per_sample
+    assert read.step_tokens_per_sample is None
