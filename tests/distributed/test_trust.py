@@ -24,6 +24,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         ("common arguments", ["/common/", "common.pt"]),
         ("places", ["TrainingFailure", "/places/", "outside"]),
         ("link", ["TrainingFailure", "/link/", "outside"]),
+        ("same size", ["UsageError", "data.bin has other contents", "--allow-changed-data"]),
         ("other data", ["UsageError", "data.bin has", "--allow-changed-data"]),
     ],
 )
@@ -41,7 +42,10 @@ def test_nothing_in_a_checkpoint_is_run(told: dict[str, dict[str, Any]]) -> None
 
 @pytest.mark.parametrize(
     "name",
-    ["objects", "of Megatron-LM", "same data", "other data allowed", "other data, another run"],
+    [
+        *("objects", "of Megatron-LM", "same data", "same data, an older release"),
+        *("same size allowed", "other data allowed", "other data, another run"),
+    ],
 )
 def test_what_does_no_harm_is_loaded(told: dict[str, dict[str, Any]], name: str) -> None:
     assert told[name]["result"][-2:] == ALL[-2:], told[name]
@@ -51,3 +55,8 @@ def test_a_checkpoint_that_tells_nothing_of_its_data_is_loaded(
     told: dict[str, dict[str, Any]],
 ) -> None:
     assert told["old checkpoint"]["result"] == ALL
+    (note,) = (x for x in told["old checkpoint"]["notes"] if "data" in x)
+    assert "does not say what data it was trained on" in note
+    (note,) = (x for x in told["same data, an older release"]["notes"] if "data.bin" in x)
+    assert "could not be compared" in note
+    assert not [x for x in told["same data"]["notes"] if "data" in x]

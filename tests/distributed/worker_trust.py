@@ -27,14 +27,14 @@ class Evil:
         return open, (str(self.target), "w")
 
 
-def write_corpus(prefix: Path, num_documents: int) -> None:
-    """An indexed data set of small token numbers."""
+def write_corpus(prefix: Path, num_documents: int, *, plus: int = 0) -> None:
+    """An indexed data set of small token numbers, and others of the same size."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
     for i in range(num_documents):
-        builder.add_document(torch.arange(200, dtype=torch.int32) % (100 + i % 7), [200])
+        builder.add_document(torch.arange(200, dtype=torch.int32) % (100 + i % 7) + plus, [200])
     builder.finalize(f"{prefix}.idx")
 
 
@@ -52,22 +52,25 @@ class Cases:
         self.save = output / "save"
         self.train(STEPS, "--save", str(self.save))
 
-    def train(self, steps: int, *flags: str) -> list[dict[str, Any]]:
+    def train(self, steps: int, *flags: str, out: Any = None) -> list[dict[str, Any]]:
         """Trains, or goes on."""
         more = [*flags, "--exit-interval", str(steps), "--train-iters", "4"]
-        return run(more, self.output / "run", base=self.base)
+        return run(more, self.output / "run", base=self.base, out=out)
 
     def resume(self, name: str, save: Path, *flags: str) -> None:
         """Writes down how a resume ends: an error, or the iterations done."""
         from megatron.training.common.errors import TrainingFailure, UsageError
         from megatron.training.distributed.process_groups import destroy_groups
 
+        said = io.StringIO()
         try:
-            result: Any = [s["iteration"] for s in self.train(4, "--load", str(save), *flags)]
+            steps = self.train(4, "--load", str(save), *flags, out=said)
+            result: Any = [step["iteration"] for step in steps]
         except (TrainingFailure, UsageError) as error:
             result = f"{type(error).__name__}: {error}"
             destroy_groups()
         self.told[name] = {"result": result, "touched": self.touched.exists()}
+        self.told[name]["notes"] = [x for x in said.getvalue().splitlines() if "note:" in x]
         self.touched.unlink(missing_ok=True)
 
     def copy(self, name: str) -> tuple[Path, Path]:
@@ -178,6 +181,16 @@ def change_data(cases: Cases) -> None:
     (folder / "manifest.json").unlink()
     cases.resume("of Megatron-LM", theirs)
     cases.resume("same data", cases.save)
+    sizes, folder = cases.copy("sizes")
+    common = torch.load(folder / "common.pt", weights_only=False)
+    for entry in common["copus"]["data"]:
+        del entry["bin_blocks_crc32"], entry["idx_blocks_crc32"]
+    torch.save(common, folder / "common.pt")
+    cases.seal(folder)
+    cases.resume("same data, an older release", sizes)
+    write_corpus(cases.prefix, 60, plus=1)
+    cases.resume("same size", cases.save)
+    cases.resume("same size allowed", cases.save, "--allow-changed-data")
     write_corpus(cases.prefix, 70)
     cases.resume("other data", cases.save)
     cases.resume("other data allowed", cases.save, "--allow-changed-data")

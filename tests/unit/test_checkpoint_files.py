@@ -42,6 +42,20 @@ def test_half_written_folders_are_not_complete(tmp_path: Path) -> None:
     assert "half-written" in files.damage(files.folder_of(tmp_path, 20))[0]
 
 
+def test_a_stray_mark_beside_a_complete_checkpoint_makes_it_no_less(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        folder = make(tmp_path, iteration, manifest=iteration != 30)
+        folder.with_name(f"{folder.name}.unfinished").touch()
+    assert files.complete_iterations(tmp_path) == [10, 20]
+    assert files.damage(files.folder_of(tmp_path, 20)) == []
+    (line,) = files.damage(files.folder_of(tmp_path, 30))
+    assert "iter_0000030.unfinished" in line and "no manifest.json" in line
+    assert files.CORE_MARK not in line, "a file that is there"
+    assert files.retire(tmp_path, newest=20, retain_interval=None) == [30]
+    assert files.complete_iterations(tmp_path) == [10, 20]
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
 def test_an_intact_checkpoint_has_no_damage_and_every_flip_is_found(tmp_path: Path) -> None:
     folder = make(tmp_path, 3)
     assert files.damage(folder) == []

@@ -327,8 +327,10 @@ def test_a_relative_folder_and_a_link_are_the_folder_itself(
     link.symlink_to(folder_of(source))
     assert run(capsys, link, tool=inspect_checkpoint)[0] == 0
     (source / f"{folder_of(source).name}.unfinished").touch()
+    assert run(capsys, link, tool=inspect_checkpoint)[0] == 0, "its manifest was written last"
+    (folder_of(source) / files.MANIFEST).unlink()
     code, _, err = run(capsys, link, tool=inspect_checkpoint)
-    assert code == 3 and "half-written" in err
+    assert code == 3 and "half-written" in err and ".unfinished lies beside it" in err
 
 
 # Malformed contents

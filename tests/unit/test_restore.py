@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import shutil
@@ -13,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from copus_ext.launch import checkpoint_flags
 from megatron.training.checkpoint import files
@@ -32,7 +35,7 @@ from megatron.training.common.errors import TrainingFailure, UsageError
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.data.fingerprint import changes, identity_of
+from megatron.training.data.fingerprint import changes, identity_of, without_contents
 from tests.helpers.checkpoints import ITERATION, make_checkpoint
 from tools import convert_checkpoint, inspect_checkpoint
 
@@ -99,6 +102,9 @@ def test_a_run_starts_from_scratch_only_where_nothing_was_ever_saved(tmp_path: P
     folder = files.begin(tmp_path, 2)
     (folder / files.CORE_MARK).write_text("{}")
     files.write_manifest(folder, 2, {})
+    tries, problems = iterations_to_try(tmp_path, step=None, fallback=True)
+    assert tries == [2] and files.TRACKER in problems[0], "a first save, killed just before its end"
+    (folder / files.MANIFEST).unlink()
     assert iterations_to_try(tmp_path, step=None, fallback=True) == ([], []), (
         "a first save, cut short"
     )
@@ -142,6 +148,65 @@ def test_an_index_larger_than_what_is_read_shows_changes_at_both_ends(tmp_path: 
             file.seek(at, 0 if at > 0 else 2)
             file.write(b"1")
         assert changes(stored, identity_of([name])) == [f"{name}.idx has other documents"]
+
+
+def corpus(prefix: Path, seed: int, *, documents: int = 40) -> str:
+    """Random tokens: 1.6 MB in documents of 10,000, written by megatron-core."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
+    for number in numpy.random.default_rng(seed).permutation(documents):
+        tokens = numpy.random.default_rng(int(number)).integers(0, 50_000, 10_000)
+        builder.add_document(torch.from_numpy(tokens.astype(numpy.int32)), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def test_other_contents_of_the_same_size_are_named(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    name = corpus(tmp_path / "old" / "text", 0)
+    stored = json.loads(json.dumps(identity_of([name])))
+    bin_, good = Path(f"{name}.bin"), Path(f"{name}.bin").read_bytes()
+    told = [f"{name}.bin has other contents of the same size"]
+    tokens = numpy.frombuffer(good, numpy.int32)
+    others = {
+        "another tokenizer": (tokens + 1).tobytes(),
+        "still being written": good[: len(good) // 2].ljust(len(good), b"\0"),
+        "the end is missing": good[:-4000].ljust(len(good), b"\0"),
+        "the beginning": b"\1" + good[1:],
+        "another middle": good[:600_000] + good[:20_000] + good[620_000:],
+    }
+    for what, data in others.items():
+        bin_.write_bytes(data)
+        assert changes(stored, identity_of([name])) == told, what
+    shuffled = corpus(tmp_path / "shuffled", 1)
+    assert Path(f"{shuffled}.idx").read_bytes() == Path(f"{name}.idx").read_bytes()
+    assert "same size" in changes(stored, identity_of([shuffled]))[0], "documents of equal lengths"
+    bin_.write_bytes(good)
+    (tmp_path / "new").mkdir()
+    for ending in ("bin", "idx"):
+        Path(f"{name}.{ending}").rename(tmp_path / "new" / f"text.{ending}")
+        Path(f"{name}.{ending}").symlink_to(tmp_path / "new" / f"text.{ending}")
+    assert changes(stored, identity_of([name])) == [], "elsewhere, behind links"
+
+
+def test_little_of_a_large_file_is_read(tmp_path: Path) -> None:
+    name = data_set(tmp_path / "large", documents=9)
+    os.truncate(f"{name}.bin", 1 << 40)
+    stored = identity_of([name])
+    with Path(f"{name}.bin").open("r+b") as file:
+        file.seek((1 << 40) - 2)
+        file.write(b"1")
+    assert changes(stored, identity_of([name])) == [
+        f"{name}.bin has other contents of the same size"
+    ]
+
+
+def test_what_an_older_checkpoint_does_not_say_is_not_compared(tmp_path: Path) -> None:
+    name = data_set(tmp_path / "a", documents=5)
+    stored = [{k: v for k, v in identity_of([name])[0].items() if "blocks" not in k}]
+    assert changes(stored, identity_of([name])) == [] and without_contents(stored) == [name]
+    assert without_contents(identity_of([name])) == []
+    data_set(tmp_path / "a", documents=5, text=b"longer")
+    assert "bytes" in changes(stored, identity_of([name]))[0]
 
 
 OLDER = ITERATION - 1

@@ -4,7 +4,8 @@
     <save>/iter_0000100/                          metadata.json marks a finished write,
                                                   manifest.json has size and CRC-32 of every file
     <save>/iter_0000100.unfinished                while we write or remove that folder; only folders
-                                                  with this mark are ever tidied up
+                                                  with this mark and without a manifest, which is
+                                                  written last, are ever tidied up
 
 Nothing here needs torch or a process group.
 """
@@ -110,8 +111,26 @@ def is_legacy(folder: Path) -> bool:
 
 def is_complete(root: Path, iteration: int) -> bool:
     """Whether the checkpoint of an iteration was written to the end."""
-    is_marked = (folder_of(root, iteration) / CORE_MARK).is_file()
-    return is_marked and not _mark_of(root, iteration).exists()
+    return unfinished(folder_of(root, iteration)) is None
+
+
+def unfinished(folder: Path) -> str | None:
+    """Why the folder of an iteration was not written to the end, or None.
+
+    The manifest is written last of all and its folder loses `CORE_MARK` before any other file, so
+    that a mark beside both is a stray one: a kill left it there, or a person made it.
+    """
+    if not folder.exists():
+        return "missing"
+    if not (folder / CORE_MARK).is_file():
+        return f"half-written: it has no {CORE_MARK}"
+    mark = folder.with_name(folder.name + _UNFINISHED)
+    if mark.exists() and not (folder / MANIFEST).is_file():
+        return (
+            f"half-written: {mark.name} lies beside it and it has no {MANIFEST}; if no save is "
+            "under way and you know it to be whole, remove that file"
+        )
+    return None
 
 
 def was_ever_complete(root: Path) -> bool:
@@ -246,10 +265,8 @@ def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool =
         An empty list when nothing is wrong, or when there is no manifest to compare with and the
         common state is whole.
     """
-    if not (folder / CORE_MARK).is_file():
-        return [f"{folder} is half-written: it has no {CORE_MARK}"]
-    if folder.with_name(folder.name + _UNFINISHED).exists():
-        return [f"{folder} is half-written: {folder.name}{_UNFINISHED} lies beside it"]
+    if problem := unfinished(folder):
+        return [f"{folder} is {problem}"]
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
@@ -365,16 +382,21 @@ def discard(root: Path, iteration: int) -> None:
 def retire(root: Path, *, newest: int, retain_interval: int | None) -> list[int]:
     """Deletes checkpoints that a new one replaces. Call it after the tracker names `newest`.
 
-    Folders marked unfinished always go. With a retain interval, complete checkpoints go too, except
-    its multiples, the newest, and the one before the newest, to fall back to.
+    Folders marked unfinished always go, but one that is complete all the same loses its mark. With
+    a retain interval, complete checkpoints go too, except its multiples, the newest, and the one
+    before the newest, to fall back to.
 
     Returns:
         The iterations removed.
     """
-    gone = [i for i in _iterations(root) if _mark_of(root, i).exists()]
+    marked = [i for i in _iterations(root) if _mark_of(root, i).exists()]
+    gone = [i for i in marked if not is_complete(root, i)]
     if retain_interval:
         older = [i for i in complete_iterations(root) if i < newest]
         gone += [i for i in older[:-1] if i % retain_interval != 0]
     for iteration in gone:
         remove(root, iteration)
+    for iteration in set(marked) - set(gone):
+        if not folder_of(root, iteration).is_symlink():
+            _mark_of(root, iteration).unlink(missing_ok=True)
     return gone

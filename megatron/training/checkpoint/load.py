@@ -142,7 +142,7 @@ def _what_is_wrong_with(folder: Path) -> str:
             "of Megatron-LM's older format torch; save it there again with --ckpt-convert-format "
             "torch_dist --ckpt-convert-save FOLDER"
         )
-    return "half-written (no metadata.json)" if folder.exists() else "missing"
+    return files.unfinished(folder) or "missing"
 
 
 def _offer(load: Path, complete: list[int]) -> str:

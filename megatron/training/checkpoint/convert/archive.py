@@ -265,8 +265,8 @@ def open_archive(source: Path, *, step: int | None, trust_unverified: bool = Fal
             _check_format(folder)
         have = ", ".join(map(str, complete)) or "none"
         raise Refused(
-            f"{folder} is {'half-written' if folder.exists() else 'missing'}; complete are: "
-            f"{have}; name one with --ckpt-step"
+            f"{folder} is {files.unfinished(folder)}; complete are: {have}; name one with "
+            "--ckpt-step"
         )
     return Archive(files.folder_of(source, wanted), trust_unverified=trust_unverified)
 
