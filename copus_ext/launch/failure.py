@@ -12,8 +12,15 @@ from copus_ext.reshard.checked import JsonRecord, check_number, check_text, one_
 MAX_TRACEBACK = 8000
 """Characters of a traceback that are kept: its end."""
 _MAX_LINE = 500
+_SIGNALLED = 128
 _TELLING_CODES = (85, 86, 2)
 """Exit codes by which a rank says more than that it failed, the strongest first."""
+_OWN_FAULTS = tuple(
+    getattr(signal, name)
+    for name in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGBUS", "SIGSYS", "SIGTRAP")
+    if hasattr(signal, name)
+)
+"""Signals that a process brings on itself by what it computes."""
 _LOST_PEER = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (closed|timeout)"
     r"|remote process exited|connectFullMesh|DistNetworkError|unhandled system error",
@@ -65,6 +72,15 @@ class Failure(JsonRecord):
     def signature(self) -> str:
         """Equal for errors that differ only in numbers."""
         return re.sub(r"0x[0-9a-f]+|\d+", "#", self.error) or f"code {self.code}"
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether a signal ended it that somebody else sent: a person, a scheduler, or the kernel
+        for lack of memory. It may come at any step, so that twice at one step is no evidence."""
+        number = -self.code
+        if self.code > _SIGNALLED and not self.error:  # a shell or container around the rank
+            number = self.code - _SIGNALLED
+        return number > 0 and number not in _OWN_FAULTS
 
     @property
     def line(self) -> str:

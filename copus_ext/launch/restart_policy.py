@@ -83,7 +83,7 @@ class CrashBudget:
         Args:
             now_s: on a monotonic clock.
             step: last step that was done; None if there was none.
-            error: signature of the first error; None if it tells nothing, as a kill from outside.
+            error: signature of the first error; None if it is unknown, or a signal from outside.
             progressed: a checkpoint was committed since the last crash, or the start.
 
         Returns:
@@ -354,8 +354,10 @@ class RestartPolicy:
         why, step, failure = end.why, end.progress.step, end.failure
         mark, before = self._save_mark(), self._save_at_crash
         self._save_at_crash, self._after_crash = mark, True
-        # A kill before the first step tells nothing of its reason.
-        is_unknown = failure is None or (failure.code < 0 and step is None)
+        # Before the first step no signal tells its reason: many things end a start.
+        is_unknown = (
+            failure is None or failure.is_from_outside or (failure.code < 0 and step is None)
+        )
         enough = self.budget.add(
             now_s=now_s,
             step=step,

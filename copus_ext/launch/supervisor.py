@@ -14,7 +14,6 @@ import dataclasses
 import os
 import signal
 import sys
-import tempfile
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -36,6 +35,7 @@ from copus_ext.launch.restart_policy import (
     RestartPolicy,
     progress_of,
 )
+from copus_ext.launch.scratch import launch_folder
 from copus_ext.launch.slurm_job import SIGNAL_LEAD, watch_of
 from copus_ext.launch.workers import (
     COPY_INTERVAL_VARIABLE,
@@ -50,6 +50,7 @@ from megatron.training.checkpoint import files
 from megatron.training.common.control import SIGNALLED, STACKS, STOP_FILE, write_stop
 from megatron.training.common.errors import UsageError
 from megatron.training.common.program import tell
+from megatron.training.common.signals import leave_on_interrupt
 from megatron.training.logging import metrics
 from megatron.training.resilience.lock import Lock
 
@@ -158,7 +159,7 @@ class Node:
 
     def run(self, plan: LaunchPlan) -> LaunchResult:
         """Runs this node's ranks of a launch to their end and reports the result."""
-        with tempfile.TemporaryDirectory(prefix="copus-", ignore_cleanup_errors=True) as folder:
+        with launch_folder() as folder:
             launch = Launch(
                 name=plan.launch,
                 node=self.options.node_rank,
@@ -529,6 +530,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 given up, 2 wrong usage, 85 to be started again elsewhere, 128 + N
         after signal N, else that of the ranks.
     """
+    leave_on_interrupt(is_told=True)  # until there are ranks to be stopped
     try:
         options = read_options(sys.argv[1:] if argv is None else argv)
         node = LeaderNode(options) if options.node_rank == 0 else WorkerNode(options)

@@ -16,6 +16,7 @@ import logging
 import os
 import platform
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -202,7 +203,7 @@ def main(argv: list[str], run: Callable[[Launch, list[str]], list[Failure]]) -> 
     options = json.loads(argv[0])
     parent = options.pop("parent")
     launch = Launch(**options)
-    _end_with(parent, launch.name)
+    _end_with(parent, launch)
     for number in _LEFT_TO_OTHERS:
         # A function: ranks would inherit a signal that is ignored as ignored.
         signal.signal(number, lambda number, frame: None)
@@ -211,13 +212,14 @@ def main(argv: list[str], run: Callable[[Launch, list[str]], list[Failure]]) -> 
     return result.code
 
 
-def _end_with(parent: int, launch: str) -> None:
-    """Ends the launch when the supervisor has gone, however it went."""
+def _end_with(parent: int, launch: Launch) -> None:
+    """Ends the launch when the supervisor has gone, however it went, and removes its folder."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_LOOK_S)
-        end_launch(launch, os.environ.get(SUPERVISOR_VARIABLE, ""))
+        end_launch(launch.name, os.environ.get(SUPERVISOR_VARIABLE, ""))
+        shutil.rmtree(launch.folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -164,6 +164,28 @@ def test_the_same_error_twice_at_a_step_ends_the_run(case: Case) -> None:
     )
 
 
+OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGQUIT")
+OWN = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGBUS")
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, *OWN])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_only_a_rank_s_own_fault_counts_as_the_same_error(
+    case: Case, name: str, wrapped: bool
+) -> None:
+    number = int(signal.Signals[name])
+    ended = Failure(rank=1, host="h", code=128 + number if wrapped else -number)
+    assert case.crash(ended, step=80).exit_code is None
+    following = case.crash(ended, step=80)
+    if name in OWN:
+        assert following.exit_code is not None and "with the same error" in following.line
+        return
+    assert following.exit_code is None and following.wait_s > 0
+    assert case.crash(ended, step=80).exit_code is None
+    following = case.crash(ended, step=80)
+    assert following.gives_up and "4 crashes in an hour" in following.line, "there is an end"
+
+
 def test_a_checkpoint_that_cannot_be_gone_on_from_ends_the_run(case: Case) -> None:
     save(Path("saved"), 6)
     bad = {"micro_batch_size": None}, {"data_parallel_size": 0}
