@@ -37,11 +37,14 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage, 85 to be started again.
+        The process ends with 130 where Ctrl-C has to end it at once.
     """
     started_s = time.monotonic()
     # Heavy imports come after: a rank whose launcher has gone is to end at once.
     from copus_ext.launch.rank_side import adopt_srun, end_with_launcher, leave_error
+    from megatron.training.common.signals import leave_on_interrupt
 
+    leave_on_interrupt(is_told=os.environ.get("RANK", "0") == "0")
     end_with_launcher()
     from copus_ext.controller.flags import CopusConfig, check_has_copus
     from copus_ext.elastic.messages import PIPE_VARIABLE
@@ -66,7 +69,6 @@ def main(argv: list[str] | None = None) -> int:
         adopt_srun()
         return _train(argv, started_s=started_s)
     except (UsageError, TrainingFailure) as error:
-        leave_error(error, message_only=True)
         return _fail(error, error.exit_code)
     except Exception as error:
         leave_error(error)
@@ -231,9 +233,12 @@ def leave_course(outcome: "RunOutcome", code: int) -> None:
 def _fail(error: Exception, code: int) -> int:
     """Prints the error on rank 0. The others give it time to, since a launcher ends all ranks with
     the first that fails; one that is still there then has an error of its own."""
+    from copus_ext.launch.rank_side import leave_error
+
     rank = int(os.environ.get("RANK", "0"))
     if rank != 0:
         time.sleep(_PATIENCE_S)
+    leave_error(error, message_only=True)  # not before: a launcher shows that of every rank
     sys.stdout.flush()
     where = f" on rank {rank}" if rank else ""
     tell(_SCRIPT, f"error{where}: {error}")

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import MutableMapping
+from typing import Any
 
 from copus_ext.launch.slurm import address_of, read_step
 from copus_ext.reshard.relaunch import is_supervised
@@ -70,8 +71,9 @@ def leave_error(error: BaseException, *, message_only: bool = False) -> None:
         return
     now = time.time()
     name = "" if message_only else f"{type(error).__name__}: "
-    lines = [] if message_only else traceback.format_exception(error)
-    more = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now}
+    more: dict[str, Any] = {"timestamp": str(int(now)), "time": now}
+    if not message_only:  # else torch's launcher shows the message in its place
+        more["py_callstack"] = "".join(traceback.format_exception(error))
     unfinished = f"{path}.{os.getpid()}"
     try:
         # The launcher may read at any moment, and half a file would crash it.

@@ -23,8 +23,22 @@ def the_error(result: RanksResult, code: int) -> str:
     assert result.returncode == code, result.tail()
     lines = [line for line in result.stderr.splitlines() if "error:" in line]
     assert len(lines) == 1, result.stderr
-    assert "Traceback" not in result.stderr
+    others = [x for x in result.stderr.splitlines() if x not in lines and "error on rank" not in x]
+    assert result.stdout == "" and others == [], result.tail()
     return lines[0]
+
+
+def test_below_torchrun_rank_0_says_it_and_the_report_has_it_in_place_of_a_traceback(
+    tmp_path: Path,
+) -> None:
+    """When the run is put together, with a folder that holds a run already."""
+    missing = real_data(tmp_path / "no_such", "ByteLevelTokenizer")
+    flags = [*SHORT, "--save", str(tmp_path / "save")]
+    result = train(flags, 2, tmp_path, base=missing, launcher="torchrun")
+    assert result.returncode == 1 and result.stdout == "", result.tail()
+    said = [x for x in result.stderr.splitlines() if "no_such.idx" in x]
+    assert [x.split(": ")[0].split() for x in said] == [["pretrain_gpt.py"], ["traceback"]], said
+    assert "copus_ext" not in result.stderr and result.stderr.count("Traceback") == 1, "torchrun's"
 
 
 @pytest.mark.parametrize(

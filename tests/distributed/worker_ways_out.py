@@ -19,7 +19,7 @@ from unittest import mock
 from tests.helpers.jobs import prepare
 
 SAID = "this way out"
-HOW = ("error", "usage", "SIGINT", "SIGTERM", "SIGKILL")
+HOW = ("error", "usage", "SIGHUP", "SIGINT", "SIGTERM", "SIGKILL")
 
 
 def leave(how: str) -> None:

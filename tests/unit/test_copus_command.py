@@ -13,7 +13,13 @@ import pytest
 
 from copus_ext import __version__
 from copus_ext.commands.main import COMMANDS, first_line, main, module_of
-from megatron.training.common.program import other_command, program_name, running_as, tell
+from megatron.training.common.program import (
+    held_back,
+    other_command,
+    program_name,
+    running_as,
+    tell,
+)
 from tests.helpers.launch import ROOT
 
 SCRIPTS = sorted((ROOT / "tools").glob("*.py"))
@@ -179,3 +185,25 @@ def test_another_command_is_named_as_this_one_was_called(
         assert other_command("profile_layouts.py") == f"{tmp_path}/copus profile-layouts"
         monkeypatch.setenv("PATH", str(tmp_path))
         assert other_command("profile_layouts.py") == "copus profile-layouts"
+
+
+def test_what_is_printed_before_a_refusal_is_dropped_and_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = sys.stdout
+    with held_back(KeyError) as let_go:
+        print("arguments", flush=True)
+        assert capsys.readouterr().out == ""
+        let_go()
+        print("steps")
+        assert capsys.readouterr().out == "arguments\nsteps\n"
+    for error, shown in ((KeyError, ""), (RuntimeError, "arguments\n")):
+        with pytest.raises(error), held_back(KeyError):
+            print("arguments")
+            raise error
+        assert capsys.readouterr().out == shown
+    with pytest.raises(KeyError), held_back(KeyError) as let_go:
+        print("arguments")
+        let_go()
+        raise KeyError
+    assert capsys.readouterr().out == "arguments\n" and sys.stdout is out

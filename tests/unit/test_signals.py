@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training.common.control import TIME_LIMIT
-from megatron.training.common.signals import STOP_SIGNALS, StopReason, StopSignals, stop_reason
+from megatron.training.common.signals import (
+    _SAME_S,
+    STOP_SIGNALS,
+    StopReason,
+    StopSignals,
+    stop_reason,
+)
 
 reasons = st.sampled_from(
     [
@@ -22,6 +33,17 @@ reasons = st.sampled_from(
         *(StopReason(kind="signal", signal=name) for name in ("SIGTERM", "SIGUSR1", "SIGINT")),
     ]
 )
+
+
+@pytest.fixture(autouse=True)
+def not_ignored() -> Iterator[None]:
+    """A runner in the background may ignore what a terminal sends."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("name", STOP_SIGNALS)
@@ -38,6 +60,105 @@ def test_a_second_signal_changes_nothing() -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
     assert stop.received == "SIGUSR1"
+
+
+BUSY = """
+import hashlib, signal
+from megatron.training.common.signals import StopSignals
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with StopSignals(is_told=True) as stop:
+    stop.defers = {defers}
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # as a collective: no handler runs
+"""
+
+
+@contextlib.contextmanager
+def child(text: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has said that it is ready."""
+    command = [sys.executable, "-c", text]
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
+def test_a_second_ctrl_c_leaves_at_once_wherever_the_process_is(second: str) -> None:
+    """torchrun hands the second one on as SIGTERM."""
+    with child(BUSY.format(defers=True)) as process:
+        assert process.stderr is not None
+        process.send_signal(signal.SIGINT)
+        assert "finishes the step" in process.stderr.readline()
+        time.sleep(2 * _SAME_S)
+        process.send_signal(signal.Signals[second])
+        assert process.wait(60) == 130
+        assert process.stderr.read().splitlines() == [
+            "Ctrl-C again: leaves at once, without a checkpoint of this step"
+        ]
+
+
+def test_ctrl_c_before_there_is_anything_to_wait_for_leaves_at_once() -> None:
+    with child(BUSY.format(defers=False)) as process:
+        assert process.stderr is not None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert process.stderr.read() == "Ctrl-C: leaves before training has begun\n"
+
+
+IMPORTING = """
+import signal, time
+from megatron.training.common.signals import leave_on_interrupt
+signal.signal(signal.SIGINT, {before})
+leave_on_interrupt(is_told=True)
+print("ready", flush=True)
+time.sleep({seconds})
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_during_the_imports_leaves_without_a_traceback(ignored: bool) -> None:
+    before = "signal.SIG_IGN" if ignored else "signal.default_int_handler"
+    with child(IMPORTING.format(before=before, seconds=1 if ignored else 600)) as process:
+        assert process.stderr is not None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == (0 if ignored else 130)
+        assert process.stderr.read() == ("" if ignored else "Ctrl-C: leaves\n")
+
+
+def test_the_first_ctrl_c_may_come_twice() -> None:
+    """From the terminal, and from a launcher in the same process group."""
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert stop.received == "SIGINT"
+
+
+def test_what_a_child_gets_does_not_count() -> None:
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(2 * _SAME_S)
+        pid = os.fork()
+        if pid == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7, "nor does it end it"
+        time.sleep(0.2)
+    assert stop.received == "SIGINT" and signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_what_is_ignored_below_nohup_stays_ignored(name: str) -> None:
+    signal.signal(signal.Signals[name], signal.SIG_IGN)
+    with StopSignals() as stop:
+        signal.raise_signal(signal.Signals[name])
+        assert signal.getsignal(signal.Signals[name]) == signal.SIG_IGN
+    assert stop.received is None
 
 
 def test_previous_handlers_return_also_after_an_exception() -> None:

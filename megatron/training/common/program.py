@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 _given: str | None = None
 _NEAR = 0.7
@@ -75,6 +75,55 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(with_hint(self, message))
+
+
+class _HeldOutput:
+    """Stands in for standard output. It stays in place when it has let go, since a library may have
+    changed its methods to read along."""
+
+    def __init__(self, real: TextIO) -> None:
+        self._real, self._held = real, list[str]()
+        self._holds = True
+
+    def write(self, text: str) -> int:
+        if not self._holds:
+            return self._real.write(text)
+        self._held.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._holds:
+            self._real.flush()
+
+    def let_go(self) -> None:
+        if self._holds:
+            self._holds = False
+            self._real.write("".join(self._held))
+            self._real.flush()
+
+    def drop(self) -> None:
+        self._holds = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+@contextlib.contextmanager
+def held_back(*refusals: type[Exception]) -> Iterator[Callable[[], None]]:
+    """Keeps what is printed inside until the function that it gives is called, or to its end. One
+    of the `refusals` before that drops it, so that its line stands alone."""
+    real = sys.stdout
+    held = _HeldOutput(real)
+    sys.stdout = held  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield held.let_go
+    except refusals:
+        held.drop()
+        raise
+    finally:
+        held.let_go()
+        if sys.stdout is held:
+            sys.stdout = real
 
 
 class FormerName(argparse.Action):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -13,7 +16,13 @@ from typing import Any, Literal
 from megatron.training.common.control import SIGNALLED, STOP_FILE, TIME_LIMIT
 from megatron.training.common.step_settings import Request
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
+FROM_TERMINAL = ("SIGINT", "SIGHUP")
+"""What a terminal sends when a person types Ctrl-C or closes it."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a process that Ctrl-C ended at once."""
+_SAME_S = 0.5
+"""Within so many seconds a signal is the first one once more, by way of a launcher."""
 
 Kind = Literal[
     "signal", "file", "time-limit", "signalled", "duration", "interval", "callback", "relayout"
@@ -100,16 +109,22 @@ class StopAsked(Exception):
 class StopSignals:
     """Context manager: the named signals set a flag instead of ending the process.
 
-    The first one is kept, later ones change nothing, so a second signal during a save is harmless.
+    The first one is kept. Later ones change nothing, so that a scheduler that repeats itself during
+    a save does no harm. Ctrl-C comes from a person, who ends the process at once with a second one
+    after a moment. A launcher may hand that second one on as SIGTERM, as torchrun does, and the
+    first one twice. What a terminal sends, and was ignored before, stays ignored: so it is below
+    `nohup`, and in the background of a script.
+
     Forked children inherit this: a signal that a scheduler sends to every process of the job does
     not end a child that is writing a checkpoint.
     """
 
-    def __init__(self, names: Iterable[str] = STOP_SIGNALS) -> None:
+    def __init__(self, names: Iterable[str] = STOP_SIGNALS, *, is_told: bool = False) -> None:
         """Takes signal names; nothing is installed before `with`.
 
         Args:
             names: such as `SIGTERM`; repeats are allowed (`--exit-signal` joins the default ones).
+            is_told: print what Ctrl-C does.
 
         Raises:
             ValueError: this system has no signal of that name, or it cannot be caught.
@@ -117,6 +132,11 @@ class StopSignals:
         self._signals = [_signal_of(name) for name in dict.fromkeys(names)]
         self._received: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
+        self._is_told = is_told
+        self._pipe: tuple[int, int] | None = None
+        self._previous_wakeup = -1
+        self.defers = True
+        """Whether the run looks at `received` before long; else Ctrl-C leaves at once."""
 
     @property
     def received(self) -> str | None:
@@ -131,8 +151,14 @@ class StopSignals:
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("signal handlers can only be installed by the main thread")
+        _keep_signals_of_children_apart()
+        reader, writer = self._pipe = os.pipe()
+        os.set_blocking(writer, False)
+        self._previous_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
         for number in self._signals:
-            self._previous[number] = signal.signal(number, self._handle)
+            if not (number.name in FROM_TERMINAL and signal.getsignal(number) == signal.SIG_IGN):
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -146,10 +172,66 @@ class StopSignals:
             # None stands for a handler that was not installed from Python and cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
+        assert self._pipe is not None
+        signal.set_wakeup_fd(self._previous_wakeup)
+        os.close(self._pipe[1])  # its thread ends
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
             self._received = signal.Signals(number).name
+
+    def _watch(self, reader: int) -> None:
+        """Sees signals also while the main thread waits in a collective, where no handler runs."""
+        first, first_s = 0, 0.0
+        while numbers := os.read(reader, 64):
+            now_s = time.monotonic()
+            for number in (n for n in numbers if n in self._previous):
+                is_typed = signal.SIGINT in (first, number)
+                if number == signal.SIGINT and not self.defers:
+                    self._leave("Ctrl-C: leaves before training has begun")
+                elif first and is_typed and now_s - first_s > _SAME_S:
+                    self._leave("Ctrl-C again: leaves at once, without a checkpoint of this step")
+                elif not first:
+                    first, first_s = number, now_s
+                    if number == signal.SIGINT:
+                        self._tell(
+                            "Ctrl-C: finishes the step, saves if --save is given, and leaves; "
+                            "once more leaves at once"
+                        )
+        os.close(reader)
+
+    def _leave(self, line: str) -> None:
+        self._tell(line)
+        os._exit(INTERRUPTED)
+
+    def _tell(self, line: str) -> None:
+        if self._is_told:
+            with contextlib.suppress(OSError):
+                os.write(2, f"{line}\n".encode())
+
+
+@functools.cache
+def _keep_signals_of_children_apart() -> None:
+    """Has what is forked from now on leave alone the pipe on which its parent hears of signals."""
+    os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))
+
+
+def leave_on_interrupt(*, is_told: bool) -> None:
+    """Has Ctrl-C end this process at once, without a traceback; see `StopSignals` for later. Does
+    nothing where it is ignored.
+
+    Args:
+        is_told: print a line.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if is_told:
+            with contextlib.suppress(OSError):
+                os.write(2, b"Ctrl-C: leaves\n")
+        os._exit(INTERRUPTED)
+
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, leave)
 
 
 def stop_reason(

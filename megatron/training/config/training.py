@@ -43,7 +43,7 @@ class BatchConfig:
     exit_duration_in_mins: int | None = option(None)
     """Save and leave after this many minutes."""
     exit_signal_handler: bool = option(False)
-    """Accepted. SIGTERM, SIGUSR1 and --exit-signal always save and stop the run, on any rank."""
+    """Accepted. SIGTERM, SIGUSR1, SIGHUP, Ctrl-C and --exit-signal save and stop the run always."""
     exit_signal: str = option("SIGTERM")
     """Name of one more signal that saves and stops the run."""
     calculate_per_token_loss: bool = option(False)

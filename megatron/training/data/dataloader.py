@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from megatron.training.common.child_processes import end_with_parent
 from megatron.training.common.errors import UsageError
+from megatron.training.common.signals import STOP_SIGNALS
 from megatron.training.data.sampler import PADDING, evaluation_indices, micro_batch_indices
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -255,5 +256,5 @@ def _start_worker(parent: int, worker: int) -> None:
     end_with_parent(parent)
     # A stop signal reaches the whole process group; the trainer finishes its step first and still
     # needs the data. Workers end when the loader is closed.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (*map(signal.Signals.__getitem__, STOP_SIGNALS), signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -25,7 +25,8 @@ from megatron.training.checkpoint.resume import (
 )
 from megatron.training.common.control import Control
 from megatron.training.common.device import Device, use_device
-from megatron.training.common.errors import TrainingFailure
+from megatron.training.common.errors import TrainingFailure, UsageError
+from megatron.training.common.program import held_back
 from megatron.training.common.signals import (
     STOP_SIGNALS,
     StopAsked,
@@ -90,18 +91,21 @@ def pretrain(
     config = prepare(config)
     _set_logging(config)
     names = [*STOP_SIGNALS, config.batch.exit_signal]
+    signals = StopSignals(names, is_told=os.environ.get("RANK", "0") == "0")
     device = use_device(
         config.runtime.device,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         backend=config.parallel.distributed_backend,
     )
-    with deterministic_algorithms(config), device as opened, StopSignals(names) as signals:
+    with deterministic_algorithms(config), device as opened, signals:
         joined = dist.is_initialized()
         for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(name, value)
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
             os.environ.setdefault(name, value)
+        signals.defers = joined
         init_distributed(opened, timeout_minutes=config.parallel.distributed_timeout_minutes)
+        signals.defers = True
         start = functools.partial(_run, stored=stored, start_fields=start_fields)
         outcome = start(config, Callbacks(callbacks), opened, signals, started_s, tell)
         # After an error the world goes with the process: closing it here would end the other ranks
@@ -126,7 +130,7 @@ def _run(
         os.environ, timeout_minutes=config.parallel.distributed_timeout_minutes
     )
     tokenizer = build_tokenizer(**tokenizer_flags(config))
-    with hold_run(config) as run:
+    with held_back(UsageError, TrainingFailure) as let_go, hold_run(config) as run:
         control = Control(run.path, sees_save=dist.get_rank() == 0)
         local_stop = functools.partial(_local_stop, config, started_s, signals, control)
         outcome = RunOutcome(
@@ -160,7 +164,7 @@ def _run(
                 build = functools.partial(
                     build_job, config, stored, state, tokenizer, device, callbacks, outside
                 )
-                reason, layout = _train(config, state, tracker, build)
+                reason, layout = _train(config, state, tracker, build, let_go)
                 outcome = replace(outcome, reason=reason, layout=layout)
                 # Before the sinks are closed: one that uploads may take longer than a launcher
                 # waits once another rank has left.
@@ -175,9 +179,13 @@ def _run(
 
 
 def _train(
-    config: Config, state: TrainState, tracker: NullTracker, build: Callable[[], Job]
+    config: Config,
+    state: TrainState,
+    tracker: NullTracker,
+    build: Callable[[], Job],
+    is_built: Callable[[], None],
 ) -> tuple[StopReason | None, Layout]:
-    """From a job's groups to its end.
+    """From a job's groups to its end; `is_built` is called between.
 
     Returns:
         Why it ended early, and the layout that it had then.
@@ -187,6 +195,7 @@ def _train(
         job = build()
     except StopAsked as asked:
         reason = asked.reason
+    is_built()
     if job is None:
         # Once the exception is gone, and with it what it held of the model.
         destroy_groups()
@@ -308,7 +317,7 @@ def _find_checkpoint(config: Config) -> Stored | None:
     if stored is None:
         message = f"--load {config.checkpoint.load} holds no checkpoint"
         if config.checkpoint.exit_on_missing_checkpoint:
-            raise TrainingFailure(message)
+            raise TrainingFailure(f"{message}; correct it or remove --exit-on-missing-checkpoint")
         log_rank_zero(f"{message}: starting from scratch")
     elif stored.skipped:
         log_rank_zero(
