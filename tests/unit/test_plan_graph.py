@@ -96,6 +96,8 @@ def test_a_chain_is_as_fast_either_way(capsys: Any, tmp_path: Path) -> None:
         ({"nodes": [{"name": "a"}], "edges": []}, 2, 'no "forward_s"'),
         ({"nodes": [{"name": "a", "forward_s": -1}], "edges": []}, 2, "at least 0"),
         ({"costs": {"vit": {"model": "none"}}}, 2, "is none of"),
+        ({"costs": {"vit": {"model": "gpt3-175b", "seq_length": "x"}}}, 2, "not 'x'"),
+        ({"costs": {"vit": {"model": "gpt3-175b", "seq_length": 0}}}, 2, "at least 1"),
         ({"num_stages": 6}, 2, "cannot fill"),
         ({"num_stages": 0}, 2, "at least 1"),
         ({"link_bytes_per_s": None}, 2, "link_bytes_per_s"),

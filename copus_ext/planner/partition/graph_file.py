@@ -202,7 +202,10 @@ def _of_model(raw: dict[str, Any], what: str) -> dict[str, float]:
     )
     model = PRESETS[name]
     if "seq_length" in raw:
-        model = model.with_seq_length(_whole(raw["seq_length"], "seq_length"))
+        length = raw["seq_length"]
+        if type(length) is not int:
+            raise ValueError(f"seq_length of {what} must be a whole number, not {length!r:.60}")
+        model = model.with_seq_length(length)
     rows = to_rows(model, cluster, points_of([c]))
     costs = costs_by_block(rows, cluster.load_constants(), context_bytes=0.0)
     at = {"embedding": 0, "layer": 1, "head": -1}[part]
