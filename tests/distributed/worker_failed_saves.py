@@ -1,36 +1,61 @@
 """Saves that go wrong on one rank alone, one after another in a run that saves at every step;
-writes what every rank was told."""
+writes what every rank was told, what was started meanwhile, and the losses.
+
+The faults are real where they can be: files that are full or that the kernel does not open, and
+processes that are killed and stopped.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import signal
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.helpers.jobs import run
+from tests.helpers.examples import with_values
+from tests.helpers.jobs import TINY, run
+from tests.helpers.text import text_prefix
 
-FAULTS = {
+SYNC = {
     2: ("data", 1),
     4: ("common.pt", 0),
     6: (".metadata", 0),
     8: ("metadata.json", 0),
-    10: ("killed", 1),
-    12: ("hung", 1),
-    14: ("results", 1),
-    16: ("data", 0),
-    17: ("common.pt", 0),
-    18: ("data", 1),
+    10: ("held", 1),
+    11: ("still held", 1),
+    13: ("held", 0),
+    15: ("data", 0),
+    16: ("common.pt", 0),
+    17: ("data", 1),
 }
 """Iteration -> what fails, and on which rank."""
-LAST_FAULTS = {2: ("data", 1), 3: ("data", 1), 4: ("data", 1), 5: ("data", 1)}
-HANGS_S = 300
+ASYNC = {
+    2: ("data", 1),
+    4: ("killed", 1),
+    5: ("stopped", 0),
+    6: ("held", 1),
+    7: ("unreachable", 0),
+    8: ("held twice", 1),
+    10: ("killed", 0),
+    12: ("data", 0),
+    13: ("held twice", 0),
+    14: ("data", 1),
+}
+RECOVERED = ("killed", "stopped", "held", "unreachable")
+"""Faults of a process, after which its rank writes the same checkpoint."""
+LAST = {2: ("data", 1), 3: ("data", 1), 4: ("data", 1), 5: ("data", 1)}
+STALL_S = 1.0
+"""For writes that are held or stopped; for the others the machine may be as slow as it likes."""
+_HELD = "a write of rank {rank} has not moved on for 1 s"
+SAID = {
+    "sync": {"held": _HELD, "still held": "still holds a write of an earlier save"},
+    "async": {"held twice": _HELD},
+}
 
 
 def full() -> None:
@@ -38,76 +63,122 @@ def full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def die() -> None:
-    """Kills the process that waits for this one, which is to end with it."""
-    os.kill(os.getppid(), signal.SIGKILL)
-    hang()
-
-
-def hang() -> None:
-    """Waits as on a file system that does not answer."""
-    time.sleep(HANGS_S)
-
-
 class Faults:
-    """Breaks functions of megatron-core and torch for the checkpoints of some iterations."""
+    """Breaks the checkpoints of some iterations."""
 
-    def __init__(self, faults: dict[int, tuple[str, int]], rank: int) -> None:
+    def __init__(self, faults: dict[int, tuple[str, int]], rank: int, folder: Path) -> None:
         self.mine = {f"iter_{i:07d}": name for i, (name, on) in faults.items() if on == rank}
+        self.pipes = folder
+        self.held: list[Path] = []
 
-    def meets(self, path: Any, *names: str) -> str | None:
-        """The fault of the checkpoint that a path lies in, if it is one of these."""
-        found = next((name for folder, name in self.mine.items() if folder in str(path)), None)
-        return found if found in names else None
+    def of(self, path: Any) -> str | None:
+        """The fault of the checkpoint that a path lies in."""
+        return next((name for folder, name in self.mine.items() if folder in str(path)), None)
 
     def before(self, real: Callable[..., Any], name: str, path_of: Callable[..., Any]) -> Any:
         """A function that fails first where the fault is `name`."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.meets(path_of(*args, **kwargs), name):
+            if self.of(path_of(*args, **kwargs)) == name:
                 full()
             return real(*args, **kwargs)
 
         return run
 
-    def write_item(self, real: Callable[..., Any]) -> Any:
-        """Writes, in the process of one file, what the fault lets through."""
-        harm = {"data": full, "killed": die, "hung": hang}
+    def hold(self, path: Path) -> None:
+        """Has whoever opens the file wait in the kernel, until `let_go`."""
+        pipe = self.pipes / f"pipe-{len(self.held)}-{os.getpid()}"
+        os.mkfifo(pipe)
+        os.link(pipe, path)
+        self.held.append(pipe)
 
-        @functools.wraps(real)
-        def run(transforms: Any, stream: Any, *args: Any, **kwargs: Any) -> Any:
-            result = real(transforms, stream, *args, **kwargs)
-            if name := self.meets(stream.name, *harm):
-                harm[name]()
-            return result
+    def let_go(self) -> None:
+        """Opens the other end of all pipes, for threads of this rank that wait there."""
+        from megatron.training.checkpoint.file_threads import refuse_while_stuck
+
+        for pipe in self.held:
+            reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+            with contextlib.suppress(TimeoutError):
+                refuse_while_stuck(10.0)
+            os.close(reader)
+            pipe.unlink()
+        self.held.clear()
+
+    def prepare(self, real: Callable[..., Any]) -> Any:
+        """Lets go of what an earlier save held, unless that is the fault."""
+
+        def run(checkpointer: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+            if self.of(f"iter_{iteration:07d}") != "still held":
+                self.let_go()
+            return real(checkpointer, iteration, *args, **kwargs)
 
         return run
 
-    def start(self, real: Callable[..., Any]) -> Any:
-        """Waits for a second only where the fault is to hang; hands nothing over where that is
-        what fails."""
+    def write(self, real: Callable[..., Any]) -> Any:
+        """Begins the write of a save with its fault."""
+        from megatron.training.checkpoint import save_write
+        from megatron.training.checkpoint.file_threads import FileThreads
+        from megatron.training.checkpoint.writer_process import writer_process
 
-        def run(process: Any, request: Any, *, timeout_s: float) -> None:
-            buckets = request.async_fn_args[1] if request.async_fn_args else []
-            found = {self.meets(bucket[0], "hung", "results") for bucket in buckets}
-            if "results" in found:
-                request.async_fn_args[2].put = lambda results: full()
-            real(process, request, timeout_s=1.0 if "hung" in found else timeout_s)
+        def again(files: Any, *, anew: bool = False) -> Any:
+            """The rank's own try is held, too."""
+            path = Path(files[0][0])
+            path.unlink()
+            self.hold(path)
+            return FileThreads(files)
+
+        def run(write: Any, request: Any, *, in_background: bool) -> None:
+            path = Path(request.async_fn_args[1][0][0]) if request.async_fn_args else None
+            fault = self.of(path)
+            if fault is None or path is None:
+                return real(write, request, in_background=in_background)
+            is_slow = fault in ("held", "held twice", "stopped")
+            limit = {"COPUS_SAVE_STALL_S": str(STALL_S)} if is_slow else {}
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(mock.patch.dict(os.environ, limit))
+                if fault == "data":
+                    path.symlink_to("/dev/full")
+                if fault in ("held", "held twice"):
+                    self.hold(path)
+                if fault == "stopped":
+                    os.kill(writer_process().pid, signal.SIGSTOP)
+                if fault == "unreachable":
+                    process = writer_process()
+                    os.kill(process.pid, signal.SIGKILL)
+                    process._process.wait()
+                if fault == "killed":
+                    os.kill(writer_process().pid, signal.SIGSTOP)
+                real(write, request, in_background=in_background)
+                if fault == "killed":
+                    os.kill(writer_of(write), signal.SIGKILL)
+                if fault == "held twice":
+                    whole = write._state_of_process
+
+                    def state(process: Any) -> int:
+                        with mock.patch.object(save_write, "FileThreads", again):
+                            return whole(process)
+
+                    write._state_of_process = state
+            return None
 
         return run
+
+
+def writer_of(write: Any) -> int:
+    """The process that writes a save."""
+    return write._process.pid
 
 
 @contextlib.contextmanager
-def broken(faults: dict[int, tuple[str, int]], rank: int) -> Any:
+def broken(faults: Faults) -> Iterator[None]:
     """Has the faults happen on this rank."""
     from megatron.core.dist_checkpointing import serialization
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
     from torch.distributed.checkpoint import FileSystemWriter
 
-    from megatron.training.checkpoint.async_writer import SaveProcess
+    from megatron.training.checkpoint.save import Checkpointer
+    from megatron.training.checkpoint.save_write import SaveWrite
 
-    all_faults = Faults(faults, rank)
     save_common: Any = TorchCommonSaveStrategy.save_common
     finish: Any = FileSystemWriter.finish
     with contextlib.ExitStack() as stack:
@@ -115,48 +186,87 @@ def broken(faults: dict[int, tuple[str, int]], rank: int) -> Any:
             (
                 TorchCommonSaveStrategy,
                 "save_common",
-                all_faults.before(save_common, "common.pt", lambda _self, _state, to: to),
+                faults.before(save_common, "common.pt", lambda _self, _state, to: to),
             ),
             (
                 FileSystemWriter,
                 "finish",
-                all_faults.before(finish, ".metadata", lambda writer, *_: writer.path),
+                faults.before(finish, ".metadata", lambda writer, *_: writer.path),
             ),
             (
                 serialization,
                 "save_config",
-                all_faults.before(
-                    serialization.save_config, "metadata.json", lambda _config, to: to
-                ),
+                faults.before(serialization.save_config, "metadata.json", lambda _config, to: to),
             ),
-            (filesystem_async, "_write_item", all_faults.write_item(filesystem_async._write_item)),
-            (SaveProcess, "__init__", all_faults.start(SaveProcess.__init__)),
+            (Checkpointer, "_prepare", faults.prepare(Checkpointer._prepare)),
+            (SaveWrite, "__init__", faults.write(SaveWrite.__init__)),
         ):
             stack.enter_context(mock.patch.object(owner, attribute, new))
         yield
+    faults.let_go()
+
+
+class Started:
+    """Processes that this one starts while it saves; Python tells of every way to."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.is_on = False
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        starts = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen", "os.exec")
+        if self.is_on and event in starts:
+            self.events.append(f"{event} {args}" if event == "subprocess.Popen" else event)
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Hears what saves start."""
+        from megatron.training.checkpoint.save import Checkpointer
+
+        real: Any = Checkpointer.save
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            self.is_on = True
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self.is_on = False
+
+        with mock.patch.object(Checkpointer, "save", save):
+            yield
 
 
 def main(output: Path) -> Any:
-    """Returns by case the error of each rank."""
+    """Returns by case the error of each rank, what its saves have started, and the losses."""
     import torch.distributed as dist
 
     from megatron.training.common.collectives import all_gather_object
     from megatron.training.common.errors import TrainingFailure
     from megatron.training.distributed.process_groups import destroy_groups
 
-    told = {}
+    rank = dist.get_rank()
+    values: dict[str, str | None] = {"--mock-data": None} if "--mock-data" in TINY else {}
+    base = " ".join([*with_values(TINY, values), "--data-path", text_prefix()])
+    base += " --split 1,0,0 --use-distributed-optimizer --num-workers 0"
+    told, started = {}, Started()
     for name, faults, steps, more in (
-        ("sync", FAULTS, 30, []),
-        ("async", FAULTS, 30, ["--async-save"]),
-        ("last", LAST_FAULTS, 5, ["--on-save-failure", "continue"]),
+        ("plain", {}, 17, []),
+        ("sync", SYNC, 30, []),
+        ("async", ASYNC, 30, ["--async-save"]),
+        ("gathered", {2: ("killed", 0)}, 3, ["--async-save", "--no-ckpt-fully-parallel-save"]),
+        ("last", LAST, 5, ["--on-save-failure", "continue"]),
     ):
         flags = ["--save", str(output / name), "--save-interval", "1", "--train-iters", str(steps)]
-        error = None
-        with broken(faults, dist.get_rank()):
+        error, started.events = None, []
+        with broken(Faults(faults, rank, output)), started.heard():
             try:
-                run([*flags, "--use-distributed-optimizer", *more], output / name / "run")
+                run([*flags, "--lr-decay-iters", "30", *more], output / name / "run", base=base)
             except TrainingFailure as failure:
                 error = str(failure)
                 destroy_groups()
-        told[name] = all_gather_object(error)
+        told[name] = {
+            "errors": all_gather_object(error),
+            "started": all_gather_object(started.events),
+        }
     return told

@@ -12,11 +12,11 @@ import json
 import os
 import signal
 import sys
-import time
 from typing import Any
 from unittest import mock
 
 from tests.helpers.jobs import prepare
+from tests.helpers.save_processes import stop_writer
 
 SAID = "this way out"
 HOW = ("error", "usage", "SIGHUP", "SIGINT", "SIGTERM", "SIGKILL")
@@ -66,22 +66,26 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def hang(*_: Any, **__: Any) -> None:
-    """Waits as on a file system that does not answer."""
-    time.sleep(1000)
+def hang(real: Any) -> Any:
+    """`WriterProcess.send`, to a process that does nothing more."""
+
+    def send(process: Any, files: Any) -> Any:
+        stop_writer(process.pid)
+        return real(process, files)
+
+    return send
 
 
 def main() -> int:
     """Trains; the code of pretrain_gpt.py."""
     prepare()
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
     from copus_ext.commands import pretrain
+    from megatron.training.checkpoint.writer_process import WriterProcess
 
     way = json.loads(os.environ["COPUS_TEST_WAY"])
-    write = hang if way.get("writers_hang") else filesystem_async._write_item
+    send: Any = WriterProcess.send
     with (
-        mock.patch.object(filesystem_async, "_write_item", write),
+        mock.patch.object(WriterProcess, "send", hang(send) if way.get("writers_hang") else send),
         mock.patch.object(pretrain, "controllers", lambda args: [leaving(way)]),
     ):
         return pretrain.main()

@@ -6,9 +6,11 @@ A new version that breaks one fails here, by its name.
 from __future__ import annotations
 
 import inspect
+import queue
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -22,10 +24,7 @@ from megatron.core.dist_checkpointing.strategies import (
     filesystem_async,
     state_dict_saver,
 )
-from megatron.core.dist_checkpointing.strategies.async_utils import (
-    AsyncRequest,
-    TemporalAsyncCaller,
-)
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -34,6 +33,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import filesystem
 
 from megatron.training.checkpoint import save_errors
 from megatron.training.common.device import use_device
@@ -164,15 +164,31 @@ def test_the_fused_kernel_updates_in_place_on_this_device(name: str) -> None:
     assert step.item() == 1, "the kernel must leave the step count alone"
 
 
-def test_a_writer_asks_one_function_for_its_queue_and_calls_two_methods_of_it() -> None:
+def test_a_writer_takes_its_results_from_the_queue_that_the_module_holds() -> None:
     writer = filesystem_async.FileSystemWriterAsync
     made = inspect.getsource(writer.prepare_write_data)
     assert made.count("self.results_queue = _get_write_results_queue()") == 1
-    written = inspect.getsource(writer.write_preloaded_data_multiproc)
-    assert written.count("global_results_queue") == 3, "parameter, docstring, use"
-    assert "global_results_queue.put(write_results_or_exc)" in written
+    held = queue.SimpleQueue()
+    with mock.patch.object(filesystem_async, "_results_queue", held):
+        assert filesystem_async._get_write_results_queue() is held
     taken = inspect.getsource(writer.retrieve_write_results)
     assert "self.results_queue.get_nowait()" in taken and "except queue.Empty" in taken
+    # By number of the bucket, or an error; see `SaveWrite.finish`.
+    assert "isinstance(write_results_or_exc, Exception)" in taken
+    assert "chain.from_iterable(write_results.values())" in taken
+
+
+def test_a_save_request_says_what_is_to_be_written() -> None:
+    asked = inspect.getsource(filesystem_async.FileSystemWriterAsync.get_save_function_and_args)
+    assert "partial(self.preload_tensors, self.write_buckets, True)" in asked
+    assert "[torch.distributed.get_rank(), self.write_buckets, self.results_queue]" in asked
+    assert {"async_fn", "async_fn_args", "preload_fn"} <= set(AsyncRequest._fields)
+    # What torch's index holds of an item; `test_save_writers` compares all of it.
+    assert list(inspect.signature(filesystem._StorageInfo).parameters)[:3] == [
+        "relative_path",
+        "offset",
+        "length",
+    ]
 
 
 def test_the_common_state_is_saved_by_the_strategy_that_is_registered() -> None:
@@ -198,12 +214,6 @@ def test_a_save_request_can_be_finished_by_us() -> None:
     source = inspect.getsource(state_dict_saver.save_state_dict_async_finalize)
     places = [source.index(f"{name}(") for name in ("gather_object", "writer.finish", "broadcast")]
     assert places == sorted(places) and source.count("distributed.broadcast(") == 1
-
-
-def test_the_process_of_a_save_can_be_watched() -> None:
-    assert TemporalAsyncCaller().process is None
-    source = inspect.getsource(TemporalAsyncCaller.schedule_async_call)
-    assert "target=async_req.async_fn" in source and "self.process.start()" in source
 
 
 def test_a_model_asks_for_stored_objects_only_by_their_kind() -> None:

@@ -18,7 +18,7 @@ import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -204,19 +204,27 @@ def data_files(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.is_file() and p.name != MANIFEST)
 
 
-def checksum(path: Path) -> tuple[int, int]:
-    """Size in bytes and CRC-32 of a file."""
+def checksum(path: Path, count: Callable[[int], None] = lambda number: None) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file.
+
+    Args:
+        path: of the file.
+        count: told of the bytes as they are read.
+    """
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
+            count(len(chunk))
             size += len(chunk)
             crc = zlib.crc32(chunk, crc)
     return size, crc
 
 
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 of several files of a checkpoint."""
-    return {name: checksum(folder / name) for name in names}
+def checksums(
+    folder: Path, names: Iterable[str], count: Callable[[int], None] = lambda number: None
+) -> dict[str, tuple[int, int]]:
+    """Size and CRC-32 of several files of a checkpoint; see `checksum`."""
+    return {name: checksum(folder / name, count) for name in names}
 
 
 def share(names: list[str], rank: int, world_size: int) -> list[str]:

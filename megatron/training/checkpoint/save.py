@@ -8,6 +8,7 @@ random state is stored, as it follows from the seed and the consumed samples (`s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import shutil
 import time
@@ -28,7 +29,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.async_writer import SaveProcess
+from megatron.training.checkpoint.file_threads import answer_of, refuse_while_stuck, stall_s
 from megatron.training.checkpoint.save_errors import (
     FailedSaves,
     agree_on_finalization,
@@ -37,6 +38,8 @@ from megatron.training.checkpoint.save_errors import (
     way_out,
     what_is_left,
 )
+from megatron.training.checkpoint.save_write import SaveWrite
+from megatron.training.checkpoint.writer_process import writer_process
 from megatron.training.common.collectives import (
     all_gather_object,
     broadcast_from_rank0,
@@ -121,7 +124,7 @@ class _Pending:
     iteration: int
     consumed_samples: int
     started: float
-    process: SaveProcess
+    write: SaveWrite
 
 
 class Checkpointer:
@@ -157,8 +160,10 @@ class Checkpointer:
         self.on_event = on_event
         self.failed = FailedSaves() if failed is None else failed
         self.data = [] if data is None else data
-        self.timeout_s = 60.0 * config.parallel.distributed_timeout_minutes
         use_agreed_saves()
+        if config.checkpoint.async_save:
+            with contextlib.suppress(OSError):  # the first save tries again
+                writer_process()
         self.pending: _Pending | None = None
 
     def save(
@@ -189,27 +194,36 @@ class Checkpointer:
         started = time.monotonic()
         iteration = state.iteration
         self.on_event("begin", iteration, {"consumed_samples": state.consumed_samples})
-        problem, process = self._prepare(iteration, model), None
+        in_background = self.config.checkpoint.async_save and not must
+        problem, write = self._prepare(iteration, model, must=must), None
         if problem is None:
-            process, problem = self._begin(model, optimizer, scheduler, state)
-        if problem is not None or process is None:
+            write, problem = self._begin(
+                model, optimizer, scheduler, state, in_background=in_background
+            )
+        if problem is not None or write is None:
             self._fail(problem or "nothing was begun", iteration, must=must)
             return False
         self.pending = _Pending(
             iteration=iteration,
             consumed_samples=state.consumed_samples,
             started=started,
-            process=process,
+            write=write,
         )
-        if self.config.checkpoint.async_save and not must:
+        if in_background:
             return True
         return self._complete(blocking=True, must=must)
 
     def _begin(
-        self, model: Model, optimizer: MegatronOptimizer, scheduler: Any, state: TrainState
-    ) -> tuple[SaveProcess | None, str | None]:
-        """Starts the processes that write. Returns this rank's, and the problem, on every rank."""
-        process, problem = None, None
+        self,
+        model: Model,
+        optimizer: MegatronOptimizer,
+        scheduler: Any,
+        state: TrainState,
+        *,
+        in_background: bool,
+    ) -> tuple[SaveWrite | None, str | None]:
+        """Starts the write. Returns this rank's part, and the problem, on every rank."""
+        write, problem = None, None
         try:
             for chunk in model.chunks:
                 if chunk.ddp_config.overlap_param_gather:
@@ -230,15 +244,14 @@ class Checkpointer:
             )
             assert request is not None
             agree_on_finalization(request)
-            process = SaveProcess(request, timeout_s=self.timeout_s)
-            process.start()
+            write = SaveWrite(request, in_background=in_background)
         except TORCH_ERRORS as error:  # any failure must end in one line on every rank
             logger.debug("saving failed", exc_info=True)
             problem = root_cause(error)
         problem = first_problem(problem)
-        if problem is not None and process is not None:
-            process.end()
-        return process, problem
+        if problem is not None and write is not None:
+            write.end()
+        return write, problem
 
     def poll(self) -> None:
         """Commits an asynchronous save that has finished; costs nothing when none is under way."""
@@ -269,14 +282,14 @@ class Checkpointer:
         if pending is None:
             return True
         try:
-            if not pending.process.is_written(blocking=blocking):
+            if not pending.write.is_written(blocking=blocking):
                 return True
-            pending.process.finish()
+            pending.write.finish()
         except TORCH_ERRORS as error:  # raised on every rank, but only rank 0's says what happened
             logger.debug("saving failed", exc_info=True)
             problem = root_cause(error)
         self.pending = None
-        pending.process.end()
+        pending.write.end()
         problem = first_problem(problem) or self._commit(pending)
         if problem is not None:
             self._fail(problem, pending.iteration, must=must)
@@ -288,24 +301,26 @@ class Checkpointer:
             strategy = FullyParallelSaveStrategyWrapper(strategy, self.groups.dp_cp)
         return strategy
 
-    def _prepare(self, iteration: int, model: Model) -> str | None:
+    def _prepare(self, iteration: int, model: Model, *, must: bool) -> str | None:
         """Makes an empty folder, if the file system has room. Returns the problem, on every
         rank."""
         needed = self._expected_bytes(model)
         problem = None
-        if dist.get_rank() == 0:
-            try:
-                self.root.mkdir(parents=True, exist_ok=True)
-                free = shutil.disk_usage(self.root).free
-                if free < _SPACE_MARGIN * needed:
-                    problem = (
-                        f"{free / 1e6:.0f} MB are free and about {needed / 1e6:.0f} MB are needed"
-                    )
-                else:
-                    files.begin(self.root, iteration)
-            except (OSError, ValueError) as error:
-                problem = root_cause(error)
-        return broadcast_from_rank0(problem)
+        try:
+            refuse_while_stuck(stall_s() if must else 0.0)
+            if dist.get_rank() == 0:
+                problem = answer_of(lambda _: self._make_room(iteration, needed))
+        except (OSError, ValueError) as error:
+            problem = root_cause(error)
+        return first_problem(problem)
+
+    def _make_room(self, iteration: int, needed: int) -> str | None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.root).free
+        if free < _SPACE_MARGIN * needed:
+            return f"{free / 1e6:.0f} MB are free and about {needed / 1e6:.0f} MB are needed"
+        files.begin(self.root, iteration)
+        return None
 
     def _expected_bytes(self, model: Model) -> int:
         """Bytes of a checkpoint: fp32 master and two moments, and the weights, of one copy of the
@@ -329,35 +344,41 @@ class Checkpointer:
         folder = files.folder_of(self.root, iteration)
         problem, names, sums = None, [], {}
         try:
-            names = files.data_files(folder) if dist.get_rank() == 0 else []
+            if dist.get_rank() == 0:
+                names = answer_of(lambda _: files.data_files(folder))
         except OSError as error:
             problem = root_cause(error)
         names = broadcast_from_rank0(names)
         try:
             mine = files.share(names, dist.get_rank(), dist.get_world_size())
-            sums = files.checksums(folder, mine)
+            sums = answer_of(lambda count: files.checksums(folder, mine, count))
         except OSError as error:
             problem = root_cause(error)
-        gathered = all_gather_object((problem, sums))
-        problem = next((p for p, _ in gathered if p), None)
+        gathered = all_gather_object((problem, sums, pending.write.note))
+        problem = next((p for p, *_ in gathered if p), None)
         if problem is None and dist.get_rank() == 0:
             try:
-                merged = {name: value for _, part in gathered for name, value in part.items()}
-                files.finish(self.root, iteration, merged)
+                merged = {name: value for _, part, _ in gathered for name, value in part.items()}
+                answer_of(lambda _: files.finish(self.root, iteration, merged))
             except OSError as error:
                 problem = root_cause(error)
         if problem := broadcast_from_rank0(problem):
             return problem
         if dist.get_rank() == 0:
             retain = self.config.checkpoint.save_retain_interval
-            files.retire(self.root, newest=iteration, retain_interval=retain)
+            with contextlib.suppress(OSError):  # the next save tries again
+                answer_of(
+                    lambda _: files.retire(self.root, newest=iteration, retain_interval=retain)
+                )
         self.failed.in_a_row = 0
         fields = {
             "consumed_samples": pending.consumed_samples,
             "seconds": time.monotonic() - pending.started,
-            "bytes": sum(size for _, part in gathered for size, _ in part.values()),
+            "bytes": sum(size for _, part, _ in gathered for size, _ in part.values()),
             "free_bytes": files.free_bytes(self.root),
         }
+        if notes := [note for *_, note in gathered if note]:
+            fields["notes"] = notes
         self.on_event("commit", iteration, fields)
         return None
 
@@ -368,7 +389,8 @@ class Checkpointer:
             TrainingFailure: the run must not go on.
         """
         if dist.get_rank() == 0:
-            files.discard(self.root, iteration)
+            with contextlib.suppress(OSError):  # it is marked as unfinished
+                answer_of(lambda _: files.discard(self.root, iteration))
         self.failed.in_a_row += 1
         told = f"saving iteration {iteration} to --save {self.root} failed: {problem}"
         left = what_is_left(self.root)

@@ -6,6 +6,7 @@ into a collective. They would wait there until the timeout if rank 0 alone left 
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.async_writer import WriteResults
+from megatron.training.checkpoint.file_threads import answer_of
 from megatron.training.common.collectives import first_problem
 
 MAX_IN_A_ROW = 3
@@ -53,7 +54,9 @@ class FailedSaves:
 def what_is_left(root: Path) -> str:
     """Says which checkpoint a run can go on from."""
     try:
-        latest = files.read_latest(root)
+        latest = answer_of(lambda _: files.read_latest(root))
+    except TimeoutError as error:
+        return str(error)
     except (OSError, ValueError):
         latest = None
     if latest is None:
@@ -94,7 +97,8 @@ class AgreedCommonSave(TorchCommonSaveStrategy):
         """
         problem = None
         try:
-            super().save_common(common_state_dict, checkpoint_dir)
+            save = super().save_common
+            answer_of(lambda _: save(common_state_dict, checkpoint_dir))
         except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError
             problem = str(error)
         if problem := first_problem(problem):
@@ -102,10 +106,10 @@ class AgreedCommonSave(TorchCommonSaveStrategy):
 
 
 def use_agreed_saves() -> None:
-    """Makes megatron-core use `AgreedCommonSave` and `WriteResults` in this process. Its own queue
-    of results needs a process beside each rank, which outlives a rank that is killed."""
+    """Makes megatron-core use `AgreedCommonSave`, and a queue of results in this process. Its own
+    queue needs another process beside each rank, which outlives a rank that is killed."""
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, AgreedCommonSave("torch", 1))
-    filesystem_async._get_write_results_queue = WriteResults
+    filesystem_async._results_queue = queue.SimpleQueue()
 
 
 def agree_on_finalization(request: AsyncRequest) -> None:

@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint.files import little_room
 from megatron.training.checkpoint.load import Stored, load_weights
 from megatron.training.checkpoint.save import Checkpointer
+from megatron.training.checkpoint.writer_process import end_writer_process
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.device import Device
 from megatron.training.common.errors import TrainingFailure, UsageError
@@ -252,7 +253,7 @@ def _open_checkpointer(job: Job) -> Checkpointer | None:
 
 
 def tear_down(job: Job) -> None:
-    """Ends a job in step on all ranks: no group, thread or tensor of it stays. The world
+    """Ends a job in step on all ranks: no group, thread, process or tensor of it stays. The world
     remains."""
     if job.checkpointer is not None:
         job.checkpointer.finish()
@@ -260,6 +261,7 @@ def tear_down(job: Job) -> None:
     job.model.detach_hooks()
     job.context.__dict__.clear()
     job.__dict__.clear()
+    end_writer_process()
     destroy_groups()
 
 
@@ -267,7 +269,7 @@ def abandon(job: Job) -> None:
     """Lets go of a job that an error has ended: its processes end, and nothing of it keeps the
     groups. Not collective; the groups remain."""
     if job.checkpointer is not None and job.checkpointer.pending is not None:
-        job.checkpointer.pending.process.end()
+        job.checkpointer.pending.write.end()
     job.close_readers()
     if job.model is not None:
         job.model.detach_hooks()

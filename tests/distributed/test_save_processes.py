@@ -1,0 +1,109 @@
+"""Processes that write asynchronous saves are killed and stopped, with and without elastic ranks:
+the run goes on, the next save commits, and the losses are those of a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.checkpoint import files
+from megatron.training.logging.metrics import read_metrics
+from tests.helpers import processes
+from tests.helpers.examples import with_values
+from tests.helpers.jobs import TINY, losses_of
+from tests.helpers.launch import ROOT
+from tests.helpers.text import text_prefix
+
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
+
+WORKER = Path(__file__).with_name("worker_save_processes.py")
+STEPS, INTERVAL, STALL_S = 30, 5, 4
+HARM = {"5:0": "kill", "10:1": "stop"}
+"""Iteration and rank of a save, and what becomes of its process."""
+LOST_RANK = {"15:0": "stop", "15:1": "rank"}
+"""A rank dies while neither has written, and another process stands still."""
+
+
+def train(folder: Path, harm: dict[str, str], *own: str) -> str:
+    """A run on two ranks under the supervisor, to its end; returns what it said."""
+    processes.guard_session()
+    mark = uuid.uuid4().hex
+    env = {**os.environ, "PYTHONPATH": str(ROOT), processes.MARK: mark}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"COPUS_TEST_HARM": json.dumps(harm), "COPUS_TEST_FOLDER": str(folder)}
+    env |= {"COPUS_SAVE_STALL_S": str(STALL_S)}
+    base = with_values(TINY, {"--mock-data": None} if "--mock-data" in TINY else {})
+    command = [sys.executable, "-m", "copus_ext.launch.supervisor", "--restart-wait", "0"]
+    command += ["--nproc-per-node", "2", *own, "--", str(WORKER), *base]
+    command += ["--data-path", text_prefix(), "--split", "1,0,0", "--train-iters", str(STEPS)]
+    command += ["--save", str(folder / "run"), "--save-interval", str(INTERVAL), "--async-save"]
+    command += ["--use-distributed-optimizer", "--no-ckpt-fully-parallel-save"] * (not own)
+    log = folder / "log"
+    with log.open("wb") as out:
+        child = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out)
+        try:
+            code = child.wait(600)
+        finally:
+            orphans = processes.end_marked(mark) if child.poll() is None else processes.marked(mark)
+            child.kill()
+    assert code == 0, log.read_text()[-6000:]
+    assert orphans == [], log.read_text()[-6000:]
+    return log.read_text()
+
+
+def check(folder: Path) -> dict[int, list[str]]:
+    """Every save is there, and nothing is left of any; returns the notes of those that commit."""
+    records = read_metrics(folder / "run", superseded=True)
+    assert not [r for r in records if r["kind"] == "checkpoint.failed"]
+    wanted = list(range(INTERVAL, STEPS + 1, INTERVAL))
+    found = files.complete_iterations(folder / "run")
+    assert set(found) <= set(wanted) and found[-1] == STEPS
+    assert not list((folder / "run").glob("*.unfinished"))
+    assert all(not files.damage(files.folder_of(folder / "run", i)) for i in found)
+    left: list[dict[str, Any]] = [json.loads(p.read_text()) for p in folder.glob("left-*.json")]
+    assert len(left) == 2
+    for one in left:
+        assert one["writers"] <= 1 and one["zombies"] == 0 and one["threads"] == []
+        assert one["handles"] <= 3 and one["maps"] <= 1, "kept for the next save"
+    return {r["iteration"]: r.get("notes", []) for r in records if r["kind"] == "checkpoint.commit"}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("plain")
+    train(folder, {})
+    assert set(check(folder)) == set(range(INTERVAL, STEPS + 1, INTERVAL))
+    return losses_of(folder / "run")
+
+
+def test_a_process_that_is_killed_or_stopped_costs_no_save(
+    tmp_path: Path, plain: list[float]
+) -> None:
+    train(tmp_path, HARM)
+    notes = check(tmp_path)
+    assert "rank 0" in notes[5][0] and "ended with -9" in notes[5][0]
+    assert any("rank 1" in note and "has not moved on" in note for note in notes[10])
+    assert set(notes) == set(range(INTERVAL, STEPS + 1, INTERVAL))
+    assert losses_of(tmp_path / "run") == plain
+
+
+def test_elastic_ranks_go_on_and_leave_nothing_of_a_save_that_was_under_way(
+    tmp_path: Path, plain: list[float]
+) -> None:
+    said = train(tmp_path, {**HARM, **LOST_RANK}, "--elastic", "--copy-interval", "5")
+    notes = check(tmp_path)
+    assert 5 in notes and "ended with -9" in notes[5][0]
+    starts = [
+        r for r in read_metrics(tmp_path / "run", superseded=True) if r["kind"] == "run.start"
+    ]
+    assert len(starts) > 1, said[-6000:]
+    assert losses_of(tmp_path / "run") == pytest.approx(plain, rel=1e-6)

@@ -1,0 +1,85 @@
+"""Trains like pretrain_gpt.py, and harms the processes that write its asynchronous saves.
+
+worker_save_processes.py FLAGS
+
+COPUS_TEST_HARM is JSON: by iteration and rank of a save, as "20:1", what becomes of its process
+while it writes: `kill`, `stop`, or `rank`, where the rank is killed as well. Each happens once.
+`COPUS_TEST_FOLDER` gets a file for each, and at the end what every rank still has.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.jobs import prepare
+from tests.helpers.save_processes import left_of_saves, stop_writer
+
+HARM: dict[str, str] = json.loads(os.environ["COPUS_TEST_HARM"])
+FOLDER = Path(os.environ["COPUS_TEST_FOLDER"])
+
+
+def due(iteration: int) -> str | None:
+    """What is to become of the process of a save; the first to ask is told."""
+    import torch.distributed as dist
+
+    key = f"{iteration}:{dist.get_rank()}"
+    try:
+        (FOLDER / key).touch(exist_ok=False)
+    except FileExistsError:
+        return None
+    return HARM.get(key)
+
+
+def harm() -> None:
+    """Has the harm happen in this process."""
+    from megatron.training.checkpoint.save import Checkpointer
+    from megatron.training.checkpoint.writer_process import WriterProcess
+
+    send: Any = WriterProcess.send
+    poll: Any = Checkpointer.poll
+    finish: Any = Checkpointer.finish
+    dies: list[bool] = []
+
+    def harmed_send(process: WriterProcess, files: Any) -> Any:
+        iteration = int(re.findall(r"iter_(\d+)", str(files[0][0]))[0])
+        what = due(iteration)
+        if what is not None:
+            stop_writer(process.pid)  # it does not write before the harm is done
+        copies = send(process, files)
+        if what == "kill":
+            os.kill(process.pid, signal.SIGKILL)
+        dies.extend([True] * (what == "rank"))
+        return copies
+
+    def harmed_poll(checkpointer: Checkpointer) -> None:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        poll(checkpointer)
+
+    def last_finish(checkpointer: Checkpointer, *, must: bool = False) -> bool:
+        done = finish(checkpointer, must=must)
+        (FOLDER / f"left-{os.environ['RANK']}.json").write_text(json.dumps(left_of_saves()))
+        return done
+
+    WriterProcess.send = harmed_send  # type: ignore[method-assign]
+    Checkpointer.poll = harmed_poll  # type: ignore[method-assign]
+    Checkpointer.finish = last_finish  # type: ignore[method-assign]
+
+
+def main() -> int:
+    """Trains; the code of pretrain_gpt.py."""
+    prepare()
+    from copus_ext.commands import pretrain
+
+    harm()
+    return pretrain.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
