@@ -59,8 +59,13 @@ def train(folder: Path, harm: dict[str, str], *own: str) -> str:
     return log.read_text()
 
 
-def check(folder: Path) -> dict[int, list[str]]:
-    """Every save is there, and nothing is left of any; returns the notes of those that commit."""
+def check(folder: Path, *, ranks: int = 2) -> dict[int, list[str]]:
+    """Every save is there, and nothing is left of any; returns the notes of those that commit.
+
+    Args:
+        folder: of the run.
+        ranks: how many have come to the end, at least.
+    """
     records = read_metrics(folder / "run", superseded=True)
     assert not [r for r in records if r["kind"] == "checkpoint.failed"]
     wanted = list(range(INTERVAL, STEPS + 1, INTERVAL))
@@ -69,7 +74,7 @@ def check(folder: Path) -> dict[int, list[str]]:
     assert not list((folder / "run").glob("*.unfinished"))
     assert all(not files.damage(files.folder_of(folder / "run", i)) for i in found)
     left: list[dict[str, Any]] = [json.loads(p.read_text()) for p in folder.glob("left-*.json")]
-    assert len(left) == 2
+    assert len(left) >= ranks
     for one in left:
         assert one["writers"] <= 1 and one["zombies"] == 0 and one["threads"] == []
         assert one["handles"] <= 3 and one["maps"] <= 1, "kept for the next save"
@@ -100,7 +105,7 @@ def test_elastic_ranks_go_on_and_leave_nothing_of_a_save_that_was_under_way(
     tmp_path: Path, plain: list[float]
 ) -> None:
     said = train(tmp_path, {**HARM, **LOST_RANK}, "--elastic", "--copy-interval", "5")
-    notes = check(tmp_path)
+    notes = check(tmp_path, ranks=1)  # the run may end before the lost one has come again
     assert 5 in notes and "ended with -9" in notes[5][0]
     starts = [
         r for r in read_metrics(tmp_path / "run", superseded=True) if r["kind"] == "run.start"
