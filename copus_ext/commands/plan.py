@@ -26,8 +26,10 @@ from copus_ext.planner.request import (
     UsageProblem,
     add_model_flags,
     batches,
+    borrowed_constants,
     cluster_of,
     configuration_of,
+    constants_of,
     cp_comm_types_of_flags,
     length_from,
     length_line,
@@ -404,14 +406,9 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
         from copus_ext.planner.partition.micro_batches import unequal_micro_batches
 
         micro_batches = [unequal_micro_batches(planner, plan) for plan in plans]
-    found = Answer(
-        plans=plans,
-        partitions=partitions,
-        micro_batches=micro_batches,
-        nodes=nodes,
-        worth_timing=[planner.worth_timing(plan) for plan in plans],
-    )
-    return found, plotted
+    worth_timing = [planner.worth_timing(plan) for plan in plans]
+    parts = {"partitions": partitions, "micro_batches": micro_batches, "nodes": nodes}
+    return Answer(plans=plans, worth_timing=worth_timing, **parts), plotted
 
 
 def answer(args: argparse.Namespace) -> int:
@@ -422,17 +419,8 @@ def answer(args: argparse.Namespace) -> int:
 
     started = time.monotonic()
     planner = planner_of(args)
-    lengths = args.phases and (
-        args.seq_length_schedule or megatron_flag(args, "seq_length_schedule")
-    )
-    if args.elastic or (args.phases and not lengths):
-        tell("plan.py", f"note: {length_line(args, planner.model)}")
-    if args.phases:
-        return phase_plan.answer(args, planner, put)
-    if args.elastic:
-        from copus_ext.monitor import rank_plan
-
-        return rank_plan.answer(args, planner, put)
+    if args.phases or args.elastic:
+        return timeline(args, planner)
     wanted = batches(args.global_batch_size)
     if args.explain is not None:
         return explain(args, planner, wanted)
@@ -455,8 +443,7 @@ def answer(args: argparse.Namespace) -> int:
         )
         put(report.dump(record), args.output)
     elif args.format == "flags":
-        lines = [" ".join(first.configuration.to_flags()) for first in firsts]
-        put("\n".join(lines), args.output)
+        put("\n".join(" ".join(one.configuration.to_flags()) for one in firsts), args.output)
     else:
         text = io.StringIO()
         console = report.console_for(sys.stdout if args.output is None else text)
@@ -491,6 +478,25 @@ def answer(args: argparse.Namespace) -> int:
     if any(plan.status == "no_legal" for plan in failed):
         return 3
     return 4 if failed else 0
+
+
+def timeline(args: argparse.Namespace, planner: Any) -> int:
+    """Plans what changes during a run: its sample lengths, or its ranks; returns the exit code."""
+    has_lengths = args.phases and (
+        args.seq_length_schedule or megatron_flag(args, "seq_length_schedule")
+    )
+
+    def put_with_length(text: str, output: Path | None) -> None:
+        """With an answer alone: a refusal is the only line that is printed."""
+        if not has_lengths:
+            tell("plan.py", f"note: {length_line(args, planner.model)}")
+        put(text, output)
+
+    if args.phases:
+        return phase_plan.answer(args, planner, put_with_length)
+    from copus_ext.monitor import rank_plan
+
+    return rank_plan.answer(args, planner, put_with_length)
 
 
 def headroom_of(
@@ -542,27 +548,6 @@ def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[An
                 break
             bar.update(len(some))
     return plans
-
-
-def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:
-    """Where the constants come from, and what they are."""
-    from copus_ext.cost_model.constants import describe
-
-    file = args.constants or planner.cluster.constants_file
-    return {**describe(file), "values": planner.constants.to_json()}
-
-
-def borrowed_constants(args: argparse.Namespace, planner: Any) -> str:
-    """Whose constants stand in for those of a device that was never timed; empty if it was, or if
-    the user gave a file."""
-    about, gpu = constants_of(args, planner), planner.cluster.gpu.name
-    whose = about["fitted_on"]
-    if about["residual"] is not None:
-        kind = about["name"].split("-")[0]
-        if args.constants is not None or kind in gpu.lower():
-            return ""
-        whose = f"those of {about['name']}"
-    return f"constants of {gpu}: {whose}; --profile corrects them by measured times"
 
 
 def put(text: str, output: Path | None) -> None:

@@ -433,3 +433,24 @@ def timings_of(path: Path, model: Any, cluster: Any) -> list[Any]:
             f"{cluster.world_size} x {cluster.gpu.name}; measure there"
         )
     return timings
+
+
+def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:
+    """Where the constants come from, and what they are."""
+    from copus_ext.cost_model.constants import describe
+
+    file = args.constants or planner.cluster.constants_file
+    return {**describe(file), "values": planner.constants.to_json()}
+
+
+def borrowed_constants(args: argparse.Namespace, planner: Any) -> str:
+    """Whose constants stand in for those of a device that was never timed; empty if it was, or if
+    the user gave a file."""
+    about, gpu = constants_of(args, planner), planner.cluster.gpu.name
+    whose = about["fitted_on"]
+    if about["residual"] is not None:
+        kind = about["name"].split("-")[0]
+        if args.constants is not None or kind in gpu.lower():
+            return ""
+        whose = f"those of {about['name']}"
+    return f"constants of {gpu}: {whose}; --profile corrects them by measured times"

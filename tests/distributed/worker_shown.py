@@ -29,7 +29,7 @@ def further_losses(output: Path, base: str) -> Any:
 
     from megatron.training.train.callbacks import Callback, CallbackContext
 
-    rows: list[list[float]] = []
+    rows: list[list[Any]] = []
     masks: list[Any] = []
     compute, forward = GPTModel.compute_language_model_loss, GPTModel.forward
     direct: list[list[float]] = []
@@ -112,7 +112,7 @@ def main(output: Path) -> Any:
     if dist.get_rank() == 0:
         write_profile(profile, dist.get_world_size())
     dist.barrier()
-    eager = {"copus_noise_scale_multiplier": 1e3, "copus_early_steps": 0.0}
+    eager: dict[str, Any] = {"copus_noise_scale_multiplier": 1e3, "copus_early_steps": 0.0}
     go("plain", 60, "--save-interval", "30", **eager)
     go("plain", 90, **eager)
     go("plain", 120, *PIPED, **eager)

@@ -220,6 +220,7 @@ def test_a_loss_scale_leaves_its_gpu_before_it_goes_to_other_ranks(
     context: Any = SimpleNamespace(
         config=SimpleNamespace(layout=Layout()),
         state=SimpleNamespace(iteration=50),
+        data_identity=[],
         model=[],
         optimizer=None,
         groups=None,

@@ -47,7 +47,12 @@ class Launch:
         self.controller = one = Controller(flags(**given))
         one.rules, one.rates = rules_of(one.flags, run), rate_rules_of(one.flags, run)
         self.before = one.rates.lr_factor(batch)
-        sizes = {"from_batch": 8, "to_batch": batch, "from_micro_batch": 1, "to_micro_batch": micro}
+        sizes: dict[str, Any] = {
+            "from_batch": 8,
+            "to_batch": batch,
+            "from_micro_batch": 1,
+            "to_micro_batch": micro,
+        }
         where = str(run.layout) if layout is None else layout
         change = ConfigChange(decision=3, **sizes, from_layout=where, to_layout=where)
         one.state.global_batch_size, one.state.micro_batch_size = batch, micro

@@ -33,6 +33,10 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
         value = json.loads(text, **hooks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
+        if "set_int_max_str_digits" in str(error):  # advice for who writes the program
+            raise ValueError("a number is too long") from None
+        raise
     # Counted first, which is cheap: most texts have too few brackets to be deep.
     brackets: tuple[Any, ...] = ("[", "{") if isinstance(text, str) else (b"[", b"{")
     if sum(map(text.count, brackets)) > MAX_NESTING and _is_deep(value):
