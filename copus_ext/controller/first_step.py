@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from copus_ext.controller import rules
-from copus_ext.controller.flags import CopusConfig, name_of
+from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.out_of_memory import micro_batch_that_fits
 from copus_ext.goodput.inputs import Rules
 from copus_ext.goodput.lr_scaling import Ramp
@@ -15,6 +15,9 @@ from copus_ext.goodput.state import ControllerState
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.lengths import lengths_given
 from megatron.training.train.callbacks import CallbackContext
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
 
 
 def first_sizes(
@@ -56,39 +59,39 @@ def first_sizes(
 
 def tell_lengths(config: Any, flags: CopusConfig) -> None:
     """Says on rank 0 once a launch what lengths in iterations, whose number will change with the
-    batch, have become; where the batch of a ramp begins; and which setting has no effect.
+    batch, have become; and where the batch of a ramp begins.
 
     Args:
         config: of the run, its lengths in the samples of its flags; of another trainer, anything.
         flags: of the controller.
     """
-    if dist.get_rank() != 0 or not hasattr(config, "explicit"):
+    if dist.get_rank() != 0:
         return
-    batch, lines = config.batch, []
-    stays = flags.copus_policy == "static"
+    lines, stays = [], flags.copus_policy == "static"
+    told = _lengths_of(config) if hasattr(config, "explicit") and not stays else ""
+    if told:
+        lines.append(
+            f"lengths stay in samples when the batch changes: {told}; other intervals count steps"
+        )
+    if (ramp := rules.ramp_of(config)) is not None:
+        lines.append(
+            f"the first batch is {ramp[0]}, where --rampup-batch-size begins; "
+            + ("it stays" if stays else "the controller chooses all later ones")
+        )
+    for line in lines:
+        print(f"copus: {line}", flush=True)
+
+
+def _lengths_of(config: Config) -> str:
+    """What the lengths given in iterations have become; empty where none is given so."""
+    batch = config.batch
     parts = [lengths_given(config.explicit, config.flat())]
     if interval := batch.eval_interval:
         is_constant = batch.rampup_batch_size is None and batch.step_batch_size_schedule is None
         samples = f"is {interval * batch.initial_global_batch_size} samples"
         what = samples if is_constant else "counts the steps that the flags would take"
         parts.append(f"--eval-interval {interval} {what}")
-    if not stays and any(parts):
-        told = ", ".join(filter(None, parts))
-        lines.append(
-            f"lengths stay in samples when the batch changes: {told}; other intervals count steps"
-        )
-    if batch.rampup_batch_size is not None:
-        lines.append(
-            f"the first batch is {batch.rampup_batch_size[0]}, where --rampup-batch-size begins; "
-            + ("it stays" if stays else "the controller chooses all later ones")
-        )
-    if flags.copus_lr_warmup_min_steps is not None:
-        lines.append(
-            f"{name_of('copus_lr_warmup_min_steps')} has no effect, since the warm-up is the one "
-            "of the flags; remove it"
-        )
-    for line in lines:
-        print(f"copus: {line}", flush=True)
+    return ", ".join(filter(None, parts))
 
 
 def leave_batch(state: ControllerState, *, ramp: Ramp, context: CallbackContext) -> None:

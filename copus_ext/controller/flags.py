@@ -107,9 +107,6 @@ class CopusConfig:
     copus_lr_ramp_steps: int | None = _setting(None)
     """Steps over which the learning rate follows a larger batch. Default: 1/(1 - beta2), at most
     100 and 5 % of the decay."""
-    copus_lr_warmup_min_steps: int | None = _setting(None)
-    """Without effect, and read for one release: the warm-up is the one of the flags, whatever the
-    batch does."""
     copus_weight_decay_rule: str = _setting("tokens", choices=("tokens", "const"))
     """tokens: the decay per token stays the same. const: the decay per step does."""
     copus_beta2_rule: str = _setting("const", choices=("const", "tokens"))
@@ -176,10 +173,9 @@ def controller_flags(args: Any) -> CopusConfig:
 
 def given_by_value(args: Any) -> set[str]:
     """The controller's fields whose values are not the default ones: those that were given, as far
-    as the arguments of a parser that does not say it can tell."""
-    defaults = CopusConfig()
-    names = (spec.dest for spec in option_specs(CopusConfig))
-    return {name for name in names if getattr(args, name) != getattr(defaults, name)}
+    as the arguments of a parser that does not say it can tell. A switch that is off was not."""
+    values = ((spec, getattr(args, spec.dest)) for spec in option_specs(CopusConfig))
+    return {spec.dest for spec, value in values if value is not False and value != spec.default}
 
 
 def check_has_copus(given: Collection[str], *, is_on: bool) -> None:

@@ -341,7 +341,7 @@ def first_batch_of(flags: CopusConfig, config: Config) -> int:
 
 
 def ramp_of(config: Any) -> tuple[int, ...] | None:
-    """`--rampup-batch-size`, which other trainers and a simulated run lack."""
+    """`--rampup-batch-size`, which a simulated run lacks."""
     return getattr(config.batch, "rampup_batch_size", None)
 
 

@@ -22,7 +22,6 @@ def check(args: Any, flags: CopusConfig) -> None:
     """
     wrong = [
         (not args.train_samples, "give --train-samples instead of --train-iters"),
-        (getattr(args, "rampup_batch_size", None), "drop --rampup-batch-size"),
         (
             getattr(args, "dataloader_type", "single") not in (None, "single"),
             "use --dataloader-type single",
@@ -63,7 +62,13 @@ def shared(loss_dict: Any, seconds: float) -> tuple[float, float]:
     return most, slowest
 
 
-def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
+def ramp_of(args: Any) -> tuple[int, ...] | None:
+    """`--rampup-batch-size` in numbers, which that trainer's parser leaves as words."""
+    ramp = getattr(args, "rampup_batch_size", None)
+    return tuple(int(number) for number in ramp) if ramp else None
+
+
+def _config_of(args: Any, first_batch: int, scheduler: Any) -> Any:
     """That trainer's arguments in the groups of ours."""
     import torch
 
@@ -73,9 +78,10 @@ def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
     batch = {
         "initial_global_batch_size": first_batch,
         "step_batch_size_schedule": None,
-        "rampup_batch_size": None,
-        # Of the schedule: a fraction is not turned into samples in the arguments.
-        "lr_warmup_samples": warmup_samples,
+        "rampup_batch_size": ramp_of(args),
+        # Of the schedule: the arguments may lack them, or have a fraction.
+        "lr_warmup_samples": scheduler.lr_warmup_steps,
+        "lr_decay_samples": scheduler.lr_decay_steps,
         "allow_uneven_micro_batches": False,
     }
     grads = ("overlap_grad_reduce", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16")
@@ -133,7 +139,7 @@ def context_of(context: Any, args: Any, first_batch: int) -> Any:
         optimizer=context.optimizer,
         scheduler=context.scheduler,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
-        config=_config_of(args, first_batch, context.scheduler.lr_warmup_steps),
+        config=_config_of(args, first_batch, context.scheduler),
         state=state,
         run_dir=run_dir,
         step=None,

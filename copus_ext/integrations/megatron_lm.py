@@ -31,6 +31,7 @@ from copus_ext.integrations.checkout import (
     UnsuitableRun,
     check,
     context_of,
+    ramp_of,
     shared,
 )
 
@@ -215,8 +216,8 @@ class CopusCallback:
     def on_log(self, context: Any) -> None:
         """Adds lines to the log after a decision, the noise scale first, since the log line of that
         trainer takes no more fields."""
-        inner = self._inner
         if self._controller is not None:
+            inner = self._inner
             inner.log_fields.clear()
             inner.log_fragments.clear()
             self._controller.on_log(inner)
@@ -244,27 +245,31 @@ class CopusCallback:
             self._undo()
 
     def _set_rates(self) -> None:
-        """Sets the rates of the next step."""
+        """Sets the rates of the next step. Under a ramp factors return to 1, too."""
         from megatron.training.common.step_settings import set_rates
 
         inner = self._inner
-        if inner.state.settings.changes_rates:
+        if self._flags.copus_mode == "act" or inner.state.settings.changes_rates:
             beta2 = self._args.adam_beta2
             set_rates(inner.optimizer, inner.scheduler, inner.state.settings, beta2=beta2)
 
     def _set_batch(self, *, at_start: bool = False) -> None:
-        """Sets the batch of the step that is about to start, and the length of the run with it."""
+        """Sets the batch of the step that is about to start, and the length of the run with it. A
+        ramp of the flags ends when the controller sets the first batch; else it goes on."""
         from megatron.core import num_microbatches_calculator as calculator
 
         args, state = self._args, self._inner.state
         now = calculator.get_current_global_batch_size()
-        wanted = state.settings.global_batch_size or now
-        if wanted < now:
+        wanted, ramp = state.settings.global_batch_size, ramp_of(args)
+        if wanted is None and ramp:
+            return
+        wanted, ends_ramp = wanted or now, at_start and ramp is not None
+        if wanted < now and not ends_ramp:
             raise UnsuitableRun(
                 f"--global-batch-size {now} is more than the batch of this run, {wanted}, and in "
                 "that loop it can only grow; give the first launch's"
             )
-        if wanted != now:
+        if wanted != now or ends_ramp:
             calculator.reconfigure_num_microbatches_calculator(
                 rank=args.rank,
                 rampup_batch_size=None,

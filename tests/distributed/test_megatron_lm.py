@@ -12,9 +12,11 @@ import pytest
 from copus_ext.commands import replay
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.integrations.checkout import UnsuitableRun, check
+from megatron.training.config.batch_schedule import make_schedule
 from tests.helpers.launch import run_ranks
 
 WORKER = Path(__file__).with_name("worker_megatron_lm.py")
+RAMPS = ["ramp_plain", "ramp_off", "ramp_observed", "ramp"]
 pytestmark = pytest.mark.timeout(480)
 
 
@@ -23,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("megatron_lm")
     found: dict[str, Any] = {"folder": folder}
     # What resumes knows nothing but the files.
-    for kinds in (["plain", "new", "shrinking", "old"], ["resumed"]):
+    for kinds in (["plain", "new", "shrinking", *RAMPS, "old"], ["resumed", "ramp_resumed"]):
         run_ranks([WORKER, folder, *kinds], 2, timeout_s=220).check()
         found |= {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in kinds}
     return found
@@ -66,6 +68,44 @@ def test_the_learning_rate_follows(runs: dict[str, Any]) -> None:
     assert rates[2:] == sorted(rates[2:])
 
 
+@pytest.mark.parametrize("kind", ["ramp_off", "ramp_observed"])
+def test_a_ramp_that_is_only_watched_is_the_plain_one_bit_for_bit(
+    runs: dict[str, Any], kind: str
+) -> None:
+    plain = runs["ramp_plain"]
+    assert sorted(set(batches(plain))) == [4, 8, 12, 16]
+    assert runs[kind]["log"] == plain["log"] and runs[kind]["read"] == plain["read"]
+
+
+def test_a_ramp_is_where_the_controller_begins(runs: dict[str, Any]) -> None:
+    run, schedule = runs["ramp"], make_schedule(global_batch_size=16, rampup_batch_size=(4, 4, 64))
+    # 64 and 128 samples as above; the largest is that of the flags.
+    assert batches(run) == [4] * 16 + [8] * 8 + [16] * 8 and run["read"] == list(range(256))
+    consumed, changed = 0, 0
+    for _, batch, _, rate in run["log"]:
+        changed = consumed if consumed in (64, 128) else changed
+        rule = 1e-3 * (batch / schedule.at(consumed)) ** 0.5 if consumed >= 16 else None
+        if rule is not None:
+            assert 7e-4 <= rate <= max(rule, 7e-4) * (1 + 1e-12), consumed
+            # Three steps of the way up behind a change.
+            if not changed or consumed - changed >= 3 * batch:
+                assert rate == pytest.approx(max(rule, 7e-4), rel=1e-12), consumed
+        consumed += batch
+
+
+def test_a_rate_that_needs_no_factor_any_more_is_the_schedules(runs: dict[str, Any]) -> None:
+    rates = [row[3] for row in runs["ramp"]["log"]]
+    # The ramp of the flags is at 12 there, and the batch at 4: --min-lr is above the rule's rate.
+    assert set(rates[12:16]) == {7e-4}
+    assert set(rates[-5:]) == {1e-3}, "both are at 16"
+
+
+def test_a_resumed_ramp_goes_on_as_it_would_have(runs: dict[str, Any]) -> None:
+    whole, again = runs["ramp"]["log"][18:], runs["ramp_resumed"]["log"]
+    assert [(row[1], row[3]) for row in again] == [(row[1], row[3]) for row in whole]
+    assert runs["ramp_resumed"]["read"] == list(range(80, 256))
+
+
 def test_a_resumed_run_goes_on_with_the_batch_it_had(runs: dict[str, Any]) -> None:
     # From step 10 on, in the middle of the first ramp; the model is not loaded by the fake.
     whole, again = runs["new"]["log"][10:], runs["resumed"]["log"]
@@ -88,7 +128,6 @@ def test_the_journal_can_be_decided_again(
     ("change", "words"),
     [
         ({"train_samples": None}, "--train-samples"),
-        ({"rampup_batch_size": [8, 8, 100]}, "--rampup-batch-size"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type single"),
         ({"context_parallel_size": 2}, "--context-parallel-size 1"),
         ({"use_megatron_fsdp": True}, "FSDP"),

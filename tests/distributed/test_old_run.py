@@ -31,7 +31,7 @@ def test_it_resumes_with_the_same_batches_and_losses(old: Path) -> None:
     batches = expected["global_batch_size"]
     assert batches[0] != batches[-1], "the batch grows once more after the checkpoint"
     # The rules of then, where today's decide in another way.
-    (old / "copus.yaml").write_text("early_steps: 0\nallow_shrink: false\nlr_warmup_min_steps: 0\n")
+    (old / "copus.yaml").write_text("early_steps: 0\nallow_shrink: false\n")
     flags = [*(old / "flags.txt").read_text().split(), "--copus-config", "copus.yaml"]
     program = [ROOT / "pretrain_gpt.py", *flags, "--load", "run/checkpoints"]
     result = run_ranks(program, 2, timeout_s=400, cwd=old).check()

@@ -1,8 +1,10 @@
 """Trains in a fake of a Megatron-LM checkout, with its callbacks and with wrapped functions.
 
-worker_megatron_lm.py OUTPUT_DIR plain|new|resumed|shrinking|old...
+worker_megatron_lm.py OUTPUT_DIR plain|new|resumed|shrinking|ramp_plain|ramp_off|ramp_observed|\
+    ramp|ramp_resumed|old...
 
-`shrinking` has the default policy, and a first batch far above what it asks for early.
+`shrinking` has the default policy, and a first batch far above what it asks for early. Those of a
+ramp have `--rampup-batch-size`; `ramp_off` is wrapped but lacks `--copus`.
 Wrapped functions stay wrapped: `old` comes last.
 """
 
@@ -21,6 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "helpers" / "fake_megatron_lm"), str(ROOT)]
 FLAGS = """--copus-policy doubling --copus-doubling-first-tokens 1024 --copus-doubling-ratio 2
 --copus-max-global-batch-size 32"""
+RAMP_FLAGS = f"{FLAGS.partition('--copus-max')[0]} --copus-lr-ramp-steps 3"
+RAMP = "4", "4", "64"
+RAMP_SIZE = 16
 
 
 def arguments(output: Path, more: list[str]) -> argparse.Namespace:
@@ -73,6 +78,8 @@ def arguments(output: Path, more: list[str]) -> argparse.Namespace:
         "iteration": 0,
         "consumed_train_samples": 0,
         "lr": 1e-3,
+        "min_lr": 7e-4,
+        "lr_decay_samples": 6400,
         "adam_beta2": 0.9,
         "lr_warmup_samples": 16,
         "lr_warmup_init": 0.0,
@@ -118,21 +125,31 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
     from megatron.core import num_microbatches_calculator
 
     from copus_ext.integrations import megatron_lm
+    from megatron.training.config.batch_schedule import make_schedule
 
-    folder = output / ("new" if kind == "resumed" else kind)
+    is_ramp = kind.startswith("ramp")
+    folder = output / {"resumed": "new", "ramp_resumed": "ramp"}.get(kind, kind)
     folder.mkdir(exist_ok=True)
-    flags = {"plain": [], "shrinking": ["--copus"]}.get(kind, ["--copus", *FLAGS.split()])
-    args = arguments(folder, flags)
-    if kind == "resumed":
-        args.iteration, args.consumed_train_samples = 10, 96
+    own = {"shrinking": "", "ramp_observed": "--copus-mode observe"}
+    words = own.get(kind, RAMP_FLAGS if is_ramp else FLAGS)
+    is_off = kind in ("plain", "ramp_plain", "ramp_off")
+    args = arguments(folder, [] if is_off else ["--copus", *words.split()])
+    if kind.endswith("resumed"):
+        args.iteration, args.consumed_train_samples = (18, 80) if is_ramp else (10, 96)
+    if is_ramp:
+        args.rampup_batch_size, args.global_batch_size = list(RAMP), RAMP_SIZE
+        schedule = make_schedule(
+            global_batch_size=RAMP_SIZE, rampup_batch_size=tuple(map(int, RAMP))
+        )
+        args.train_iters = schedule.iterations_left(0, args.train_samples)
     importlib.import_module("megatron.training.global_vars").set_args(args)
-    num_microbatches_calculator.init_num_microbatches_calculator(
-        args.rank, None, 8, args.micro_batch_size, args.data_parallel_size, False
-    )
+    sizes = args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+    as_words: Any = args.rampup_batch_size
+    num_microbatches_calculator.init_num_microbatches_calculator(args.rank, as_words, *sizes, False)
     callbacks = None
     if kind == "old":
         megatron_lm.install(training)
-    elif kind in ("new", "resumed", "shrinking"):
+    elif kind not in ("plain", "ramp_plain"):
         callbacks = [megatron_lm.CopusCallback()]
     model, optimizer, scheduler = training.setup_model_and_optimizer()
     log: list[Any] = []

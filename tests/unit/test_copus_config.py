@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from copus_ext.controller.flags import (
     read_settings,
     settings_by_name,
 )
+from copus_ext.integrations.megatron_lm import add_copus_args
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import build_parser, parse_args
 from megatron.training.config.fields import option_specs
@@ -74,6 +76,10 @@ def test_one_line_names_all_flags_that_need_the_controller() -> None:
     assert str(raised.value) == line
     # Megatron-LM's own parser does not say which flags were given.
     assert given_by_value(args) == {"copus_mode", "copus_layouts"}
+    own = add_copus_args(argparse.ArgumentParser())
+    assert given_by_value(own.parse_args([])) == set()
+    assert given_by_value(own.parse_args(["--copus-mode", "off"])) == {"copus_mode"}
+    assert given_by_value(own.parse_args(["--copus-allow-shrink"])) == {"copus_allow_shrink"}
     # Former names of flags that are no longer the controller's.
     args = parse("--copus-take-over", "--copus-on-save-failure", "stop")
     check_has_copus(args.explicit_flags, is_on=args.copus)

@@ -81,6 +81,23 @@ def test_rates_after_going_up_and_down_equal_those_of_a_run_that_never_changed(l
     assert changing[0].param_groups == plain[0].param_groups
 
 
+def test_no_least_rate_is_above_that_of_the_schedule() -> None:
+    optimizer, schedule = optimizer_and_schedule()
+    plain = schedule.step
+
+    def step(increment: int) -> None:  # as of a release whose groups have a multiplier
+        plain(increment)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.1
+
+    schedule.step = step  # type: ignore[method-assign]
+    settings = StepSettings(global_batch_size=8, lr_factor=0.5)
+    for done, expected in ((9001, 1e-6), (699, 1e-4 * 0.5)):
+        schedule.num_steps = done
+        set_rates(optimizer, schedule, settings, beta2=0.95)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, rel=0.01)
+
+
 def optimizer_and_schedule() -> tuple[Any, Any]:
     """An optimizer without parameters under the trainer's schedule."""
     group = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "wd_mult": 1.0, "lr_mult": 1.0}

@@ -141,12 +141,13 @@ def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: 
 
 
 def _least_rate(group: dict[str, Any], scheduler: Any) -> float:
-    """The least learning rate of a group whose rate is the schedule's. After the warm-up this is
-    `--min-lr`; before, it is below that as the schedule is below its peak."""
+    """The least learning rate of a group whose rate is the schedule's, and never above that. After
+    the warm-up this is `--min-lr`; before, it is below that as the schedule is below its peak."""
     peak = float(group.get("max_lr", scheduler.max_lr))
     least = float(group.get("min_lr", scheduler.min_lr))
     is_warming_up = scheduler.num_steps < scheduler.lr_warmup_steps
-    return least * (group["lr"] / peak) if is_warming_up and peak else least
+    least = least * (group["lr"] / peak) if is_warming_up and peak else least
+    return min(least, group["lr"])  # which a group's own multiplier may take below --min-lr
 
 
 def learning_rate(optimizer: Any) -> float:

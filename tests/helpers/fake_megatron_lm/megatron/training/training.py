@@ -58,14 +58,14 @@ def setup_model_and_optimizer() -> tuple[list[Any], Any, Any]:
     )
     optimizer = get_megatron_optimizer(settings, [chunk])
     for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = args.lr, args.lr
+        group["max_lr"], group["min_lr"] = args.lr, args.min_lr
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=args.lr,
-        min_lr=args.lr,
+        min_lr=args.min_lr,
         lr_warmup_steps=args.lr_warmup_samples,
-        lr_decay_steps=args.train_samples,
+        lr_decay_steps=args.lr_decay_samples,
         lr_decay_style="constant",
         start_wd=0.1,
         end_wd=0.1,
