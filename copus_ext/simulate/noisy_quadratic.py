@@ -229,7 +229,7 @@ class QuadraticTraining:
     def _advance(self, batch: int, steps: int, lr_factor: float) -> None:
         p, s = self.problem, self._state
         end = min(s.samples + batch * steps, self.schedule.total_samples)
-        rate = self.peak * lr_factor * float(self.schedule.rate((s.samples + end) / 2))
+        rate = self.peak * self.schedule.rate_of((s.samples + end) / 2, lr_factor)
         squares, gain = p.advanced(s.squares, rate, steps, batch)
         average = s.average
         if average is not None:

@@ -252,8 +252,7 @@ class Runner:
     def _lr_factor(self) -> float:
         """The learning rate's factor of the next step, as the controller sets it."""
         ramp = self.state.ramp
-        factor = self.lr_factor if ramp is None else ramp.at(self.out.steps)
-        return factor
+        return self.lr_factor if ramp is None else ramp.at(self.out.steps)
 
     def _is_measured(self, batch: int) -> bool:
         """Whether the next step measures the noise scale."""

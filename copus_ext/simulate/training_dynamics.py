@@ -150,6 +150,15 @@ class RateSchedule:
         decayed = self.end_part + (1 - self.end_part) * left[self.kind]
         return np.minimum(n / max(self.warmup_samples, 1), 1.0) * decayed
 
+    def rate_of(self, samples: float, factor: float) -> float:
+        """The same times a factor of the controller. As in a run, one below 1 takes no rate below
+        that at the end, or during the warm-up below as much less as the peak is ahead."""
+        rate = float(self.rate(samples))
+        if factor >= 1.0 or self.kind == "constant":
+            return factor * rate
+        least = self.end_part * min(samples / max(self.warmup_samples, 1), 1.0)
+        return max(factor * rate, min(least, rate))
+
     @cached_property
     def _sums(self) -> tuple[Any, Any]:
         """Samples, and the worth of all up to there."""

@@ -224,6 +224,23 @@ def test_seconds_are_those_of_the_steps() -> None:
     assert list(itertools.islice(tuner.sizes(one), 1)) == [32]
 
 
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+def test_a_small_batch_has_the_least_rate_of_a_run(kind: ScheduleKind) -> None:
+    plan, total = schedule(kind=kind), 80_000
+    trainings = [QuadraticTraining(PROBLEM, plan, peak=1.0) for _ in range(2)]
+    for samples in (0.25 * plan.warmup_samples, 0.5 * total, 0.99 * total, total):
+        rate = float(plan.rate(samples))
+        least = 0.0 if kind == "constant" else 0.05 * min(samples / plan.warmup_samples, 1.0)
+        for factor in (0.01, 0.35, 1.0, 4.0):
+            expected = max(factor * rate, least if factor < 1.0 else 0.0)
+            assert plan.rate_of(samples, factor) == pytest.approx(expected, rel=1e-12)
+    for training, factor in zip(trainings, (0.01, 0.02)):
+        training.train(8, total // 8 - 1)
+        training.train(8, lr_factor=factor)
+    is_same = trainings[0].loss() == trainings[1].loss()
+    assert is_same == (kind != "constant"), "both are at the least rate in the end"
+
+
 def test_the_controller_runs_on_a_noisy_quadratic() -> None:
     scenario = preset("32xmi210-7b").change(total_samples=8_000, batches=(16, 32))
     scenario = scenario.with_noisy_quadratic()
