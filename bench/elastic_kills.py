@@ -298,7 +298,8 @@ def trial(
             # As a batch script would: node 0, which decides on a relaunch, is gone.
             relaunches += 1
             (folder / "plan.json").write_text(json.dumps({"kills": []}))
-            children = start(folder, nodes, layout, steps, elastic=elastic, **how)
+            again_from = f"{layout} --load run"
+            children = start(folder, nodes, again_from, steps, elastic=elastic, **how)
             codes = wait(children, _HANG_S)
         processes.end_marked(mark)
         log = "".join(path.read_text() for path in sorted(folder.glob("log*")))
