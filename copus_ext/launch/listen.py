@@ -37,7 +37,8 @@ def listen_at(host: str, port: int = 0) -> socket.socket:
         try:
             return socket.create_server((address, port), family=family, backlog=_BACKLOG)
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
+            # The second: a system without IPv6, for a name that has such an address.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
     if socket.has_dualstack_ipv6():
         return socket.create_server(

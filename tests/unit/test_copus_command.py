@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from copus_ext import __version__
 from copus_ext.commands.main import COMMANDS, first_line, main, module_of
+from megatron.training.common import program
 from megatron.training.common.program import (
     held_back,
     other_command,
@@ -207,3 +210,33 @@ def test_what_is_printed_before_a_refusal_is_dropped_and_nothing_else(
         let_go()
         raise KeyError
     assert capsys.readouterr().out == "arguments\n" and sys.stdout is out
+
+
+def test_what_is_held_back_is_shown_before_a_long_start_looks_dead(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert program._HELD_S <= 10.0
+    monkeypatch.setattr(program, "_HELD_S", 0.05)
+    shown = ""
+    with pytest.raises(KeyError), held_back(KeyError):
+        print("arguments")
+        for _ in range(200):
+            time.sleep(0.05)
+            if shown := capfd.readouterr().out:
+                break
+        print("loaded")
+        raise KeyError
+    assert shown == "arguments\n" and capfd.readouterr().out == "loaded\n"
+
+
+def test_a_forked_process_prints_while_its_parent_holds_back(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with held_back(KeyError):
+        print("arguments")
+        if (child := os.fork()) == 0:
+            print("of a data worker", flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert capfd.readouterr().out == "of a data worker\n"
+    assert capfd.readouterr().out == "arguments\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -348,6 +349,24 @@ def test_an_address_of_this_machine_is_the_only_one_that_is_opened() -> None:
 def test_a_port_that_is_taken_is_an_error_and_no_reason_to_listen_on_all() -> None:
     with listen_at(LOOPBACK) as one, pytest.raises(OSError):
         listen_at(LOOPBACK, one.getsockname()[1])
+
+
+def test_a_system_without_the_protocol_of_an_address_listens_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def look_up(host: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("2001:db8::1", 0, 0, 0))]
+
+    def create(family: int = socket.AF_INET, *args: Any, **kwargs: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return real(family, *args, **kwargs)
+
+    real = socket.socket
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "socket", create)
+    with listen_at("somewhere") as server:
+        assert server.getsockname()[0] == "0.0.0.0"
 
 
 def test_the_loopback_has_an_interface() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -11,18 +12,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from megatron.training.checkpoint import file_threads, save_errors, save_write, writer_process
+from megatron.training.checkpoint import (
+    file_threads,
+    save,
+    save_errors,
+    save_write,
+    writer_process,
+)
 from megatron.training.checkpoint.file_threads import (
     STALL_VARIABLE,
     FileThreads,
@@ -221,6 +231,90 @@ def test_an_error_of_the_file_system_comes_back(tmp_path: Path, process: WriterP
         assert isinstance(outcome, OSError) and "No space left" in str(outcome)
 
 
+@contextlib.contextmanager
+def begun(folder: Path) -> Iterator[save_write.SaveWrite]:
+    """An asynchronous save of one rank."""
+    writer = prepared(folder)
+    with use_device("cpu"), world_of_one():
+        function, preload, args = writer.get_save_function_and_args()
+        assert preload is not None
+        request = AsyncRequest(function, tuple(args), [], preload_fn=preload)
+        write = save_write.SaveWrite(request, in_background=True)
+        try:
+            yield write
+        finally:
+            write.end()
+            writer_process.end_writer_process()
+
+
+def test_a_rank_that_cannot_read_the_answer_of_its_process_writes_itself(
+    tmp_path: Path, written: tuple[dict[str, bytes], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(process: WriterProcess) -> None:
+        raise TypeError("an error with two arguments")
+
+    monkeypatch.setattr(WriterProcess, "outcome", refuse)
+    with begun(tmp_path / "save") as write:
+        assert not write.holds_training_up and write.is_written(blocking=True)
+        assert "two arguments" in str(write.note)
+    assert contents(tmp_path / "save") == written[0]
+
+
+def test_a_rank_that_cannot_write_itself_says_so_and_leaves_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    process = writer_process.writer_process()
+    stop_writer(process.pid)
+    with begun(tmp_path / "save") as write:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        os.kill(process.pid, signal.SIGKILL)
+        assert write.is_written(blocking=True)
+        assert "new thread" in str(write._outcome) and isinstance(write._outcome, OSError)
+
+
+def test_a_rank_without_memory_for_copies_keeps_others_asking_and_not_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+    writer = prepared(tmp_path / "other")
+    held = tmp_path / "save" / Path(files_of(writer)[0][0]).name
+    real = save_write.FileThreads
+
+    def start(files: Any) -> FileThreads:
+        os.mkfifo(held)  # its thread waits in the kernel
+        return real(files)
+
+    monkeypatch.setattr(save_write, "FileThreads", start)
+    with begun(tmp_path / "save") as write:
+        assert write.holds_training_up and "memory are free" in str(write.note)
+        assert not write.is_written(blocking=False)
+        reader = os.open(held, os.O_RDONLY)
+        with contextlib.closing(os.fdopen(reader, "rb")) as stream:
+            drain = threading.Thread(target=stream.read)
+            drain.start()
+            assert write.is_written(blocking=True)
+            drain.join(WAIT_S)
+
+
+def test_a_rank_with_many_files_open_hears_its_process(process: WriterProcess) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("no file numbers from 1024 on")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        number = fcntl.fcntl(process._socket, fcntl.F_DUPFD_CLOEXEC, 1024)
+        process._socket.close()
+        process._socket = socket.socket(fileno=number)
+        process._socket.setblocking(False)
+        process.send([])
+        assert wait(process) == {}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_killed_process_is_known_to_be_dead_and_another_takes_its_place(tmp_path: Path) -> None:
     first = writer_process.writer_process()
     assert writer_process.writer_process() is first
@@ -358,14 +452,74 @@ def test_any_error_of_a_finalization_is_met_and_raised() -> None:
     assert met == ["met"]
 
 
+def test_an_error_of_the_common_state_on_rank_0_is_met_whatever_it_is(tmp_path: Path) -> None:
+    with world_of_one(), pytest.raises(OSError, match="pickle"):
+        common: Any = {"args": lambda: None}
+        save_errors.AgreedCommonSave("torch", 1).save_common(common, tmp_path)
+
+
+def async_flags(folder: Path) -> str:
+    """Of a run on real text that saves every other step."""
+    values: dict[str, str | None] = {"--mock-data": None} if "--mock-data" in TINY else {}
+    base = " ".join([*with_values(TINY, values), "--data-path", text_prefix()])
+    return f"{base} --split 1,0,0 --save {folder / 'save'} --save-interval 2 --async-save"
+
+
+def _without_memory(folder: Path) -> list[list[int]]:
+    """The complete checkpoints at the start of each step."""
+    jobs.prepare()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    psutil.virtual_memory = lambda: SimpleNamespace(available=0)
+    found = []
+
+    class Looks(Callback):
+        def on_train_step_start(self, context: CallbackContext) -> None:
+            found.append(complete_iterations(folder / "save"))
+
+    jobs.run(["--train-iters", "4"], folder / "run", [Looks()], base=async_flags(folder))
+    return found
+
+
+def test_training_waits_for_a_save_that_no_process_can_take_over(tmp_path: Path) -> None:
+    text_prefix()
+    found = run_in_fork(_without_memory, tmp_path, timeout_s=WAIT_S)
+    assert found == [[], [], [2], [2]]
+
+
+def _alone(folder: Path) -> list[dict[str, Any]]:
+    """What a process has of saves before and after one in which another rank has gone."""
+    jobs.prepare()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    found = [left_of_saves()]
+
+    def gather(answer: Any) -> None:
+        found.append(left_of_saves())
+        raise RuntimeError("a peer has gone")
+
+    class Stops(Callback):
+        def on_train_step_start(self, context: CallbackContext) -> None:
+            if context.state.iteration == 1:
+                stop_writer(writer_process.writer_process().pid)
+
+    save.all_gather_object = gather
+    with pytest.raises(RuntimeError, match="a peer"):
+        jobs.run(["--train-iters", "4"], folder / "run", [Stops()], base=async_flags(folder))
+    return [*found, left_of_saves()]
+
+
+def test_a_save_that_others_do_not_begin_leaves_nothing(tmp_path: Path) -> None:
+    text_prefix()
+    before, under_way, after = run_in_fork(_alone, tmp_path, timeout_s=WAIT_S)
+    assert under_way["writers"] == before["writers"] + 1
+    assert after == before
+
+
 def _abandoned(folder: Path) -> dict[str, Any]:
     """What a process has after an error while a save was under way, and the losses of a run in the
     same process, which goes on from nothing."""
     jobs.prepare()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    values: dict[str, str | None] = {"--mock-data": None} if "--mock-data" in TINY else {}
-    base = " ".join([*with_values(TINY, values), "--data-path", text_prefix()])
-    base += f" --split 1,0,0 --save {folder / 'save'} --save-interval 2 --async-save"
+    base = async_flags(folder)
 
     class Fails(Callback):
         """In the third step, while nothing is written."""

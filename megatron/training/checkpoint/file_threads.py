@@ -152,8 +152,12 @@ class FileThreads:
             threading.Thread(target=self._write, args=(i, *file), daemon=True, name=f"save {i}")
             for i, file in enumerate(files)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                _start(thread)
+        except OSError:
+            self._is_given_up.set()
+            raise
 
     def _write(self, number: int, path: Any, items: Sequence[Any]) -> None:
         try:
@@ -200,6 +204,18 @@ class FileThreads:
             _given_up.extend(thread for thread in self._threads if thread.is_alive())
 
 
+def _start(thread: threading.Thread) -> None:
+    """Starts a thread.
+
+    Raises:
+        OSError: the system allows no more.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise OSError(f"no thread to write files can be started ({error})") from error
+
+
 def answer_of(act: Callable[[Callable[[int], None]], _T]) -> _T:
     """Returns what a short act on files does, from a thread of its own.
 
@@ -208,6 +224,7 @@ def answer_of(act: Callable[[Callable[[int], None]], _T]) -> _T:
 
     Raises:
         TimeoutError: the file system has not answered for too long; the act may still happen.
+        OSError: no thread can be started.
     """
     done: list[_T] = []
     failed: list[BaseException] = []
@@ -225,7 +242,7 @@ def answer_of(act: Callable[[Callable[[int], None]], _T]) -> _T:
     limit_s = stall_s()
     stall = Stall(limit_s)
     thread = threading.Thread(target=run, daemon=True, name="files")
-    thread.start()
+    _start(thread)
     while thread.is_alive():
         thread.join(_POLL_S)
         if thread.is_alive() and stall.is_over(counts[0]):

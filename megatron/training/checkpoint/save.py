@@ -209,7 +209,7 @@ class Checkpointer:
             started=started,
             write=write,
         )
-        if in_background:
+        if in_background and not write.holds_training_up:
             return True
         return self._complete(blocking=True, must=must)
 
@@ -248,9 +248,16 @@ class Checkpointer:
         except TORCH_ERRORS as error:  # any failure must end in one line on every rank
             logger.debug("saving failed", exc_info=True)
             problem = root_cause(error)
-        problem = first_problem(problem)
-        if problem is not None and write is not None:
-            write.end()
+        waits, is_begun = write is not None and write.holds_training_up, False
+        try:
+            answers = all_gather_object((problem, waits))
+            problem = next((problem for problem, _ in answers if problem), None)
+            is_begun = problem is None
+        finally:
+            if write is not None and not is_begun:  # also where a rank has gone
+                write.end()
+        if write is not None:
+            write.holds_training_up = any(waits for _, waits in answers)
         return write, problem
 
     def poll(self) -> None:

@@ -99,8 +99,8 @@ class AgreedCommonSave(TorchCommonSaveStrategy):
         try:
             save = super().save_common
             answer_of(lambda _: save(common_state_dict, checkpoint_dir))
-        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError
-            problem = str(error)
+        except Exception as error:  # the others wait; torch's zip writer raises RuntimeError
+            problem = str(error) or repr(error)
         if problem := first_problem(problem):
             raise OSError(problem)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -78,14 +77,15 @@ class SaveWrite:
         self._outcome: Any = None
         self._limit_s = stall_s()
         self._is_stuck = False
+        self.holds_training_up = False
+        """Whether threads of a rank write what training would change, though a process should."""
         if request.async_fn is None:  # this rank has nothing to write
             return
         self._buckets = request.async_fn_args[1]
         self._stall = Stall(self._limit_s)
         if not (in_background and self._hand_over()):
             self._threads = FileThreads(_files_of(request.preload_fn()))
-            if in_background:
-                self._wait_here(self._threads)
+            self.holds_training_up = in_background
 
     def _hand_over(self) -> bool:
         """Has the process write; returns whether it could."""
@@ -98,11 +98,6 @@ class SaveWrite:
             return False
         self._process = process
         return True
-
-    def _wait_here(self, threads: FileThreads) -> None:
-        """Waits for threads that write what training is about to change."""
-        while not self._is_stuck and not threads.is_done(_POLL_S):
-            self._is_stuck = self._stall.is_over(threads.written)
 
     def _tell(self, what: str) -> None:
         self.note = f"the process of rank {dist.get_rank()} that writes checkpoints {what}"
@@ -132,6 +127,13 @@ class SaveWrite:
         return f"a write of rank {dist.get_rank()} has not moved on for {self._limit_s:g} s"
 
     def _state(self) -> int:
+        try:
+            return self._look()
+        except Exception as error:  # all ranks wait for an answer, and learn of it in `finish`
+            self._outcome, self._process, self._threads = error, None, None
+            return _DONE
+
+    def _look(self) -> int:
         if self._process is not None:
             return self._state_of_process(self._process)
         if self._threads is None:
@@ -151,8 +153,10 @@ class SaveWrite:
             if not self._stall.is_over(process.written):
                 return _BUSY
             lost = f"has not moved on for {self._limit_s:g} s"
-        except (ChildProcessError, EOFError, pickle.UnpicklingError) as error:
+        except ChildProcessError as error:
             lost = str(error)
+        except Exception as error:  # not every pickled error can be read again
+            lost = f"gave no readable answer ({error!r})"
         self._process = None
         process.kill()
         self._tell(f"{lost}; the rank writes itself")

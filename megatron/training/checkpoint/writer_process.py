@@ -119,7 +119,9 @@ class WriterProcess:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+            # Python itself passes over entries that are no strings.
+            paths = [entry for entry in sys.path if isinstance(entry, str)]
+            arguments = [json.dumps(paths), str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -204,7 +206,9 @@ class WriterProcess:
     def wait(self, seconds: float) -> None:
         """Returns when it answers or ends, or after so many seconds."""
         if self._socket.fileno() >= 0:
-            select.select([self._socket], [], [], seconds)
+            poll = select.poll()  # `select` refuses file numbers from 1024 on
+            poll.register(self._socket, select.POLLIN)
+            poll.poll(1000 * seconds)
 
     def is_done(self) -> bool:
         """Whether it has written what was sent.

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any, NoReturn, TextIO
 _given: str | None = None
 _NEAR = 0.7
 """How alike a wrong word and a hint must be: difflib's ratio, from 0 to 1."""
+_HELD_S = 10.0
+"""Seconds for which output is held back: a start that lasts longer must not look dead."""
 
 
 def program_name(script: str) -> str:
@@ -83,26 +86,35 @@ class _HeldOutput:
 
     def __init__(self, real: TextIO) -> None:
         self._real, self._held = real, list[str]()
-        self._holds = True
+        self._holds, self._owner = True, os.getpid()
+        self._lock = threading.RLock()  # a handler of a signal may print while it is taken
 
     def write(self, text: str) -> int:
-        if not self._holds:
-            return self._real.write(text)
-        self._held.append(text)
-        return len(text)
+        if self._is_own():
+            with self._lock:
+                if self._holds:
+                    self._held.append(text)
+                    return len(text)
+        return self._real.write(text)
 
     def flush(self) -> None:
-        if not self._holds:
+        if not (self._holds and self._is_own()):
             self._real.flush()
+
+    def _is_own(self) -> bool:
+        """Not in a forked process, which would never let go."""
+        return os.getpid() == self._owner
 
     def let_go(self) -> None:
-        if self._holds:
-            self._holds = False
-            self._real.write("".join(self._held))
-            self._real.flush()
+        with self._lock:
+            if self._holds:
+                self._holds = False
+                self._real.write("".join(self._held))
+                self._real.flush()
 
     def drop(self) -> None:
-        self._holds = False
+        with self._lock:
+            self._holds = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -110,17 +122,21 @@ class _HeldOutput:
 
 @contextlib.contextmanager
 def held_back(*refusals: type[Exception]) -> Iterator[Callable[[], None]]:
-    """Keeps what is printed inside until the function that it gives is called, or to its end. One
-    of the `refusals` before that drops it, so that its line stands alone."""
+    """Keeps what is printed inside until the function that it gives is called, or to its end, or
+    for `_HELD_S`. One of the `refusals` before that drops it, so that its line stands alone."""
     real = sys.stdout
     held = _HeldOutput(real)
     sys.stdout = held  # pyright: ignore[reportAttributeAccessIssue]
+    timer = threading.Timer(_HELD_S, held.let_go)
+    timer.daemon = True
+    timer.start()
     try:
         yield held.let_go
     except refusals:
         held.drop()
         raise
     finally:
+        timer.cancel()
         held.let_go()
         if sys.stdout is held:
             sys.stdout = real

@@ -68,10 +68,10 @@ def _bounded_crc(path: Path) -> int:
 def _blocks_crc(path: Path) -> int:
     """CRC-32 of blocks at equal distances, the first at the beginning and the last at the end; of
     all bytes where the blocks would cover them."""
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb", buffering=_BLOCK_BYTES) as file:
         last = os.fstat(file.fileno()).st_size - _BLOCK_BYTES
         if last < (_BLOCKS - 1) * _BLOCK_BYTES:
-            return zlib.crc32(file.readall())
+            return zlib.crc32(file.read())
         crc = 0
         for number in range(_BLOCKS):
             file.seek(last * number // (_BLOCKS - 1))
