@@ -136,6 +136,37 @@ def test_a_tokenizer_without_an_end_is_refused_where_one_is_used(tmp_path):
     assert mended.vocab_size == ours.vocab_size
 
 
+def test_a_file_of_another_name_is_told_a_fix_that_works(tmp_path):
+    made = hugging_face_folder("tokenizer_json_alone", tmp_path)
+    file = (made / "tokenizer.json").rename(made / "mine.json")
+    # Nothing beside a lone file is read.
+    (made / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    with pytest.raises(UsageError, match=r"copy it as tokenizer\.json into a folder"):
+        require_eod(hugging_face(file), "--append-eod")
+    file.rename(made / "tokenizer.json")
+    assert hugging_face(made).name_of(hugging_face(made).eod) == "<|im_end|>"
+
+
+def test_tokens_around_a_text_are_found_in_a_vocabulary_without_latin_letters(tmp_path):
+    tokenizers: Any = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    names = ["<s>", "</s>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=names)
+    backend.train_from_iterator(["日本語 日本 東京"] * 5, trainer)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    config = {**HUGGING_FACE["bos_and_eos"]["config"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = hugging_face(tmp_path)
+    assert (ours.around.before, ours.around.after) == ((0,), (1,))
+    assert ours.tokenize("東京")[:1] == [0]
+    assert tokens_line(ours, append_eod=False).endswith(
+        "<s> (0) before each text, </s> (1) after each text"
+    )
+
+
 def test_gpt2_files_give_the_ids_of_transformers(tmp_path):
     vocab, merges = gpt2_files(tmp_path)
     ours = build_tokenizer(

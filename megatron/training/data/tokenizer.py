@@ -13,6 +13,7 @@ also occurs in the text would silently leave that text out of the loss.
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -419,7 +420,11 @@ def _auto_tokenizer(transformers: Any, path: Path) -> Any:
 
 def _template_of(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens that a tokenizer of `transformers` puts before and after each text."""
-    for text in ("x", "a", "1", "."):
+    # A vocabulary may lack all of these letters; a token of its own then shows the place.
+    vocab, special = backend.get_vocab(), {*backend.all_special_tokens, *backend.get_added_vocab()}
+    own = (backend.convert_tokens_to_string([x]) for x in sorted(vocab, key=vocab.get))
+    plain = (text for text in itertools.islice(own, 1000) if text not in special)
+    for text in itertools.chain(("x", "a", "1", "."), plain):
         inner = tuple(backend(text, add_special_tokens=False).input_ids)
         whole = tuple(backend(text).input_ids)
         for at in range(len(whole) - len(inner) + 1) if inner else ():
@@ -430,13 +435,18 @@ def _template_of(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _unnamed(backend: Any, path: Path) -> str:
     """What to do about a tokenizer of `transformers` that names no end."""
-    folder = path if path.is_dir() else path.parent
     known = sorted(backend.get_added_vocab(), key=backend.get_added_vocab().get)[:8]
     such = f" ({', '.join(known)})" if known else ""
-    where = folder / "tokenizer_config.json"
+    where = path / "tokenizer_config.json"
+    fix = f"set eos_token in {where}"
+    if not path.is_dir():
+        fix = (
+            "copy it as tokenizer.json into a folder, give that folder, and set eos_token in its "
+            "tokenizer_config.json"
+        )
     return (
-        f"--tokenizer-model {path} names no eos_token; set eos_token in {where} to one of its own "
-        f"tokens{such}, which leaves the model as it is"
+        f"--tokenizer-model {path} names no eos_token; {fix} to one of its own tokens{such}, "
+        "which leaves the model as it is"
     )
 
 
