@@ -80,7 +80,8 @@ class Failure(JsonRecord):
         number = -self.code
         if self.code > _SIGNALLED and not self.error:  # a shell or container around the rank
             number = self.code - _SIGNALLED
-        return number > 0 and number not in _OWN_FAULTS
+        # A program that leaves with 255 had no signal: there is none of that number.
+        return number in signal.valid_signals() and number not in _OWN_FAULTS
 
     @property
     def line(self) -> str:

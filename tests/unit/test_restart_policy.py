@@ -186,6 +186,13 @@ def test_only_a_rank_s_own_fault_counts_as_the_same_error(
     assert following.gives_up and "4 crashes in an hour" in following.line, "there is an end"
 
 
+def test_an_exit_code_above_those_of_signals_is_an_error_of_the_program(case: Case) -> None:
+    ended = Failure(rank=1, host="h", code=255)
+    assert case.crash(ended, step=80).exit_code is None
+    following = case.crash(ended, step=80)
+    assert following.exit_code is not None and "with the same error" in following.line
+
+
 def test_a_checkpoint_that_cannot_be_gone_on_from_ends_the_run(case: Case) -> None:
     save(Path("saved"), 6)
     bad = {"micro_batch_size": None}, {"data_parallel_size": 0}
