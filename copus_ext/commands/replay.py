@@ -59,17 +59,20 @@ def replayed(record: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, dic
         situation = dataclasses.replace(situation, rules=rules)
     # Through JSON, as the journal's: tuples become lists, floats stay.
     again = json.loads(json.dumps(decide(situation).to_json()))
-    return _numbers(again) == _numbers(record["decision"]), again
+    stored = record["decision"]
+    has_doubt = "gain_sd" in stored
+    return _numbers(again, has_doubt) == _numbers(stored, has_doubt), again
 
 
-def _numbers(decision: dict[str, Any]) -> dict[str, Any]:
+def _numbers(decision: dict[str, Any], has_doubt: bool) -> dict[str, Any]:
     """A decision without its texts, which another version may word in another way, and without the
-    doubt of its gains, which older journals do not hold."""
+    doubt of its gains where the journal is too old to hold it."""
+    no_doubt: dict[str, Any] = {} if has_doubt else {"gain_sd": None}
     candidates = [
-        {**c, "blocked_reason": c["blocked_reason"] == "", "gain_sd": None}
+        {**c, "blocked_reason": c["blocked_reason"] == "", **no_doubt}
         for c in decision["candidates"]
     ]
-    left_out = {"reason": "", "gain_sd": None, "is_scaled": None}
+    left_out = {"reason": "", **no_doubt, **({} if has_doubt else {"is_scaled": None})}
     return {**decision, **left_out, "candidates": candidates}
 
 

@@ -125,8 +125,6 @@ def context_of(context: Any, args: Any, first_batch: int) -> Any:
         iteration=args.iteration,
         consumed_samples=args.consumed_train_samples,
         lr_samples=context.scheduler.num_steps,
-        # That trainer does not keep the number of skipped steps.
-        updates=args.iteration,
         settings=StepSettings(),
         callbacks={},
     )

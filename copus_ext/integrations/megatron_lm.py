@@ -183,7 +183,6 @@ class CopusCallback:
         state, updated = inner.state, not context.skipped_iter
         batch = inner.global_batch_size
         state.iteration += 1
-        state.updates = state.iteration
         state.consumed_samples += batch
         state.lr_samples = context.scheduler.num_steps
         inner.grad_norm = context.grad_norm

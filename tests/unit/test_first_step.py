@@ -69,7 +69,6 @@ class Launch:
             iteration=ITERATION,
             consumed_samples=SAMPLES,
             lr_samples=SAMPLES,
-            updates=ITERATION,
         )
         context: Any = SimpleNamespace(config=run, state=state, run_dir=None)
         out = io.StringIO()

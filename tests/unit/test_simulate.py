@@ -242,6 +242,13 @@ def test_decisions_of_a_simulation_replay(tmp_path: Path) -> None:
     records = list(read_journal(tmp_path / NAME))
     assert len(records) == run.decisions
     assert all(replay.replayed(record, {})[0] for record in records)
+    # The doubt of a gain is compared where the journal holds it.
+    record = next(r for r in records if r["decision"]["gain_sd"] is not None)
+    spoilt = {**record, "decision": {**record["decision"], "gain_sd": 0.5}}
+    assert not replay.replayed(spoilt, {})[0]
+    own = record["decision"].items()
+    old = {name: x for name, x in own if name not in ("gain_sd", "is_scaled")}
+    assert replay.replayed({**record, "decision": old}, {})[0]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -20,11 +20,11 @@ def config(more: str = "") -> Any:
     return resolve(parse_args([*TINY.split(), "--train-samples", "6400", *more.split()]), 2)
 
 
-def test_steps_without_an_update_do_not_count() -> None:
+def test_steps_without_an_update_do_not_move_the_schedule() -> None:
     state = TrainState()
     for updated in (True, False, True):
         state.advance(samples=8, updated=updated, finite_loss=True, flops=0.0)
-    assert (state.iteration, state.updates, state.lr_samples) == (3, 2, 16)
+    assert (state.iteration, state.skipped_iterations, state.lr_samples) == (3, 1, 16)
 
 
 @pytest.mark.parametrize(

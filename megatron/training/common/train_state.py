@@ -39,12 +39,6 @@ class TrainState:
     """What callbacks keep in checkpoints, by a name of their own: plain JSON types, or dataclasses
     that become such when they are saved; the same on every rank."""
 
-    @property
-    def updates(self) -> int:
-        """Steps that updated the weights; those that `--iterations-to-skip` passed over count too,
-        as no counter tells them apart."""
-        return self.iteration - self.skipped_iterations
-
     def advance(self, *, samples: int, updated: bool, finite_loss: bool, flops: float) -> None:
         """Counts one step over `samples` samples."""
         self.iteration += 1
