@@ -248,7 +248,7 @@ class CopusCallback:
         from megatron.training.common.step_settings import set_rates
 
         inner = self._inner
-        if self._flags.copus_mode == "act" or inner.state.settings.changes_rates:
+        if self._flags.copus_mode == "act":
             beta2 = self._args.adam_beta2
             set_rates(inner.optimizer, inner.scheduler, inner.state.settings, beta2=beta2)
 
@@ -319,7 +319,9 @@ class CopusCallback:
                     continue
         found = broadcast_from_rank0(found)
         if found is not None:
-            inner.state.callbacks, inner.state.settings, self._first_batch = found
+            inner.state.callbacks, settings, self._first_batch = found
+            if self._flags.copus_mode == "act":  # else batch and rates are those of the flags
+                inner.state.settings = settings
         elif inner.run_dir and inner.state.iteration:
             print(f"copus: no {STATE_FILE} beside the checkpoint: it starts afresh", flush=True)
 

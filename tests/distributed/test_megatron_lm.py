@@ -25,7 +25,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("megatron_lm")
     found: dict[str, Any] = {"folder": folder}
     # What resumes knows nothing but the files.
-    for kinds in (["plain", "new", "shrinking", *RAMPS, "old"], ["resumed", "ramp_resumed"]):
+    for kinds in (
+        ["plain", "new", "shrinking", *RAMPS, "old"],
+        ["resumed", "watched", "ramp_resumed"],
+    ):
         run_ranks([WORKER, folder, *kinds], 2, timeout_s=220).check()
         found |= {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in kinds}
     return found
@@ -112,6 +115,14 @@ def test_a_resumed_run_goes_on_with_the_batch_it_had(runs: dict[str, Any]) -> No
     assert [row[:2] for row in again] == [row[:2] for row in whole]
     assert [row[3] for row in again] == [row[3] for row in whole]
     assert runs["resumed"]["read"] == list(range(96, 256))
+
+
+def test_a_run_that_is_watched_from_now_on_has_the_batch_and_rates_of_its_flags(
+    runs: dict[str, Any],
+) -> None:
+    run = runs["watched"]
+    assert batches(run) == [8] * 20 and run["read"] == list(range(96, 256))
+    assert {row[3] for row in run["log"]} == {1e-3}
 
 
 def test_the_journal_can_be_decided_again(

@@ -1,10 +1,11 @@
 """Trains in a fake of a Megatron-LM checkout, with its callbacks and with wrapped functions.
 
-worker_megatron_lm.py OUTPUT_DIR plain|new|resumed|shrinking|ramp_plain|ramp_off|ramp_observed|\
-    ramp|ramp_resumed|old...
+worker_megatron_lm.py OUTPUT_DIR plain|new|resumed|watched|shrinking|old...
+worker_megatron_lm.py OUTPUT_DIR ramp_plain|ramp_off|ramp_observed|ramp|ramp_resumed...
 
 `shrinking` has the default policy, and a first batch far above what it asks for early. Those of a
-ramp have `--rampup-batch-size`; `ramp_off` is wrapped but lacks `--copus`.
+ramp have `--rampup-batch-size`; `ramp_off` is wrapped but lacks `--copus`. `resumed` and `watched`
+go on with `new`, the latter in observe mode.
 Wrapped functions stay wrapped: `old` comes last.
 """
 
@@ -128,13 +129,14 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
     from megatron.training.config.batch_schedule import make_schedule
 
     is_ramp = kind.startswith("ramp")
-    folder = output / {"resumed": "new", "ramp_resumed": "ramp"}.get(kind, kind)
+    folder = output / {"resumed": "new", "watched": "new", "ramp_resumed": "ramp"}.get(kind, kind)
     folder.mkdir(exist_ok=True)
-    own = {"shrinking": "", "ramp_observed": "--copus-mode observe"}
+    watches = "--copus-mode observe"
+    own = {"shrinking": "", "ramp_observed": watches, "watched": watches}
     words = own.get(kind, RAMP_FLAGS if is_ramp else FLAGS)
     is_off = kind in ("plain", "ramp_plain", "ramp_off")
     args = arguments(folder, [] if is_off else ["--copus", *words.split()])
-    if kind.endswith("resumed"):
+    if kind.endswith("resumed") or kind == "watched":
         args.iteration, args.consumed_train_samples = (18, 80) if is_ramp else (10, 96)
     if is_ramp:
         args.rampup_batch_size, args.global_batch_size = list(RAMP), RAMP_SIZE
