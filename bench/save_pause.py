@@ -24,13 +24,14 @@ from bench.support import (
     QUICKSTART_MODEL,
     arguments,
     launch,
+    make_dataset,
     open_job,
     origin,
     step_of_loop,
     write,
 )
 
-MODEL = f"""{QUICKSTART_MODEL} --hidden-size 512 --ffn-hidden-size 2048 --lr 1e-3 --mock-data
+MODEL = f"""{QUICKSTART_MODEL} --hidden-size 512 --ffn-hidden-size 2048 --lr 1e-3
 --train-iters 1000 --log-interval 100 --micro-batch-size 2 --global-batch-size 8
 --pipeline-model-parallel-size 2"""
 WAYS = {"async": ["--async-save"], "sync": []}
@@ -40,7 +41,7 @@ RANKS, ROUNDS, STEPS = 2, 6, 4
 def worker(args: argparse.Namespace) -> None:
     """One rank; rank 0 writes what it timed."""
     folder = args.output.parent
-    flags = [*MODEL.split(), "--run-dir", str(folder / "run"), "--data-cache-path", str(folder)]
+    flags = [*MODEL.split(), "--run-dir", str(folder / "run"), "--data-path", args.data_path]
     rows = rounds_of([*flags, *WAYS[args.way]], folder / args.way)
     if int(os.environ["RANK"]) == 0:
         args.output.write_text(json.dumps(rows))
@@ -81,14 +82,16 @@ def main(argv: list[str] | None = None) -> None:
     """Times and writes."""
     parser = arguments(__doc__, "save_pause.json")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--data-path", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.way is not None:
         worker(args)
         return
     with tempfile.TemporaryDirectory() as name:
         path, rows = Path(name) / "rows.json", {}
+        own = ["--data-path", make_dataset(Path(name) / "stdlib"), "--output", str(path)]
         for way in WAYS:
-            launch(RANKS, "-m", "bench.save_pause", "--way", way, "--output", str(path))
+            launch(RANKS, "-m", "bench.save_pause", "--way", way, *own)
             rows[way] = json.loads(path.read_text())
     medians = {
         way: {key: statistics.median(row[key] for row in some) for key in some[0]}

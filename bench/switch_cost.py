@@ -27,12 +27,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.support import ROOT, arguments, figure, origin, ratio_summary, torchrun
+from bench.support import ROOT, arguments, figure, make_dataset, origin, ratio_summary, torchrun
 
 Rows = list[dict[str, Any]]
 
 COMMON = """--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4
---lr 1e-4 --tokenizer-type NullTokenizer --mock-data --swiglu --normalization RMSNorm
+--lr 1e-4 --tokenizer-type NullTokenizer --swiglu --normalization RMSNorm
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer --eval-iters 0
 --log-interval 100000 --train-samples 100000 --device cpu"""
@@ -59,6 +59,7 @@ def measure(section: str, args: argparse.Namespace) -> Rows:
         output = Path(folder) / "rows.json"
         command = torchrun(args.ranks, "-m", "bench.switch_cost_ranks", section, output)
         flags = [*COMMON.split(), *SIZES[args.size].split()]
+        flags += ["--data-path", make_dataset(Path(folder) / "stdlib")]
         command += [str(count), args.launcher, *flags]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise SystemExit(f"{section} failed")

@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from tests.helpers import processes
+from tests.helpers.text import VARIABLE
 
 TESTS = Path(__file__).parent
 UNIT_TIMEOUT_S = 120
@@ -31,6 +32,13 @@ def pytest_configure(config: pytest.Config) -> None:
         from megatron.training.resilience.env_checks import import_core
 
         import_core()
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Names flags without the folder of the text, which every worker of pytest-xdist has to
+    itself: all must collect the same tests."""
+    prefix = os.environ.get(VARIABLE)
+    return val.replace(prefix, "TEXT") if isinstance(val, str) and prefix else None
 
 
 def pytest_collection_finish() -> None:

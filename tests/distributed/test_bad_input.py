@@ -12,7 +12,7 @@ from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers.examples import with_values
-from tests.helpers.jobs import TINY, losses_of, train
+from tests.helpers.jobs import TEXT, TINY, losses_of, train
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
 
 SHORT = ["--train-iters", "4"]
@@ -83,8 +83,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def real_data(path: Path | str, tokenizer: str) -> str:
     """The tiny base flags on a data set."""
-    values = {"--mock-data": None, "--vocab-size": None, "--tokenizer-type": tokenizer}
-    return " ".join([*with_values(TINY, values), "--data-path", str(path), "--split", "1,0,0"])
+    values = {"--vocab-size": None, "--tokenizer-type": tokenizer, "--data-path": str(path)}
+    return " ".join([*with_values(TINY, values), "--split", "1,0,0"])
 
 
 def test_data(tmp_path: Path, data: Path) -> None:
@@ -158,7 +158,7 @@ def test_what_a_checkpoint_forbids_and_what_it_gives(tmp_path: Path) -> None:
     assert "iteration        1/" in fresh.stdout
     first, tuned = losses_of(tmp_path / "first"), losses_of(tmp_path / "finetune")
     assert len(tuned) == 4 and max(tuned) < min(first)
-    few = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 "
+    few = f"{TEXT} --micro-batch-size 1 "
     few += "--global-batch-size 8 --seq-length 32 --lr 1e-3 --eval-iters 0 --use-checkpoint-args"
     more = ["--train-iters", "4", *load, "--no-load-optim", "--finetune"]
     result = train(more, 1, tmp_path / "shape", base=few).check()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.jobs import MOE, TINY, TINY_GPT2, layout_flags, run
+from tests.helpers.text import text_prefix
 
 BEFORE, AFTER = 2, 2
 LENGTH = ["--train-iters", str(BEFORE + AFTER), "--global-batch-size", "2"]
@@ -134,10 +135,13 @@ CASES = {
     ),
 }
 LOGITS_TP = (1, 2)
-LLAMA = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
+VOCAB_SIZE = 150
+"""Of the imported models: their embeddings are padded, and the text has fewer tokens."""
+LLAMA = f"""--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
 --group-query-attention --num-query-groups 2 --seq-length 16 --max-position-embeddings 32
 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --tokenizer-type NullTokenizer
---vocab-size 100 --mock-data --swiglu --normalization RMSNorm --disable-bias-linear
+--vocab-size {VOCAB_SIZE - 1} --data-path {text_prefix()} --swiglu --normalization RMSNorm
+--disable-bias-linear
 --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --eval-iters 0
 --log-interval 1000 --norm-epsilon 1e-6 --rotary-base 5000 --finetune --train-iters 1"""
 
@@ -146,7 +150,7 @@ def tokens() -> Any:
     """What the logits are computed of."""
     import torch
 
-    return torch.randint(0, 101, (2, 16), generator=torch.Generator().manual_seed(5))
+    return torch.randint(0, VOCAB_SIZE, (2, 16), generator=torch.Generator().manual_seed(5))
 
 
 def convert_on_rank_zero(source: Path, destination: Path, wish: dict[str, Any]) -> None:

@@ -20,11 +20,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.helpers.jobs import evaluations_of, layout_flags, prepare, run
+from tests.helpers.jobs import TEXT, evaluations_of, layout_flags, prepare, run
 
-BASE = """--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --seq-length 16
+BASE = f"""--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 8 --lr 5e-3
---tokenizer-type NullTokenizer --vocab-size 63 --mock-data --swiglu --normalization RMSNorm
+{TEXT} --swiglu --normalization RMSNorm
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 2 --eval-interval 3 --log-interval 1000
 --pad-vocab-for-tensor-parallel-size 4 --train-samples 256 --lr-warmup-samples 32

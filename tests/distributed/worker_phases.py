@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import numpy
-import torch
 import torch.distributed as dist
 
 from copus_ext.controller.decision_log import NAME, read_journal
@@ -23,6 +22,7 @@ from megatron.training.config.layout import Layout
 from megatron.training.logging.metrics import read_metrics
 from megatron.training.train.callbacks import Callback, CallbackContext
 from tests.helpers.jobs import TINY, run
+from tests.helpers.text import tokens
 
 SHARDED = "--use-distributed-optimizer"
 BASE = (
@@ -261,26 +261,24 @@ def fill_up(output: Path, go: Any, results: dict[str, Any]) -> None:
 
 
 def blend(output: Path, results: dict[str, Any]) -> None:
-    """Real data, another blend from the second phase on; the second run finds the index files."""
+    """Another blend of texts from the second phase on; the second run finds the index files."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     names = [str(output / "data" / name) for name in "abc"]
     if dist.get_rank() == 0:
         (output / "data").mkdir()
-        for number, name in enumerate(names):
+        for name, part in zip(names, tokens().chunk(3), strict=True):
             builder = IndexedDatasetBuilder(f"{name}.bin", dtype=numpy.uint16)
-            for i in range(1600):
-                length = (20, 90, 100, 60)[i % 4]
-                builder.add_document((torch.arange(length) * (number + 2) + i) % 100, [length])
+            for document in part[: 400 * 270].split((20, 90, 100, 60) * 400):
+                builder.add_document(document, [len(document)])
             builder.finalize(f"{name}.idx")
     dist.barrier()
     a, b, c = names
     data = ["--data-path", "0.7", a, "0.3", b, "--split", "8,1,1"]
     data += ["--phase-data-path", "1:", "0.5", b, "0.5", c, "2:", c]
-    base = BASE.replace("--mock-data", "")
     for name in ("blend", "blend again"):
         flags = [*LENGTHS, *data, *SAME]
-        steps = run(flags, output / name.replace(" ", "_"), base=base)
+        steps = run(flags, output / name.replace(" ", "_"), base=BASE)
         results[name] = record(steps)
     results["index files"] = len(list((output / "data").rglob("*-phase.npy")))
 

@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import prepare
+from tests.helpers.jobs import TEXT, prepare
 
-SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+SMALL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3
---tokenizer-type NullTokenizer --vocab-size 127 --mock-data --swiglu --normalization RMSNorm
+{TEXT} --swiglu --normalization RMSNorm
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --log-interval 1000
 --pad-vocab-for-tensor-parallel-size 2 --use-distributed-optimizer"""

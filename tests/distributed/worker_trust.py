@@ -13,6 +13,7 @@ import numpy
 
 from tests.helpers.examples import with_values
 from tests.helpers.jobs import TINY, run
+from tests.helpers.text import tokens
 
 STEPS = 2
 
@@ -28,13 +29,12 @@ class Evil:
 
 
 def write_corpus(prefix: Path, num_documents: int, *, plus: int = 0) -> None:
-    """An indexed data set of small token numbers, and others of the same size."""
-    import torch
+    """An indexed data set of pieces of a text, and others of the same size."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
-    for i in range(num_documents):
-        builder.add_document(torch.arange(200, dtype=torch.int32) % (100 + i % 7) + plus, [200])
+    for document in tokens()[: 200 * num_documents].split(200):
+        builder.add_document((document + plus) % 128, [200])
     builder.finalize(f"{prefix}.idx")
 
 
@@ -46,9 +46,8 @@ class Cases:
         self.prefix = output / "data"
         self.touched = output / "touched"
         write_corpus(self.prefix, 60)
-        values: dict[str, str | None] = {"--mock-data": None}
-        self.base = " ".join([*with_values(TINY, values), "--data-path", str(self.prefix)])
-        self.base += " --split 1,0,0"
+        base = with_values(TINY, {"--data-path": str(self.prefix)})
+        self.base = " ".join([*base, "--split 1,0,0"])
         self.save = output / "save"
         self.train(STEPS, "--save", str(self.save))
 

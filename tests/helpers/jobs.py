@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.launch import ROOT, Launcher, RanksResult, run_ranks
+from tests.helpers.text import text_prefix
 
-TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+TEXT = f"--tokenizer-type NullTokenizer --vocab-size 127 --data-path {text_prefix()}"
+"""Real text, and the tokenizer whose numbers it holds."""
+
+TINY = f"""--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
---tokenizer-type NullTokenizer --vocab-size 127 --mock-data --swiglu --normalization RMSNorm
+{TEXT} --swiglu --normalization RMSNorm
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --log-interval 1000
 --pad-vocab-for-tensor-parallel-size 4"""
@@ -23,9 +27,9 @@ TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 3
 ENDLESS = ["--train-iters", "100000", "--use-distributed-optimizer"]
 """Lengths and optimizer of runs of `TINY` that are stopped; see the fixture `uninterrupted`."""
 
-TINY_GPT2 = """--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 32
+TINY_GPT2 = f"""--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 32
 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
---tokenizer-type NullTokenizer --vocab-size 127 --mock-data --group-query-attention
+{TEXT} --group-query-attention
 --num-query-groups 4 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --log-interval 1000
 --pad-vocab-for-tensor-parallel-size 4"""
 """Tied embeddings, learned positions, LayerNorm, GELU, biases, grouped queries."""
@@ -114,17 +118,11 @@ def prepare() -> None:
 
 
 def join() -> None:
-    """Prepares a worker, and joins the world of the launcher on gloo.
-
-    A worker makes many short runs, so that what each costs at its start counts: mock data are of
-    fewer documents.
-    """
+    """Prepares a worker, and joins the world of the launcher on gloo."""
     prepare()
     import torch
     import torch.distributed as dist
-    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
-    MockGPTLowLevelDataset.size = 1000
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     # A group that is left over ends while Python still runs: its threads may want the interpreter.

@@ -18,15 +18,16 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from megatron.training.data.documents import stdlib_sources
+if TYPE_CHECKING:
+    import torch
 
 VARIABLE = "COPUS_TEST_TEXT"
 """Environment variable with the prefix, for all processes that a test process starts."""
-VOCAB_SIZE = 127
-"""For `--vocab-size` of a NullTokenizer."""
+_VOCAB_SIZE = 127
 _ROOT = Path(__file__).resolve().parents[2]
 _NAME = "stdlib_text_document"
 _NUM_DOCUMENTS, _MAX_BYTES = 1000, 1000
@@ -46,6 +47,15 @@ def text_prefix() -> str:
         shutil.copy(file, folder)
     os.environ[VARIABLE] = str(folder / _NAME)
     return os.environ[VARIABLE]
+
+
+def tokens() -> torch.Tensor:
+    """int64 [n] all tokens of the text, for tests that cut documents of their own."""
+    import numpy
+    import torch
+
+    found = numpy.fromfile(f"{text_prefix()}.bin", dtype=numpy.uint16)
+    return torch.from_numpy(found.astype(numpy.int64))
 
 
 def _made_once() -> Path:
@@ -68,13 +78,15 @@ def _make(folder: Path) -> None:
         for _, block in zip(range(_NUM_DOCUMENTS), _blocks()):
             file.write(json.dumps({"text": " ".join(map(str, block))}) + "\n")
     tool = [sys.executable, str(_ROOT / "tools/preprocess_data.py"), "--input", str(texts)]
-    tool += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)]
+    tool += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(_VOCAB_SIZE)]
     tool += ["--append-eod", "--output-prefix", str(folder / "stdlib")]
     subprocess.run(tool, check=True, cwd=_ROOT, stdout=subprocess.DEVNULL)
 
 
 def _blocks() -> Iterator[bytes]:
     """Short definitions of the standard library, and what stands between them."""
+    from megatron.training.data.documents import stdlib_sources
+
     for path in stdlib_sources():
         text = path.read_text(encoding="utf-8", errors="replace")
         for block in text.encode("ascii", errors="replace").split(b"\n\n\n"):

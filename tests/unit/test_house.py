@@ -102,6 +102,27 @@ def test_what_comes_from_outside_has_one_parser() -> None:
     assert found == OWN_WORDS | {"megatron/training/common/outside.py"}
 
 
+INVENTED_DATA = {
+    "tests/helpers/examples.py": "an example of Megatron-LM, in its words",
+    "tests/unit/test_restore.py": "flags that Megatron-LM stores, compared without a run",
+    "bench/controller_cost.py": "the time of the controller's own part of a step",
+    "bench/planner_context_here.py": "the time of a step by context parallel size",
+    "bench/planner_memory.py": "the memory of a step",
+    "bench/stage_messages.py": "a prediction, without a run",
+}
+"""Files that may name `--mock-data`, with the reason."""
+
+
+def test_runs_that_recover_move_fork_or_resume_train_on_text() -> None:
+    # With invented data nothing can differ from what a run was trained on.
+    about = ("elastic", "relayout", "reshard", "transfer", "fork", "resume", "restore", "relaunch")
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+    checked = [f for f in files if f.parent.name != "unit" or any(word in f.name for word in about)]
+    words = ("mock" + "-data", "mock" + "_data")
+    named = {name(f) for f in checked if any(word in f.read_text() for word in words)}
+    assert named == {*INVENTED_DATA}
+
+
 SCRIPTS = [f for folder in ("scripts", "tests") for f in (ROOT / folder).rglob("*.s[bh]*")]
 
 
