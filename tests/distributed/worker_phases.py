@@ -111,8 +111,10 @@ def main(output: Path) -> Any:
     for name, (iteration, layout) in RESUMED.items():
         load = ["--load", str(output / "saved"), "--ckpt-step", str(iteration)]
         go(name, [*ROTARY, *load, *layout])
-    # Two phases of one length, so that a table of that length is there already.
+    # Two phases of one length, so that a table of that length is there already. Such weights tell
+    # positions apart from the first step on.
     one_length = [*SAME, *ROTARY, "--seq-length-schedule", "0:64 40%:64 75%:1024"]
+    one_length += ["--init-method-std", "0.2"]
     go("one length", one_length)
     clear, rotary.clear_rotary_tables = rotary.clear_rotary_tables, lambda: None
     try:
