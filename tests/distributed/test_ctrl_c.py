@@ -17,10 +17,8 @@ import pytest
 
 from megatron.training.checkpoint import files
 from tests.helpers import processes
-from tests.helpers.examples import with_values
 from tests.helpers.jobs import ENDLESS, TINY, losses_of, train
 from tests.helpers.launch import ROOT
-from tests.helpers.text import text_prefix
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
 WORKER = Path(__file__).with_name("worker_ways_out.py")
@@ -30,8 +28,7 @@ STEPS = 60
 @pytest.fixture(scope="module")
 def base() -> str:
     """Flags of a run on real text, of two ranks."""
-    data = ["--data-path", text_prefix(), "--split", "1,0,0"]
-    return " ".join([*with_values(TINY, {"--mock-data": None}), *ENDLESS, *data])
+    return " ".join([TINY, *ENDLESS, "--split 1,0,0"])
 
 
 class Torchrun:

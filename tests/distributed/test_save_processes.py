@@ -17,10 +17,8 @@ import pytest
 from megatron.training.checkpoint import files
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
-from tests.helpers.examples import with_values
 from tests.helpers.jobs import TINY, losses_of
 from tests.helpers.launch import ROOT
-from tests.helpers.text import text_prefix
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
 
@@ -40,10 +38,9 @@ def train(folder: Path, harm: dict[str, str], *own: str) -> str:
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"COPUS_TEST_HARM": json.dumps(harm), "COPUS_TEST_FOLDER": str(folder)}
     env |= {"COPUS_SAVE_STALL_S": str(STALL_S)}
-    base = with_values(TINY, {"--mock-data": None} if "--mock-data" in TINY else {})
     command = [sys.executable, "-m", "copus_ext.launch.supervisor", "--restart-wait", "0"]
-    command += ["--nproc-per-node", "2", *own, "--", str(WORKER), *base]
-    command += ["--data-path", text_prefix(), "--split", "1,0,0", "--train-iters", str(STEPS)]
+    command += ["--nproc-per-node", "2", *own, "--", str(WORKER), *TINY.split()]
+    command += ["--split", "1,0,0", "--train-iters", str(STEPS)]
     command += ["--save", str(folder / "run"), "--save-interval", str(INTERVAL), "--async-save"]
     command += ["--use-distributed-optimizer", "--no-ckpt-fully-parallel-save"] * (not own)
     log = folder / "log"

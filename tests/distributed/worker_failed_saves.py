@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.helpers.examples import with_values
 from tests.helpers.jobs import TINY, run
-from tests.helpers.text import text_prefix
 
 SYNC = {
     2: ("data", 1),
@@ -246,9 +244,7 @@ def main(output: Path) -> Any:
     from megatron.training.distributed.process_groups import destroy_groups
 
     rank = dist.get_rank()
-    values: dict[str, str | None] = {"--mock-data": None} if "--mock-data" in TINY else {}
-    base = " ".join([*with_values(TINY, values), "--data-path", text_prefix()])
-    base += " --split 1,0,0 --use-distributed-optimizer --num-workers 0"
+    base = f"{TINY} --split 1,0,0 --use-distributed-optimizer --num-workers 0"
     told, started = {}, Started()
     for name, faults, steps, more in (
         ("plain", {}, 17, []),

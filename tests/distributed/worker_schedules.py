@@ -66,8 +66,8 @@ def main(output: Path) -> Any:
     if dist.get_rank() == 0:
         write_text(prefix)
     dist.barrier()
-    values: dict[str, str | None] = {"--mock-data": None, "--vocab-size": "255"}
-    base = " ".join([*with_values(TINY, values), "--data-path", str(prefix), "--split 90,10,0"])
+    values = {"--data-path": str(prefix), "--vocab-size": "255"}
+    base = " ".join([*with_values(TINY, values), "--split 90,10,0"])
     results: dict[str, Any] = {}
 
     def go(name: str, flags: str, *own: Any) -> None:

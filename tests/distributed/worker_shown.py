@@ -14,7 +14,7 @@ from tests.helpers.jobs import TINY, layout_flags, run
 
 SLOW_S, SLOW_STEPS = 0.15, 6
 """Seconds that the first steps of a launch or a layout take longer, and how many they are."""
-TEXT = {"--tokenizer-type": "ByteLevelTokenizer", "--vocab-size": None, "--mock-data": None}
+BYTES = {"--tokenizer-type": "ByteLevelTokenizer", "--vocab-size": None}
 BASE = ["--lr-decay-style", "constant", "--lr-warmup-samples", "8", "--use-distributed-optimizer"]
 BASE += ["--log-interval", "1", "--train-samples", "2000", "--global-batch-size", "8"]
 PIPED = layout_flags(1, 2, 1)
@@ -91,8 +91,8 @@ def main(output: Path) -> Any:
             self.steps += 1
             time.sleep(SLOW_S if self.steps <= SLOW_STEPS else 0.0)
 
-    base = " ".join(with_values(TINY, {**TEXT, "--global-batch-size": None}))
-    base += f" --data-path {output / 'text_text_document'} --split 100,0,0"
+    own = {"--data-path": str(output / "text_text_document"), "--global-batch-size": None}
+    base = " ".join([*with_values(TINY, {**BYTES, **own}), "--split 100,0,0"])
     told: dict[str, list[str]] = {}
 
     def go(name: str, until: int, *more: str, slow: bool = False, **given: Any) -> None:

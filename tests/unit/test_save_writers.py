@@ -47,11 +47,9 @@ from megatron.training.common.device import use_device
 from megatron.training.distributed.process_groups import destroy_groups
 from megatron.training.train.callbacks import Callback, CallbackContext
 from tests.helpers import jobs
-from tests.helpers.examples import with_values
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import run_in_fork
 from tests.helpers.save_processes import left_of_saves, stop_writer
-from tests.helpers.text import text_prefix
 
 FORKED = multiprocessing.get_context("fork")
 PARENT = """
@@ -460,9 +458,7 @@ def test_an_error_of_the_common_state_on_rank_0_is_met_whatever_it_is(tmp_path: 
 
 def async_flags(folder: Path) -> str:
     """Of a run on real text that saves every other step."""
-    values: dict[str, str | None] = {"--mock-data": None} if "--mock-data" in TINY else {}
-    base = " ".join([*with_values(TINY, values), "--data-path", text_prefix()])
-    return f"{base} --split 1,0,0 --save {folder / 'save'} --save-interval 2 --async-save"
+    return f"{TINY} --split 1,0,0 --save {folder / 'save'} --save-interval 2 --async-save"
 
 
 def _without_memory(folder: Path) -> list[list[int]]:
@@ -543,7 +539,6 @@ def _abandoned(folder: Path) -> dict[str, Any]:
 
 
 def test_an_abandoned_save_leaves_no_process_no_memory_and_no_thread(tmp_path: Path) -> None:
-    text_prefix()
     result = run_in_fork(_abandoned, tmp_path, timeout_s=WAIT_S)
     before, under_way, abandoned, ended = result["found"]
     assert under_way["writers"] == before["writers"] + 1
