@@ -38,7 +38,9 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     """Names flags without the folder of the text, which every worker of pytest-xdist has to
     itself: all must collect the same tests."""
     prefix = os.environ.get(VARIABLE)
-    return val.replace(prefix, "TEXT") if isinstance(val, str) and prefix else None
+    if prefix is None or not isinstance(val, str) or prefix not in val:
+        return None
+    return val.replace(prefix, "TEXT")
 
 
 def pytest_collection_finish() -> None:
