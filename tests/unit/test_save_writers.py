@@ -477,7 +477,6 @@ def _without_memory(folder: Path) -> list[list[int]]:
 
 
 def test_training_waits_for_a_save_that_no_process_can_take_over(tmp_path: Path) -> None:
-    text_prefix()
     found = run_in_fork(_without_memory, tmp_path, timeout_s=WAIT_S)
     assert found == [[], [], [2], [2]]
 
@@ -504,7 +503,6 @@ def _alone(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_save_that_others_do_not_begin_leaves_nothing(tmp_path: Path) -> None:
-    text_prefix()
     before, under_way, after = run_in_fork(_alone, tmp_path, timeout_s=WAIT_S)
     assert under_way["writers"] == before["writers"] + 1
     assert after == before
