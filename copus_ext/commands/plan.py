@@ -482,21 +482,19 @@ def answer(args: argparse.Namespace) -> int:
 
 def timeline(args: argparse.Namespace, planner: Any) -> int:
     """Plans what changes during a run: its sample lengths, or its ranks; returns the exit code."""
+    if args.phases:
+        code = phase_plan.answer(args, planner, put)
+    else:
+        from copus_ext.monitor import rank_plan
+
+        code = rank_plan.answer(args, planner, put)
     has_lengths = args.phases and (
         args.seq_length_schedule or megatron_flag(args, "seq_length_schedule")
     )
-
-    def put_with_length(text: str, output: Path | None) -> None:
-        """With an answer alone: a refusal is the only line that is printed."""
-        if not has_lengths:
-            tell("plan.py", f"note: {length_line(args, planner.model)}")
-        put(text, output)
-
-    if args.phases:
-        return phase_plan.answer(args, planner, put_with_length)
-    from copus_ext.monitor import rank_plan
-
-    return rank_plan.answer(args, planner, put_with_length)
+    # With an answer alone: a refusal is the only line that is printed.
+    if code == 0 and not has_lengths:
+        tell("plan.py", f"note: {length_line(args, planner.model)}")
+    return code
 
 
 def headroom_of(
