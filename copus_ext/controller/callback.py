@@ -88,8 +88,7 @@ class Controller(Callback):
         self.failed, self.keeps_settings = False, self._acts
         self._flag_layout: Layout | None = None
         self._present, self._ratio = PresentSamples(), 1
-        self._key, self._log_text = "", UNDECIDED
-        self._began_at = 0
+        self._key, self._log_text, self._earlier_changes = "", UNDECIDED, 0
 
     @property
     def _acts(self) -> bool:
@@ -115,7 +114,7 @@ class Controller(Callback):
         timings = time_machine(config.runtime.device)
         self.link = link_of(timings, config)
         self._restore(context)
-        self._began_at = context.state.iteration
+        self._earlier_changes = len(self.state.changes)
         self.state.begin_launch(timings)
         self._flag_layout = config.layout
         self.machine = on_rank0("setting up the controller", lambda: self._find_machine(context))
@@ -584,17 +583,18 @@ class Controller(Callback):
             self.layout_changes.on_checkpoint_saved(context)
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Removes the hooks and prints the summary, unless new processes go on with the run."""
+        """Removes the hooks and prints the summary; new processes that go on list what is open."""
         context = self._present.of(context)
         self.gns.on_train_end(context)
         if self.layout_changes is not None:
             self.layout_changes.close(context)
             if self.layout_changes.exits_for_relaunch:
                 self.exit_code = Relaunch.exit_code
-                return
-        self._record_outcome(now=True)
+        goes_on = self.exit_code == Relaunch.exit_code
+        if not goes_on:
+            self._record_outcome(now=True)
         if dist.get_rank() == 0:
-            changes = self.state.changes
-            self.log.note("end", iteration=context.state.iteration, changes=len(changes))
-            mode, since = self.flags.copus_mode, self._began_at
-            print(summary(changes, mode=mode, since=since), flush=True)
+            changes, mode = self.state.changes, self.flags.copus_mode
+            if not goes_on:
+                self.log.note("end", iteration=context.state.iteration, changes=len(changes))
+            print(summary(changes, mode=mode, num_earlier=self._earlier_changes), flush=True)

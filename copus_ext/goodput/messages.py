@@ -38,19 +38,18 @@ def length_line(total_samples: int, *, before: int, after: int) -> str:
     )
 
 
-def summary(changes: list[ConfigChange], *, mode: str, since: int = 0) -> str:
+def summary(changes: list[ConfigChange], *, mode: str, num_earlier: int = 0) -> str:
     """The changes of a launch and their outcomes, a line for each.
 
     Args:
         changes: of the run.
         mode: `--copus-mode`.
-        since: steps that were done when the launch began.
+        num_earlier: how many of them, from the first on, ended in earlier launches.
     """
     if mode != "act":
         return "copus: observed only; the journal says what it would have done"
-    here = [c for c in changes if c.iteration > since or not since]
-    olds = len(changes) - len(here)
-    before = f" since step {since}; {counted(olds, 'change')} before" if olds else ""
+    here = changes[num_earlier:]
+    before = f" in this launch; {counted(num_earlier, 'change')} before" if num_earlier else ""
     what = counted(len(here), "change") if here else "nothing was changed"
     lines = [f"copus: {what}{before}"]
     for c in here:

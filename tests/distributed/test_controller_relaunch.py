@@ -45,6 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=240,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (folder / "told").write_text(done.stdout)
     return folder
 
 
@@ -64,6 +65,14 @@ def test_the_run_goes_on_in_new_processes_under_the_better_layout(run: Path) -> 
     assert later and all(d["situation"]["elapsed_s"] > pause_s for d in later)
     (outcome,) = journal(run, "outcome")
     assert outcome["to_layout"] == switch["to"] and outcome["decision"] == switch["number"]
+
+
+def test_every_launch_lists_its_changes_and_none_is_listed_twice(run: Path) -> None:
+    (outcome,) = journal(run, "outcome")
+    told = (run / "told").read_text().splitlines()
+    assert [s for s in told if s.startswith("copus: nothing was changed")] != []
+    listed = [s for s in told if s.startswith(f"  step {outcome['iteration']}: ")]
+    assert len(listed) == 1 and f"-> {outcome['to_layout']}" in listed[0]
 
 
 def test_no_checkpoint_is_removed_to_be_saved_again(run: Path) -> None:
