@@ -132,8 +132,7 @@ class Agent:
         except (Fenced, NotMet) as error:
             tell("launcher", f"node {self.launch.node} ends: {error}")
             self._kill_all()
-            code = FENCED if isinstance(error, Fenced) else 1
-            return [failure_of(-1, code, f"{error}", "")]
+            return [failure_of(-1, FENCED if isinstance(error, Fenced) else 1, f"{error}", "")]
         self._linger()
         del store
         return self._what_failed()
@@ -261,18 +260,21 @@ class Agent:
         """
         deadline_s = time.monotonic() + _MEET_S
         others = [node for node in self.launch.nodes if node != self.launch.node]
-        lower = [node for node in others if node < self.launch.node]
         while missing := sorted(set(others) - set(self._peers.lines)):
             if time.monotonic() > deadline_s:
                 raise NotMet(f"node {missing[0]} has not come")
-            for node in missing:
-                if node in lower:
-                    self._peers.connect(node)
+            for node in (one for one in missing if one < self.launch.node):
+                self._peers.connect(node)
             self._look()
         self._alive |= {p.rank.member for p in self._places if p.rank is not None}
         for node in others:
             self._alive |= {Member(node, local) for local in range(self._peers.ranks_of(node))}
         self._alive -= self._dead
+        # While nodes met, news of ranks here went only to those that were connected already.
+        news = {"died": self._dead, "is_ready": self._ready, "ready": self._waiting}
+        for kind, members in news.items():
+            if own := sorted(m for m in members if m.node == self.launch.node):
+                self._peers.tell(**{kind: own})
 
     def _come_late(self) -> None:
         """Connects with the nodes that are there, in a launch that goes on.

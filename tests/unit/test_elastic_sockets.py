@@ -119,6 +119,50 @@ def test_the_right_hello_and_nothing_else_makes_a_node(node: Node) -> None:
     assert node.agent._alive == set(node.agent._holders), "nobody was lost"
 
 
+@pytest.mark.parametrize("kind", ["ready", "died and came again"])
+def test_ranks_that_are_ready_before_nodes_have_met_are_known_to_all(
+    tmp_path: Path, kind: str
+) -> None:
+    folder, nodes = tmp_path / "control" / "elastic" / "launch", [0, 1, 2]
+    agents = []
+    for node in nodes:
+        launch = Launch(
+            name="launch",
+            node=node,
+            nodes=nodes,
+            num_ranks=1,
+            endpoint="127.0.0.1:1",
+            folder=str(tmp_path),
+            shared=str(folder),
+        )
+        agents.append(Agent(launch=launch, command=[], folder=folder))
+        agents[-1]._select = selectors.DefaultSelector()
+        agents[-1]._peers = Peers(launch, folder, agents[-1]._select, LOOPBACK)
+    first, *others = agents
+    if kind == "ready":
+        first._ready.add(Member(0, 0))
+    else:
+        first._lose(Member(0, 0))
+        first._join([Member(0, 0, 1)])
+    for one in agents:
+        one._peers.publish()
+    threads = [threading.Thread(target=one._meet) for one in agents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in others:
+        one._look()
+        one._look()
+        if kind == "ready":
+            assert Member(0, 0) in one._ready
+        else:
+            assert one._alive >= {Member(0, 0, 1)} and Member(0, 0) not in one._alive
+    for one in agents:
+        for key in list(one._select.get_map().values()):
+            key.fileobj.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def test_a_hello_in_pieces_is_a_hello(node: Node) -> None:
     one = node.connect()
     for byte in hello(node.contact.token, 3):
