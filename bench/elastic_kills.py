@@ -60,8 +60,8 @@ MOMENTS = (
     *("compute", "optimizer", "after the optimizer", "any time", "copy", "evaluation"),
     *(2 * CHANGES),
 )
-_APART = 80
-"""Steps between two kills: a rank that was killed has come back by then."""
+_APART = 50
+"""Steps between two kills. A rank that is to be killed and has not come back yet is killed then."""
 _FIRST = 30
 _HANG_S = 240.0
 _INTERVAL = 10
