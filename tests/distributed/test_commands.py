@@ -198,6 +198,7 @@ def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
         for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", words)):
             others = ("--nproc-per-node", "--no-python", "--help", "--version")
             others += ("--bind", "--directory", "--moe")  # of http.server, of quickstart.sh
+            others += ("--shutdown-timeout",)  # of torchrun
             also = flag in others or f'"{flag}"' in tools
             assert flag in known or also, f"{page} names {flag}"
         for path in set(re.findall(r"(?:scripts|tools|bench|docs)/[\w./-]+\.(?:sh|py|md)", words)):

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from typing import Any
 from unittest import mock
 
@@ -76,16 +77,23 @@ def hang(real: Any) -> Any:
     return send
 
 
+def never_write(*_: Any) -> None:
+    """`write_file` on a file system that does not answer."""
+    threading.Event().wait()
+
+
 def main() -> int:
     """Trains; the code of pretrain_gpt.py."""
     prepare()
     from copus_ext.commands import pretrain
+    from megatron.training.checkpoint import file_threads
     from megatron.training.checkpoint.writer_process import WriterProcess
 
     way = json.loads(os.environ["COPUS_TEST_WAY"])
-    send: Any = WriterProcess.send
+    hangs, send, write = way.get("writers_hang"), WriterProcess.send, file_threads.write_file
     with (
-        mock.patch.object(WriterProcess, "send", hang(send) if way.get("writers_hang") else send),
+        mock.patch.object(WriterProcess, "send", hang(send) if hangs else send),
+        mock.patch.object(file_threads, "write_file", never_write if hangs else write),
         mock.patch.object(pretrain, "controllers", lambda args: [leaving(way)]),
     ):
         return pretrain.main()
