@@ -7,12 +7,10 @@ Gbit/s and a quota of processor time (cgroup) for every rank.
 
 First time: 2 and 4 stages, 4 and 16 micro-batches, each link. One run of each takes whole and short
 messages in turn, step by step, so that both see the same machine. The planner predicts both from
-the constants that ship and the rate of the link, and short messages count as chosen where a
-controller would try them. Then loss: on two nodes with the slowest link,
+the constants that ship and the rate of the link. Then loss: on two nodes with the slowest link,
 three seeds train with whole messages and with short ones, and reach the held-out loss at which the
-first end. Last the controller: a longer run of one batch, once with whole messages and once allowed
-to try short ones. Numbers are fp32 on CPU ranks, so that a short message has a
-quarter of the bytes; of bf16 ones it has a half.
+first end. Numbers are fp32 on CPU ranks, so that a short message has a quarter of the bytes; of
+bf16 ones it has a half.
 
 Writes docs/results/stage_messages.json. `--draw` prints its tables. It needs root, iproute2, two
 cores and nothing else running, and takes about 20 minutes.
@@ -39,7 +37,6 @@ from copus_ext.commands.profile_layouts import model_of
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.step import step_time
-from copus_ext.goodput.message_rule import LEAST_SAVING
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
@@ -58,8 +55,6 @@ RATES_MBIT, COUNTS, STAGES = (4000.0, 1000.0, 200.0), (4, 16), (2, 4)
 """The points: links, micro-batches of a step, stages."""
 SEEDS, LOSS_STEPS, EVERY = (1, 2, 3), 300, 25
 """Of the runs for the loss."""
-TRIED_STEPS, TRIED_SEEDS = 1600, SEEDS[:1]
-"""Of the runs under the controller."""
 INTERVAL = 2.07
 """Standard errors of a 95 % interval, by Student's t for the pairs of steps of a point."""
 
@@ -135,12 +130,11 @@ def predicted(stages: int, count: int, rate_mbit: float) -> list[float]:
 
 
 def point(stages: int, count: int, rate_mbit: float, seconds: list[list[float]]) -> dict[str, Any]:
-    """What was measured and what was predicted, and whether the planner would choose rightly."""
+    """What was measured and what was predicted."""
     whole, short = map(statistics.median, seconds)
     pairs = np.log(np.array(seconds[1]) / np.array(seconds[0]))
     error = 1.25 * float(np.std(pairs, ddof=1)) / len(pairs) ** 0.5
     expected = predicted(stages, count, rate_mbit)
-    chosen = short if 1 - expected[1] / expected[0] >= LEAST_SAVING else whole
     return {
         "stages": stages,
         "num_microbatches": count,
@@ -152,8 +146,6 @@ def point(stages: int, count: int, rate_mbit: float, seconds: list[list[float]])
         "saved": 1 - short / whole,
         "saved_error": error * short / whole,
         "predicted_saved": 1 - expected[1] / expected[0],
-        "chosen_is_best": chosen == min(whole, short),
-        "chosen_over_whole": chosen / whole,
     }
 
 
@@ -168,42 +160,6 @@ def trained(site: Nodes, seed: int, bits: list[str], data: list[str], work: Path
     return read_run(folder)
 
 
-def tried(site: Nodes, seed: int, tries: bool, data: list[str], work: Path) -> RunRecord:
-    """A run on two nodes under a controller that keeps the batch, and may try short messages."""
-    folder = work / f"controller{seed}_{'tries' if tries else 'keeps'}"
-    settings = work / f"{folder.name}.yaml"
-    settings.write_text(f"gns_interval: 8\nmessage_bits: {'try' if tries else 'keep'}\n")
-    count = COUNTS[0]
-    flags = [
-        *model_flags(2),
-        "--copus",
-        "--copus-policy",
-        "static",
-        "--copus-config",
-        str(settings),
-    ]
-    flags += [*data, *_batch(count), "--pipeline-model-parallel-size", "2"]
-    flags += ["--seed", str(seed), "--run-dir", str(folder), "--eval-interval", str(EVERY)]
-    flags += ["--train-samples", str(TRIED_STEPS * count * MICRO_BATCH), "--eval-iters", "16"]
-    site.run([TRAINER, *flags], work / folder.name)
-    return read_run(folder)
-
-
-def told_of(run: RunRecord) -> dict[str, Any]:
-    """What a controller did to a run."""
-    return {
-        "seconds": sum(step["seconds"] for step in run.steps) + extra_s(run),
-        "messages": [[r["iteration"], r["line"]] for r in run.of("messages")],
-        "trials_s": [r["outcome"]["seconds"] for r in run.of("fork")],
-    }
-
-
-def extra_s(run: RunRecord, until: int | None = None) -> float:
-    """Seconds of trials, of all or up to an iteration."""
-    happened = [(r["iteration"], r["outcome"]["seconds"]) for r in run.of("fork")]
-    return sum(s for at, s in happened if until is None or at < until)
-
-
 def curve_of(run: RunRecord) -> tuple[list[float], list[float]]:
     """Seconds of training until each evaluation, and its loss."""
     passed = dict(
@@ -213,7 +169,7 @@ def curve_of(run: RunRecord) -> tuple[list[float], list[float]]:
         )
     )
     at = [e for e in run.evaluations if e["iteration"] in passed]
-    seconds = [float(passed[e["iteration"]]) + extra_s(run, e["iteration"]) for e in at]
+    seconds = [float(passed[e["iteration"]]) for e in at]
     return seconds, [e["losses"]["lm loss"] for e in at]
 
 
@@ -249,8 +205,6 @@ def summary(points: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[st
     spread = [r["last_losses"][0] for r in runs]
     return {
         "points": len(points),
-        "chosen_is_best": sum(p["chosen_is_best"] for p in points),
-        "worst_chosen_over_whole": max(p["chosen_over_whole"] for p in points),
         "share_of_predicted_saving_200_mbit_pp2": [p["saved"] / p["predicted_saved"] for p in slow],
         "seconds_saved_over_predicted_200_mbit_pp2": [
             (p["whole_s"] - p["short_s"]) / (p["predicted_whole_s"] - p["predicted_short_s"])
@@ -288,9 +242,7 @@ def main() -> None:
     """Measures, predicts, prints and writes."""
     parser = arguments(__doc__, "stage_messages.json")
     parser.add_argument("--draw", action="store_true", help="print the tables of --output, no more")
-    parser.add_argument(
-        "--only", choices=("time", "loss", "controller"), help="keep the rest of --output"
-    )
+    parser.add_argument("--only", choices=("time", "loss"), help="keep the rest of --output")
     args = parser.parse_args()
     before = json.loads(args.output.read_text()) if args.output.exists() else {}
     if args.draw:
@@ -298,7 +250,6 @@ def main() -> None:
         return
     nodes.require()
     points, runs = before.get("points", []), before.get("losses", [])
-    under = before.get("controller", [])
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         data = ["--data-path", make_dataset(work / "stdlib"), "--data-cache-path", f"{work}/cache"]
@@ -319,23 +270,12 @@ def main() -> None:
                     found = {bool(bits): trained(site, seed, bits, data, work) for bits in ways}
                     runs.append(compared(seed, found[False], found[True]))
                     print(runs[-1]["last_losses"], runs[-1]["times_faster"], flush=True)
-        if args.only in (None, "controller"):
-            under = []
-            with site_of(2, RATES_MBIT[-1]) as site:
-                for seed in TRIED_SEEDS:
-                    order = (True, False) if seed % 2 else (False, True)
-                    both = {tries: tried(site, seed, tries, data, work) for tries in order}
-                    row = compared(seed, both[False], both[True])
-                    row |= {"keeps": told_of(both[False]), "tries": told_of(both[True])}
-                    under.append(row)
-                    print(row["times_faster"], row["keeps"], row["tries"], flush=True)
     result = {
         **origin(),
         "command": "sudo python -m bench.stage_messages",
         "summary": summary(points, runs) if points and runs else None,
         "points": points,
         "losses": runs,
-        "controller": under,
     }
     write(args.output, result)
     print(table(result))

@@ -23,7 +23,6 @@ from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
 from copus_ext.controller.link_timing import link_of, time_machine
-from copus_ext.controller.message_trials import MessageTrials
 from copus_ext.controller.out_of_memory import memory_history
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.controller.present_samples import (
@@ -80,7 +79,6 @@ class Controller(Callback):
         self.state = ControllerState()
         self.log = DecisionLog(None)
         self.headroom_notice = HeadroomNotice()
-        self.message_trials = MessageTrials(flags, self.log)
         self.lr_test = LearningRateTest(flags, self.log)
         self.rank_requests = RankRequests(flags, self.log)
         self.table: ThroughputTable | None = None
@@ -152,7 +150,6 @@ class Controller(Callback):
             else:
                 if stored["version"] != self.state.version and dist.get_rank() == 0:
                     logger.warning("controller state of an earlier version: read for one release")
-        self.message_trials.resume(self.state, context)
         context.state.callbacks[STATE_KEY] = self.state
         self.state.layout_costs.forget_failures()
 
@@ -179,7 +176,6 @@ class Controller(Callback):
             link=self.link,
             flag_layout=self._flag_layout,
             factors=self.state.conditions.factors,
-            message_bits=self.message_trials.bits(self.state),
             memory=memory_history(context.run_dir, context.config),
         )
 
@@ -390,7 +386,7 @@ class Controller(Callback):
             state.postpone(**position)
             return None
         decision = Decision.from_json(answer["decision"])
-        self.message_trials.pending, self.lr_test.pending = answer["trial"], answer["lr_test"]
+        self.lr_test.pending = answer["lr_test"]
         if answer["ranks"] is not None:
             state.rank_change = RankChange(**answer["ranks"])
         state.record_decision(**position)
@@ -411,11 +407,10 @@ class Controller(Callback):
             applied=decision.kind != "stay" and self._acts,
             seconds=time.perf_counter() - started,
         )
-        run = self.table, self.state, context, self.gns.observer
-        trial = self.message_trials.due(inputs, decision, *run)
-        ranks = self.rank_requests.due(inputs, *run[:3], decision, moving_s=self.pauses.any_s)
-        lr_test = None if trial else self.lr_test.due(inputs, decision, self.state, context)
-        answer = {"decision": decision.to_json(), "trial": trial, "lr_test": lr_test}
+        run = self.table, self.state, context
+        ranks = self.rank_requests.due(inputs, *run, decision, moving_s=self.pauses.any_s)
+        lr_test = self.lr_test.due(inputs, decision, self.state, context)
+        answer = {"decision": decision.to_json(), "lr_test": lr_test}
         return json.loads(json.dumps({**answer, "ranks": ranks}, allow_nan=False))
 
     def _inputs(self, context: CallbackContext) -> DecisionInputs:
@@ -464,8 +459,7 @@ class Controller(Callback):
             if self.layout_changes is not None and change is None:
                 self.layout_changes.prepare(decision.other_layouts, context)
         wanted = self._wanted_settings(context)
-        trial = self.message_trials.request(self.state, taken=lambda: self._renew_table(context))
-        trial = trial or self.lr_test.request(self.state)
+        trial = self.lr_test.request(self.state)
         changes = wanted != context.state.settings
         if change is not None and self.layout_changes is not None:
             return self.layout_changes.request(change, context, wanted if changes else None)
@@ -564,7 +558,6 @@ class Controller(Callback):
         if ramp is not None and not ramp.is_over(iteration):
             factor = ramp.at(iteration)
         rates = now.at(batch, factor * now.lr_factor(self.rates.reference_batch))
-        rates["pipeline_message_bits"] = self.message_trials.bits(self.state)
         return StepSettings(global_batch_size=batch, micro_batch_size=micro, **rates)
 
     # Reporting.

@@ -114,10 +114,6 @@ class CopusConfig:
     copus_reference_batch_size: int | None = _setting(None)
     """Batch for which --lr and --weight-decay were chosen. Default: the first batch; that of
     --rampup-batch-size at the same sample."""
-    copus_message_bits: str = _setting("keep", choices=("keep", "try"))
-    """Messages between stages. keep: as --pipeline-message-bits says. try: where 8 bits for a
-    number are predicted to save 5 % of the time, train some steps with and without from one state,
-    and go on with short ones if a lower bound of their progress per second is higher."""
     copus_lr_test: str = _setting("off", choices=("off", "warn"))
     """warn: in the middle of the warm-up, train some steps with half, once and twice the learning
     rate from one state, and say whether --lr is plainly too low or too high. It costs two branches

@@ -83,11 +83,6 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
             "--copus-layouts all: this trainer cannot change its layout while it runs; use "
             "--copus-layouts current, or --copus-mode observe to see what it would do"
         )
-    if flags.copus_message_bits == "try" and not changes_layout:
-        raise UsageError(
-            f"{name_of('copus_message_bits')} try: this trainer cannot shorten messages between "
-            "stages; use keep"
-        )
     if flags.copus_lr_test == "warn" and not changes_layout:
         raise UsageError(
             f"{name_of('copus_lr_test')} warn: this trainer makes no fork tests; use off"
@@ -156,8 +151,6 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             f"{flag_of(lossy[0])} costs progress by an unknown factor that depends on the layout; "
             "use --copus-layouts current, --copus-mode observe, or drop it"
         )
-    if flags.copus_mode == "act" and flags.copus_message_bits == "try":
-        _check_trials(flags, config)
     if flags.copus_mode == "act" and flags.copus_lr_test == "warn":
         _check_rate_test(flags, config)
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
@@ -195,28 +188,6 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             f"the first batch, {first}, is not between --copus-min-global-batch-size {least} and "
             f"--copus-max-global-batch-size {most}"
         )
-
-
-def _check_trials(flags: CopusConfig, config: Config) -> None:
-    """Refuses trials of messages that the run could never make.
-
-    Raises:
-        UsageError: naming the flag and the fix.
-    """
-    name = f"{name_of('copus_message_bits')} try"
-    flat = config.flat()
-    for given in ("pipeline_message_bits", *_LOSSY_BY_LAYOUT):
-        if flat.get(given):
-            raise UsageError(
-                f"{name} compares whole messages and gradients with short messages; drop "
-                f"{flag_of(given)}, or use keep"
-            )
-    if config.layout.pp == 1 and flags.copus_layouts == "current":
-        raise UsageError(
-            f"{name} needs a pipeline: give --pipeline-model-parallel-size, or --copus-layouts all"
-        )
-    if not config.batch.eval_iters:
-        raise UsageError(f"{name} compares held-out losses; give --eval-iters, or use keep")
 
 
 def _check_rate_test(flags: CopusConfig, config: Config) -> None:

@@ -83,7 +83,6 @@ class ThroughputTable:
         flag_layout: layout of the flags; a layout of its sizes has its stages, every other one
             even stages. None: that of `config`.
         factors: of the parts of a step, under present conditions.
-        message_bits: of messages between stages now, where a trial has shortened them.
         memory: of configurations of this run.
 
     Raises:
@@ -100,12 +99,11 @@ class ThroughputTable:
         link: Link | None = None,
         flag_layout: Layout | None = None,
         factors: PartFactors = USUAL,
-        message_bits: int | None = None,
         memory: MemoryHistory | None = None,
     ) -> None:
         self.config, self.flags, self._gpu = config, flags, gpu
         self._memory = memory or MemoryHistory()
-        self._factors, self._message_bits = factors, message_bits or _message_bits(config)
+        self._factors, self._message_bits = factors, _message_bits(config)
         self._known = {_uncut(x): x for x in (flag_layout, config.layout) if x is not None}
         self.note = ""
         """Why nothing can be predicted; empty if it can."""
@@ -159,17 +157,6 @@ class ThroughputTable:
         """The configuration of a key of `config_key`."""
         layout, micro, batch = key.rsplit(" ", 2)
         return self._configuration(int(micro), int(batch), Layout.from_text(layout))
-
-    def saved_by_short_messages_s(self, c: Configuration) -> float:
-        """Predicted seconds of a step that messages of 8 bits between stages save; 0 where there
-        are no whole ones."""
-        if self.planner is None or c.layout.pp == 1 or self._message_bits:
-            return 0.0
-        whole, short = (
-            self.raw_step_s(replace(c, pipeline_message_bits=bits), self._factors)
-            for bits in (None, 8)
-        )
-        return max(whole - short, 0.0)
 
     def _configuration(
         self, micro_batch_size: int, batch: int, layout: Layout | None = None

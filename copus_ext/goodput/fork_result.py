@@ -27,8 +27,6 @@ class Branch:
     """Multiplies the weight decay that the run has at the fork."""
     beta2: float | None = None
     """Adam's second decay rate; None as at the fork."""
-    pipeline_message_bits: int | None = None
-    """Bits of a number in messages between stages, 8; None as at the fork."""
 
     def __post_init__(self) -> None:
         self.settings(StepSettings())  # refuses values that no step can have
@@ -46,7 +44,6 @@ class Branch:
             lr_factor=now.lr_factor * self.lr_factor,
             weight_decay_factor=now.weight_decay_factor * self.weight_decay_factor,
             beta2=now.beta2 if self.beta2 is None else self.beta2,
-            pipeline_message_bits=self.pipeline_message_bits or now.pipeline_message_bits,
         )
 
     def num_steps(self, samples: int) -> int:
@@ -62,8 +59,6 @@ class Branch:
 
     def __str__(self) -> str:
         more = "" if self.lr_factor == 1.0 else f" at {self.lr_factor:g} times the rate"
-        bits = self.pipeline_message_bits
-        more += "" if bits is None else f" with messages of {bits} bits"
         return f"{self.global_batch_size}{more}"
 
 

@@ -5,7 +5,6 @@ Every rank keeps the same state, and every checkpoint holds it as plain JSON typ
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -26,7 +25,6 @@ from copus_ext.goodput.step_records import (
     StepRecord,
     measure_before,
     measure_outcome,
-    slope,
 )
 from copus_ext.goodput.step_time_watch import FIRST_STEPS, StepTimeShift, StepTimeWatch
 from copus_ext.planner.configuration import Configuration
@@ -129,12 +127,6 @@ class ControllerState:
     """Notices lasting changes of the present step time."""
     conditions: Conditions = field(default_factory=Conditions)
     """What has become slower than usual."""
-    pipeline_message_bits: int | None = None
-    """Bits of a number in messages between stages that a trial has found to pay; None before."""
-    message_trials_at: list[int] = field(default_factory=list)
-    """Samples consumed at each such trial."""
-    message_trials_not_before: int = 0
-    """Samples consumed before which there is no further such trial."""
     lr_tested_at: int | None = None
     """Samples at which the learning rate was tested by forks; None before."""
     rank_change: RankChange | None = None
@@ -293,12 +285,10 @@ class ControllerState:
             "last_change_samples",
             "hold_growth_until_samples",
             "hold_shrinking_until_samples",
-            "message_trials_not_before",
             "lr_tested_at",
             "answered_batch",
         ):
             setattr(self, name, rescaled(getattr(self, name)))
-        self.message_trials_at = [rescaled(at) for at in self.message_trials_at]
         if self.annealing_from is not None:
             self.annealing_from = max(rescaled(self.annealing_from), 1)
         self.critical_batch_size_when_shrunk = self.critical_batch_size_when_grown = None
@@ -353,32 +343,6 @@ class ControllerState:
         if shift is None:
             self.watch = StepTimeWatch()  # its usual steps are of the conditions before
         return True
-
-    def forget_times_between_stages(self) -> None:
-        """Goes on with messages between stages of another form. Times of layouts with stages tell
-        nothing of it; those of layouts without count as before."""
-
-        def without(times: dict[str, Any]) -> dict[str, Any]:
-            return {k: v for k, v in times.items() if Layout.from_text(k.split()[0]).pp == 1}
-
-        self.step_times = without(self.step_times)
-        self.conditions.earlier_s = without(self.conditions.earlier_s)
-        self.watch, self._shift, self.steps_after_change = StepTimeWatch(), None, 0
-        self.begin_visit()
-
-    @property
-    def loss_slope(self) -> float | None:
-        """By which the training loss changes now, nats a token for each sample; None if that is
-        not known, or within two standard errors of nothing."""
-        steps = [step for step in self.steps[-WINDOW_STEPS:] if math.isfinite(step.loss)]
-        if len(steps) < WINDOW_STEPS / 2 or (found := slope(steps)) is None:
-            return None
-        if found == 0.0:
-            return None
-        at, losses = zip(*((float(step.consumed_samples), step.loss) for step in steps))
-        r2 = statistics.correlation(at, losses) ** 2
-        # The square of the slope over its standard error is (n - 2) r2 / (1 - r2).
-        return found / 1000.0 if (len(steps) - 2) * r2 > 4.0 * (1.0 - r2) else None
 
     def measured_step_time(
         self, c: Configuration, interval: int = 1

@@ -11,7 +11,7 @@ from copus_ext.monitor.values import number, seconds_of, table, text, whole
 
 _MOST_BRANCHES = 8
 _LAST_OVER_AVERAGED = 2.0
-"""Error of a loss of last weights over that of averaged ones, as trials of messages take it."""
+"""Error of a loss of last weights over that of averaged ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,6 @@ class ForkBranch:
     """Samples of a step."""
     lr_factor: float
     """Its learning rate over that of the run."""
-    bits: int | None
-    """Bits of a number in messages between stages; None as at the fork."""
     loss_last: float | None
     """Held-out loss of its last weights, nats a token."""
     loss_averaged: float | None
@@ -33,8 +31,7 @@ class ForkBranch:
 
     def __str__(self) -> str:
         rate = "" if self.lr_factor == 1.0 else f" at {self.lr_factor:g} times the rate"
-        bits = f" with messages of {self.bits} bits" if self.bits else ""
-        return f"batch {self.batch}{rate}{bits}"
+        return f"batch {self.batch}{rate}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +61,6 @@ class ForkRecord:
     """Of the whole test."""
     said: str = ""
     """What the controller said of it."""
-
-    @property
-    def is_of_messages(self) -> bool:
-        """Whether it tries short messages. Its last weights are judged then, else the averages."""
-        return any(branch.bits for branch in self.branches)
-
-    def loss_of(self, branch: ForkBranch) -> float | None:
-        """The loss by which a branch is judged."""
-        return branch.loss_last if self.is_of_messages else branch.loss_averaged
 
     @property
     def sd_averaged(self) -> float:
@@ -105,10 +93,10 @@ class ForkRecord:
 
     def _compared(self) -> str:
         """How the branches compare by the loss that judges them."""
-        known = [(loss, b) for b in self.branches if (loss := self.loss_of(b)) is not None]
+        known = [(loss, b) for b in self.branches if (loss := b.loss_averaged) is not None]
         if len(known) < 2:
             return "nothing to compare"
-        sd = self.sd_last if self.is_of_messages else self.sd_averaged
+        sd = self.sd_averaged
         if len(known) == len(self.branches) == 2 and self._differ_in_batch_alone:
             return self._of_batches(sd)
         (best, branch), (second, _) = sorted(known, key=lambda pair: pair[0])[:2]
@@ -120,14 +108,14 @@ class ForkRecord:
     @property
     def _differ_in_batch_alone(self) -> bool:
         batches = {branch.batch for branch in self.branches}
-        others = {(branch.lr_factor, branch.bits) for branch in self.branches}
+        others = {branch.lr_factor for branch in self.branches}
         return len(batches) == 2 and None not in batches and len(others) == 1
 
     def _of_batches(self, sd: float) -> str:
         """What two batches say of the critical batch size."""
         narrow, wide = sorted(self.branches, key=lambda branch: branch.batch or 0)
         small, large = narrow.batch or 1, wide.batch or 1
-        losses = self.loss_start, self.loss_of(narrow), self.loss_of(wide)
+        losses = self.loss_start, narrow.loss_averaged, wide.loss_averaged
         start, first, second = losses
         if start is None or first is None or second is None or not start - first > 2.0 * sd:
             return "the loss fell by too little to compare"
@@ -150,7 +138,7 @@ class ForkRecord:
             return f"fork test {self.kind}" + (f": {self.reason}" if self.reason else "")
         told = []
         for branch in self.branches:
-            loss = self.loss_of(branch)
+            loss = branch.loss_averaged
             told.append(f"{branch} loss {'unknown' if loss is None else f'{loss:.4f}'}")
         end = "discarded" if self.kept is None else f"branch {self.kept} kept"
         return f"fork test over {self.samples} samples: {', '.join(told)}; {end}"
@@ -182,7 +170,6 @@ def _branch(result: dict[str, Any]) -> ForkBranch:
     return ForkBranch(
         batch=whole(about.get("global_batch_size")),
         lr_factor=1.0 if factor is None else factor,
-        bits=whole(about.get("pipeline_message_bits")),
         loss_last=number(result.get("loss_last")),
         loss_averaged=number(result.get("loss_averaged")),
         seconds=number(result.get("seconds")) or 0.0,

@@ -1,11 +1,9 @@
-"""Trains two stages under a controller that tries messages of 8 bits between them, and under one
-that tests the learning rate."""
+"""Trains two stages under a controller that tests the learning rate."""
 
 from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +12,7 @@ from tests.helpers.jobs import TINY, layout_flags, run, steps_of
 
 FLAGS = """--train-samples 3200 --eval-iters 2 --eval-interval 1000 --lr-decay-style constant
 --lr-warmup-samples 8 --use-distributed-optimizer --lr 5e-3"""
-BATCH, LAST, SAVED = 8, 88, 80
+BATCH = 8
 WARM_UP, TESTED, AFTER = 128, 56, 80
 """Steps of the warm-up, before the save behind the test, and of the run with a test: a decision
 comes after the save."""
@@ -30,9 +28,7 @@ def main(output: Path) -> Any:
     from copus_ext.controller.callback import Controller
     from copus_ext.controller.decision_log import NAME, read_journal
     from copus_ext.controller.flags import CopusConfig
-    from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.goodput import message_rule, rate_rule
-    from megatron.training.distributed.stage_link import EightBits
+    from copus_ext.goodput import rate_rule
     from megatron.training.train.callbacks import CallbackContext
 
     class Noting(Controller):
@@ -43,54 +39,26 @@ def main(output: Path) -> Any:
             state = context.state.to_json()
             self.found = [state["callbacks"]["copus_control"], state["settings"]]
 
-    # A link so slow that short messages are predicted to save nearly all of a step.
-    cluster = output / "cluster.json"
-    node = replace(preset("cpu:1"), gpus_per_node=1, nic_bytes_per_s=1e4, nic_is_measured=True)
-    if dist.get_rank() == 0:
-        cluster.write_text(json.dumps(node.resize(2).to_json()))
-    dist.barrier()
     settings: dict[str, Any] = {"copus_policy": "static", "copus_max_micro_batch_size": 1}
-    settings |= {"copus_cluster": str(cluster), "copus_gns_interval": 4}
+    settings |= {"copus_gns_interval": 4}
     results: dict[str, Any] = {}
-    encoded: list[int] = []
-    encode = EightBits.encode
-
-    def noted(self: Any, tensor: Any) -> Any:
-        encoded.append(1)
-        return encode(self, tensor)
 
     def record(name: str, more: list[str], **flags: Any) -> None:
-        encoded.clear()
         where, out = output / name, io.StringIO()
         controller = Noting(CopusConfig(copus=True, **settings, **flags)) if flags else None
         every = [*layout_flags(1, 2, 1), *FLAGS.split(), *more]
         run(every, where, [controller] if controller else [], base=TINY, out=out)
         found: list[Any] = [None] * dist.get_world_size()
-        own = [json.dumps(controller and controller.found), len(encoded)]
+        own = json.dumps(controller and controller.found)
         dist.all_gather_object(found, own)
         if dist.get_rank() == 0:
             results[name] = {
                 "losses": {s["iteration"]: s["losses"]["lm loss"] for s in steps_of(where)},
                 "journal": list(read_journal(where / NAME)) if controller else [],
-                "states": [state for state, _ in found],
-                "encoded": [number for _, number in found],
+                "states": found,
                 "out": out.getvalue(),
             }
 
-    until = ["--exit-interval", str(LAST)]
-    save = ["--save", str(output / "saved"), "--save-interval", str(SAVED)]
-    load = ["--load", str(output / "saved"), "--ckpt-step", str(SAVED)]
-    record("plain", until)
-    # Errors of losses are taken to be small, so that trials of few samples can tell.
-    with patch.object(message_rule, "_LOSS_SD", 1e-5), patch.object(EightBits, "encode", noted):
-        # No slow link is really there, so that nothing is gained.
-        with patch.object(message_rule, "NEEDED_GAIN", 100.0):
-            record("whole", until, copus_message_bits="try")
-        with patch.object(message_rule, "NEEDED_GAIN", 0.0):
-            record("short", [*until, *save], copus_message_bits="try")
-            record("resumed", [*until, *load], copus_message_bits="try")
-            record("kept", [*until, *load], copus_message_bits="keep")
-            record("observed", until, copus_message_bits="try", copus_mode="observe")
     warming = ["--lr-warmup-samples", str(WARM_UP * BATCH), "--exit-interval", str(AFTER)]
     save = ["--save", str(output / "tested"), "--save-interval", str(TESTED)]
     load = ["--load", str(output / "tested"), "--ckpt-step", str(TESTED)]

@@ -329,28 +329,3 @@ def test_decisions_are_due_after_an_interval_and_where_a_schedule_asks() -> None
     assert state.is_due(consumed_samples=40, scheduled=16, **due)
     state.postpone(consumed_samples=40, scheduled=16)
     assert not state.is_due(consumed_samples=48, scheduled=16, **due)
-
-
-def test_other_messages_leave_the_times_of_layouts_without_stages() -> None:
-    state = ControllerState()
-    for layout, seconds in (("tp1.pp1.dp2", 0.1), ("tp1.pp2.dp1", 0.2)):
-        state.step_times[config_key(layout, 1, 8)] = [seconds] * 5
-        state.conditions.earlier_s[config_key(layout, 2, 8)] = seconds
-    state.forget_times_between_stages()
-    assert list(state.step_times) == [config_key("tp1.pp1.dp2", 1, 8)]
-    assert list(state.conditions.earlier_s) == [config_key("tp1.pp1.dp2", 2, 8)]
-    assert state.steps_after_change == 0
-
-
-def test_the_slope_of_the_loss_is_known_where_it_is_clear() -> None:
-    def state(slope: float, scatter: float, number: int = WINDOW_STEPS) -> ControllerState:
-        made = ControllerState()
-        for i in range(number):
-            loss = 3.0 + slope * 8 * i + scatter * (-1) ** i
-            filled(1, state=made, loss=loss)
-        return made
-
-    assert state(-1e-3, 0.01).loss_slope == pytest.approx(-1e-3, rel=0.02)
-    assert state(-1e-3, 1.0).loss_slope is None
-    assert state(0.0, 0.0).loss_slope is None
-    assert state(-1e-3, 0.01, number=WINDOW_STEPS // 2 - 1).loss_slope is None

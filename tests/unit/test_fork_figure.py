@@ -117,11 +117,11 @@ def test_a_verdict_claims_no_more_than_the_losses_bear(
 
 def test_what_the_controller_said_of_a_trial_is_its_verdict(tmp_path: Path) -> None:
     run = usual_run(tmp_path, steps=40)
-    whole, short = branch(8, 2.26, 2.2), branch(8, 2.27, 2.2, pipeline_message_bits=8)
-    write(run.journal, result(whole, short, kept=1))
-    run.journal.append("messages", iteration=40, bits=8, verdict={}, line=HOSTILE)
+    whole, twice = branch(8, 2.26, 2.2), branch(8, 2.27, 2.2, lr_factor=2.0)
+    write(run.journal, result(whole, twice, kept=1))
+    run.journal.append("lr_test", iteration=40, verdict={"factor": 1.0}, line=HOSTILE)
     payload = payload_of(tmp_path)
-    assert "the run went on from batch 8 with messages of 8 bits" in figure(payload)["caption"]
+    assert "the run went on from batch 8 at 2 times the rate" in figure(payload)["caption"]
     assert "<" not in script_json(payload)
 
 
@@ -139,7 +139,7 @@ def test_a_fork_with_anything_in_it_is_shown(odd: Any, tmp_path: Path) -> None:
     record["outcome"] = result(*TWO, kept=0).to_json()
     with (run.path / "journal.jsonl").open("a") as file:
         file.writelines(json.dumps(one) + "\n" for one in others(record, odd))
-        file.write('{"kind": "messages", "line": ["x"]}\n')
+        file.write('{"kind": "lr_test", "line": ["x"]}\n')
     assert script_json(payload_of(tmp_path))
 
 

@@ -129,8 +129,6 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
         micro_batch_size=4,
         critical_batch_size_when_grown=30.0,
         annealing_from=32,
-        message_trials_at=[40, 160],
-        message_trials_not_before=320,
         hold_shrinking_until_samples=400,
         rank_change=RankChange(before=2, after=4, critical_batch_size=30.0),
     )
@@ -145,11 +143,10 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
     assert same.step_times == state.step_times and same.last_decision_samples == 200
     state.enter_phase(before=1, after=4, global_batch_size=16, micro_batch_size=1)
     assert (state.last_decision_samples, state.last_change_samples) == (50, 25)
-    assert same.message_trials_at == [40, 160] and state.message_trials_at == [10, 40]
     assert (state.global_batch_size, state.micro_batch_size, state.annealing_from) == (16, 1, 8)
     assert not state.step_times and not state.steps and state.watch.key == ""
     assert state.critical_batch_size_when_grown is None
-    assert (state.message_trials_not_before, state.hold_shrinking_until_samples) == (80, 100)
+    assert state.hold_shrinking_until_samples == 100
     assert state.rank_change is not None and state.rank_change.critical_batch_size == 7.5
     assert ControllerState.from_json(json.loads(json.dumps(state.to_json()))) == state
 

@@ -39,6 +39,12 @@ def test_state_counts_and_survives_json() -> None:
     assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
+@pytest.mark.parametrize("unknown", [{"old": 1}, {"settings": {"old": None}}])
+def test_a_state_of_another_version_says_what_to_do(unknown: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"^old is not known .*; resume with the version"):
+        TrainState.from_json({**TrainState().to_json(), **unknown})
+
+
 def test_random_streams_differ_in_every_part_and_repeat() -> None:
     seeds = {
         random_seed_at(seed, consumed, "pp", pp, "dp", dp)

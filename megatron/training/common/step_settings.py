@@ -22,8 +22,6 @@ class StepSettings:
     """Multiplies the weight decay of the schedule."""
     beta2: float | None = None
     """Adam's second decay rate; None as the flags say."""
-    pipeline_message_bits: int | None = None
-    """Bits of a number in messages between stages, 8; None as the flags say."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "micro_batch_size"):
@@ -34,8 +32,6 @@ class StepSettings:
             raise ValueError(f"factors must be positive: {self}")
         if self.beta2 is not None and not 0 <= self.beta2 < 1:
             raise ValueError(f"beta2 {self.beta2} must be from 0 to below 1")
-        if self.pipeline_message_bits not in (None, 8):
-            raise ValueError(f"pipeline_message_bits {self.pipeline_message_bits} must be 8")
 
     @property
     def changes_rates(self) -> bool:

@@ -64,6 +64,14 @@ class TrainState:
         """Inverse of `to_json`.
 
         Raises:
-            TypeError: for a counter this version does not know.
+            TypeError: for a counter or a setting that this version does not know.
         """
-        return cls(**{**data, "settings": StepSettings(**data.get("settings", {}))})
+        settings = data.get("settings", {})
+        for kind, found in ((cls, data), (StepSettings, settings)):
+            unknown = sorted({*found} - {f.name for f in dataclasses.fields(kind)})
+            if unknown:
+                raise TypeError(
+                    f"{', '.join(unknown)} is not known to this version of COPUS; resume with the "
+                    "version that saved it"
+                )
+        return cls(**{**data, "settings": StepSettings(**settings)})

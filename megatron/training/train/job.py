@@ -235,12 +235,6 @@ class Job:
         return self._sizes[0]
 
     @property
-    def pipeline_message_bits(self) -> int | None:
-        """Bits of a number in messages between stages in the next step; None for whole ones."""
-        wanted = self.state.settings.pipeline_message_bits
-        return wanted or self.config.parallel.pipeline_message_bits
-
-    @property
     def micro_batch_sizes(self) -> list[int]:
         """Samples of every micro-batch of a replica in the next step; the last may be smaller."""
         batch, micro = self._sizes

@@ -193,7 +193,7 @@ def run_schedule(
     if (compression := job.model.compression) is not None:
         compression.is_exact = is_exact
     if (link := job.model.link) is not None:
-        bits = job.pipeline_message_bits
+        bits = job.config.parallel.pipeline_message_bits
         link.begin(num_microbatches, is_exact=is_exact, message_bits=bits)
         messages = {"p2p_communicator": link, "pg_collection": job.groups}
     if (clip := job.model.group_clip) is not None and not forward_only:
