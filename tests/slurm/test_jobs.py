@@ -46,7 +46,7 @@ def test_signal_node_loss_and_preemption_change_nothing(
     run = tmp_path / "run"
     options = ["--nodes=2-3", "--partition=low", "--time=60"]
     flags = [*FLAGS, "--save-interval", "10"]
-    variables = {"COPUS_RUN": run, "COPUS_TEST_STEP_S": "0.1"}
+    variables = {"COPUS_RUN": run, "COPUS_TEST_STEP_S": "0.25"}
     job = cluster.submit("pretrain.sbatch", flags, *options, **variables)
 
     cluster.wait_for_steps(run, job, 0)
