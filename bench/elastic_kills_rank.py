@@ -34,7 +34,7 @@ from copus_ext.goodput.state import ControllerState
 from copus_ext.launch.layout_fit import layouts_for
 from copus_ext.reshard import change
 from megatron.training.checkpoint.save import Checkpointer
-from megatron.training.common.control import write_ranks
+from megatron.training.common.control import RANKS_FILE
 from megatron.training.common.step_settings import Request
 from megatron.training.config.layout import Layout
 from megatron.training.train import loop, step
@@ -76,7 +76,7 @@ def _ask_for_ranks() -> None:
         path = _PLAN.parent / f"asked-{request['number']}"
         if dist.get_rank() == 0 and _STEP[0] >= request["step"] and not path.exists():
             path.touch()
-            write_ranks(_PLAN.parent / "run", request["ranks"])
+            (_PLAN.parent / "run" / RANKS_FILE).write_text(f"{request['ranks']}\n")
 
 
 def _act(kill: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Does the controller finish sooner than the best static batch that a sweep would have found?
 
-    python -m bench.time_to_loss.scenarios [--seeds N] [--first-seed N] [--only S1,S9]
+    python -m bench.time_to_loss.scenarios [--seeds N] [--first-seed N] [--only S1,S8]
 
 S1: the paper's four clusters, every first batch of the grid, no sweep, two truths: samples of a
 batch B make 1/(1 + B/Phi) progress, and a noisy quadratic whose static batches have the best rate
@@ -17,10 +17,8 @@ S7: the network falls to a quarter of its speed for half of the samples, at the 
 saved over the layout best in hindsight, and over the one best while the network is healthy.
 S8: where a perfect schedule saves less than 2 % over the best static batch: behind that, started
 there. The seven presets, each with four growths of the critical batch size.
-S9: the number of nodes may change: GPU-hours saved at equal time over the best fixed number, which
-adapts batch and layout too (ranks_for_a_price.py).
 
-S6 to S9 know all speeds to 3 %, as after a profile. What a user waits for counts: pauses, measuring
+S6 to S8 know all speeds to 3 %, as after a profile. What a user waits for counts: pauses, measuring
 (as measured by bench.noise_overhead) and deciding. Rules were chosen on seeds 0 and 1. Writes
 docs/results/time_to_loss_scenarios.json, every scenario with its command, commit and date.
 """
@@ -75,9 +73,8 @@ GOALS = {
     "S6": {"figure": 0.06},
     "S7": {"hindsight": 0.04, "healthy": 0.15},
     "S8": {"worst": 0.01},
-    "S9": {"saved": 0.08},
 }
-HIGHER = {"S6", "S7", "S9"}
+HIGHER = {"S6", "S7"}
 """Scenarios whose figures should be at least the goal."""
 OVERHEAD = 0.025
 """Most of a run's time that measuring, deciding and pauses should take."""
@@ -535,12 +532,12 @@ def verdicts(name: str, found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Runs, prints and writes."""
-    from bench.time_to_loss import changing_network, ranks_for_a_price  # which need this module
+    from bench.time_to_loss import changing_network  # which needs this module
 
     parser = arguments(__doc__, FILE)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=10)
-    parser.add_argument("--only", default="S1,S2,S6,S7,S8,S9")
+    parser.add_argument("--only", default="S1,S2,S6,S7,S8")
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     say: Callable[[str], None] = lambda text: print(text, flush=True)  # noqa: E731
@@ -549,7 +546,6 @@ def main() -> None:
         "S6": lambda: {"S6": s6(seeds, say)},
         "S7": lambda: {"S7": changing_network.s7(seeds)},
         "S8": lambda: {"S8": s8(seeds, say)},
-        "S9": lambda: {"S9": ranks_for_a_price.s9(seeds, say)},
     }
     for names, make in todo.items():
         if not {*names.split(",")} & {*args.only.split(",")}:

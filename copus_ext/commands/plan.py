@@ -58,7 +58,6 @@ COMMANDS = {
     "order": "search, and say which node goes where for the best of every batch",
     "nodes": "search, and rank again over unequal links and nodes as they are",
     "phases": "the layouts of a run whose samples or batches grow, made ahead (also --phases)",
-    "elastic": "how many ranks a run should have when, for a price (also --elastic)",
 }
 _FORMER = {
     "cuts": ("--cuts", "partition"),
@@ -124,10 +123,6 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
             out.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     elif command == "phases":
         phase_plan.add_flags(p)
-    elif command == "elastic":
-        from copus_ext.monitor import rank_plan
-
-        rank_plan.add_flags(p)
     elif command in _FLAG_OF:
         p.set_defaults(**{_FLAG_OF[command]: True})
     if command == "partition":
@@ -195,14 +190,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Raises:
         UsageProblem: wrong flags, or flags that exclude each other.
     """
-    for word in ("phases", "elastic"):
-        if f"--{word}" in argv:
-            argv = [word, *(one for one in argv if one not in (f"--{word}", word))]
+    if "--phases" in argv:
+        argv = ["phases", *(one for one in argv if one not in ("--phases", "phases"))]
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UsageProblem(f"there is no command {argv[0]}{nearest(argv[0], COMMANDS)}")
     command = argv[0] if argv and argv[0] in COMMANDS else "search"
     args = parser(command).parse_args(argv[1:] if argv and argv[0] in COMMANDS else argv)
-    args.phases, args.elastic = command == "phases", command == "elastic"
+    args.phases = command == "phases"
     if command == "search":
         given = [(flag, to) for name, (flag, to) in _FORMER.items() if getattr(args, name)]
         given += [("--explain", "explain")] if args.explain is not None else []
@@ -419,8 +413,8 @@ def answer(args: argparse.Namespace) -> int:
 
     started = time.monotonic()
     planner = planner_of(args)
-    if args.phases or args.elastic:
-        return timeline(args, planner)
+    if args.phases:
+        return phases(args, planner)
     wanted = batches(args.global_batch_size)
     if args.explain is not None:
         return explain(args, planner, wanted)
@@ -480,17 +474,10 @@ def answer(args: argparse.Namespace) -> int:
     return 4 if failed else 0
 
 
-def timeline(args: argparse.Namespace, planner: Any) -> int:
-    """Plans what changes during a run: its sample lengths, or its ranks; returns the exit code."""
-    if args.phases:
-        code = phase_plan.answer(args, planner, put)
-    else:
-        from copus_ext.monitor import rank_plan
-
-        code = rank_plan.answer(args, planner, put)
-    has_lengths = args.phases and (
-        args.seq_length_schedule or megatron_flag(args, "seq_length_schedule")
-    )
+def phases(args: argparse.Namespace, planner: Any) -> int:
+    """Plans a run whose samples or batches grow; returns the exit code."""
+    code = phase_plan.answer(args, planner, put)
+    has_lengths = args.seq_length_schedule or megatron_flag(args, "seq_length_schedule")
     # With an answer alone: a refusal is the only line that is printed.
     if code == 0 and not has_lengths:
         tell("plan.py", f"note: {length_line(args, planner.model)}")

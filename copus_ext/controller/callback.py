@@ -6,6 +6,7 @@ apply, record.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
@@ -18,7 +19,7 @@ from copus_ext.controller.conditions_check import have_conditions_changed
 from copus_ext.controller.current_configuration import CurrentConfiguration
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.first_step import first_sizes, leave_batch, tell_lengths
-from copus_ext.controller.flags import CopusConfig, plain_settings
+from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
@@ -31,7 +32,6 @@ from copus_ext.controller.present_samples import (
     flags_in_present_samples,
     ratio_of,
 )
-from copus_ext.controller.rank_requests import RankRequests
 from copus_ext.controller.rate_test import LearningRateTest
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.goodput import policies
@@ -40,7 +40,7 @@ from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.lr_scaling import Ramp, RateRules
 from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, summary
-from copus_ext.goodput.state import ControllerState, RankChange, config_key
+from copus_ext.goodput.state import ControllerState, config_key
 from copus_ext.reshard.phases import ReshardResult
 from megatron.training.common.collectives import broadcast_from_rank0, on_rank0
 from megatron.training.common.errors import Relaunch, UsageError
@@ -80,7 +80,6 @@ class Controller(Callback):
         self.log = DecisionLog(None)
         self.headroom_notice = HeadroomNotice()
         self.lr_test = LearningRateTest(flags, self.log)
-        self.rank_requests = RankRequests(flags, self.log)
         self.table: ThroughputTable | None = None
         self.layout_changes: LayoutChangeManager | None = None
         self.failed, self.keeps_settings = False, self._acts
@@ -94,7 +93,7 @@ class Controller(Callback):
 
     def settings(self) -> dict[str, Any]:
         """The controller's flags."""
-        return plain_settings(self._given)
+        return dataclasses.asdict(self._given)
 
     def tensor_parallel_sizes(self, config: Any) -> list[int]:
         """Those of the layouts that may be chosen."""
@@ -387,8 +386,6 @@ class Controller(Callback):
             return None
         decision = Decision.from_json(answer["decision"])
         self.lr_test.pending = answer["lr_test"]
-        if answer["ranks"] is not None:
-            state.rank_change = RankChange(**answer["ranks"])
         state.record_decision(**position)
         # A change that is made is reported when it is done.
         self._log_text = "" if self._acts and decision.kind != "stay" else decision_line(decision)
@@ -407,11 +404,9 @@ class Controller(Callback):
             applied=decision.kind != "stay" and self._acts,
             seconds=time.perf_counter() - started,
         )
-        run = self.table, self.state, context
-        ranks = self.rank_requests.due(inputs, *run, decision, moving_s=self.pauses.any_s)
         lr_test = self.lr_test.due(inputs, decision, self.state, context)
         answer = {"decision": decision.to_json(), "lr_test": lr_test}
-        return json.loads(json.dumps({**answer, "ranks": ranks}, allow_nan=False))
+        return json.loads(json.dumps(answer, allow_nan=False))
 
     def _inputs(self, context: CallbackContext) -> DecisionInputs:
         """The inputs of a decision, on rank 0."""

@@ -68,7 +68,7 @@ class DecisionLog:
 
         Args:
             kind: `start`, `decision`, `outcome`, `conditions`, `spike`, `paused`,
-                `resumed`, `phase`, `messages`, `ranks`, `failure` or `end`; for a change of layout
+                `resumed`, `phase`, `messages`, `failure` or `end`; for a change of layout
                 `switch` and `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`;
                 for a fork test `fork.begin` and `fork`.
             fields: plain JSON types; positions in samples of the present phase.

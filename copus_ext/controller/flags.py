@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +73,6 @@ class CopusConfig:
     copus_relayout: str = option("inprocess", choices=("inprocess", "relaunch"))
     """How to change the layout. inprocess: in the running processes, from memory to memory.
     relaunch: save, exit, and let the launcher start the run again."""
-    copus_ranks: str | None = option(None)
-    """MIN-MAX, such as 16-64: ranks that an elastic run may ask for, in whole nodes. Those that it
-    can do without leave, and the launcher asks the cluster for more. Default: as many as there
-    are."""
-    copus_cost_of_time: float | None = option(None)
-    """With --copus-ranks: what an hour of waiting is worth, in hours of a rank. 0 takes the fewest
-    rank-hours, inf the least time. The command `plan elastic` works one out."""
     copus_prebuild: int = _setting(0)
     """Number of other layouts whose process groups stay built. This shortens the pause of a change.
     Each costs sockets and threads, and memory with NCCL."""
@@ -191,15 +182,6 @@ def check_has_copus(given: Collection[str], *, is_on: bool) -> None:
         raise UsageError(
             f"{', '.join(idle)}: no effect without --copus; add --copus, or remove {it}"
         )
-
-
-def plain_settings(flags: CopusConfig) -> dict[str, Any]:
-    """The settings by name as plain JSON types, which know no infinity: it becomes a text that a
-    command line and a file read as the number."""
-    return {
-        name: "inf" if value == math.inf else value
-        for name, value in dataclasses.asdict(flags).items()
-    }
 
 
 def read_settings(path: Path) -> dict[str, Any]:

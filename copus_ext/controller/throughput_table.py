@@ -45,8 +45,6 @@ _PER_BATCH = 64
 _ASSUMED_SD = 0.05
 """Relative uncertainty of a throughput that is assumed to be the present one."""
 _MEASURED_SD = 0.01
-_OTHER_RANKS_SD = 0.08
-"""The same of a prediction for another number of ranks, over the present one."""
 
 
 def gpu_of(config: Config) -> tuple[str, float] | None:
@@ -110,7 +108,6 @@ class ThroughputTable:
         self.profiled: list[Timing] = []
         self.planner: Planner | None = None
         self._legal: dict[Layout, bool] = {}
-        self._elsewhere: dict[int, Planner] = {}
         try:
             model = model_of(config)
             cluster = _cluster(flags, gpu, config.layout.world_size, link)
@@ -170,38 +167,6 @@ class ThroughputTable:
         if before == after:
             return 1.0
         return self.raw_step_s(c, after) / self.raw_step_s(c, before)
-
-    def rows_of_ranks(
-        self, ranks: Sequence[int], batches: Sequence[int], *, now: ConfigThroughput
-    ) -> list[ConfigThroughput]:
-        """Configurations of other numbers of ranks, as predicted. What the present one runs at over
-        its own prediction corrects them.
-
-        Args:
-            ranks: whole nodes; those on which nothing fits, and the present number, are left out.
-            batches: samples.
-            now: the present configuration.
-        """
-        planner, rows = self.planner, []
-        if planner is None:
-            return []
-        raw = now.global_batch_size / self.raw_step_s(now.configuration, self._factors)
-        for count in ranks:
-            if count == now.layout.world_size:
-                continue
-            if count not in self._elsewhere:
-                self._elsewhere[count] = Planner(
-                    planner.model,
-                    planner.cluster.resize(count),
-                    constants=planner.constants,
-                    limits=planner.limits,
-                )
-            self._elsewhere[count].set_peaks(planner.peaks)
-            for plan in self._elsewhere[count].rank(list(batches), top=_PER_BATCH):
-                for r in plan.ranked:
-                    speed = r.prediction.samples_per_s * now.samples_per_s / raw
-                    rows.append(_row(r.configuration, speed, _OTHER_RANKS_SD, "predicted"))
-        return rows
 
     @property
     def peak_flops(self) -> float | None:

@@ -1,8 +1,8 @@
 """Who leaves where a run asks for fewer ranks, and who is asked where it wants more.
 
-The controller, or whoever runs the job, writes the number into `control/ranks` in the run's
-directory. The launcher that leads looks there. Nodes leave as a whole, the last ones first. Nobody
-but the cluster can bring more: the launcher says so, and runs the command that it was given.
+Whoever runs the job writes the number into `control/ranks` in the run's directory. The launcher
+that leads looks there. Nodes leave as a whole, the last ones first. Nobody but the cluster can
+bring more: the launcher says so, and runs the command that it was given.
 """
 
 from __future__ import annotations

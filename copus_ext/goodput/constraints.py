@@ -202,7 +202,7 @@ def _swing_needed(s: DecisionInputs, to: ConfigThroughput, then: float | None) -
     else:
         # Of two numbers, one of which is not measured, the difference has less doubt.
         is_mixed = s.changed_by_bound or s.is_critical_batch_size_bound
-        factor = swing_factor(s.noise_interval_variance / (2 if is_mixed else 1))
+        factor = _swing_factor(s.noise_interval_variance / (2 if is_mixed else 1))
     moved = now / then if grows else then / now
     has_moved = moved >= factor if factor > 1.0 else moved > 1.0
     return 0.0 if has_moved else factor
@@ -227,7 +227,7 @@ def _do_speeds_ask(s: DecisionInputs, to: ConfigThroughput, then: float) -> bool
     return here > 0 and there > here * math.exp(switch_rule.BATCH_MARGIN + switch_rule.Z * sd)
 
 
-def swing_factor(log_noise_variance: float) -> float:
+def _swing_factor(log_noise_variance: float) -> float:
     """Factor by which a critical batch size must have changed for a change to be undone.
 
     Args:

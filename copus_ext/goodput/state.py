@@ -6,7 +6,7 @@ Every rank keeps the same state, and every checkpoint holds it as plain JSON typ
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from copus_ext.cost_model.conditions import Timings, is_small
@@ -46,20 +46,6 @@ scale's average."""
 def key_of(c: Configuration) -> str:
     """Key of a configuration in `ControllerState.step_times`."""
     return config_key(str(c.layout), c.micro_batch_size, c.global_batch_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankChange:
-    """Another number of ranks that was asked for."""
-
-    before: int
-    """Ranks then."""
-    after: int
-    """Ranks that were asked for."""
-    critical_batch_size: float
-    """That it went by, samples."""
-    iteration: int = 0
-    """Steps done then."""
 
 
 @dataclass(kw_only=True)
@@ -129,8 +115,6 @@ class ControllerState:
     """What has become slower than usual."""
     lr_tested_at: int | None = None
     """Samples at which the learning rate was tested by forks; None before."""
-    rank_change: RankChange | None = None
-    """The last number of ranks that was asked for; whether it has come shows elsewhere."""
 
     def __post_init__(self) -> None:
         self._shift: StepTimeShift | None = None
@@ -163,8 +147,6 @@ class ControllerState:
         }
         if data.get("loss_watch") is not None:
             parts["loss_watch"] = LossWatch(**data["loss_watch"])
-        if data.get("rank_change") is not None:
-            parts["rank_change"] = RankChange(**data["rank_change"])
         if "conditions" in data:
             parts["conditions"] = Conditions.from_json(data["conditions"])
         known = {name: value for name, value in data.items() if name != RETIRED}
@@ -293,9 +275,6 @@ class ControllerState:
             self.annealing_from = max(rescaled(self.annealing_from), 1)
         self.critical_batch_size_when_shrunk = self.critical_batch_size_when_grown = None
         self.left = {}
-        if (ranks := self.rank_change) is not None:
-            critical = ranks.critical_batch_size * before / after
-            self.rank_change = replace(ranks, critical_batch_size=critical)
         self.steps, self.step_times, self.open_change, self.loss_watch = [], {}, None, None
         self.steps_after_change = 0
         self.conditions.earlier_s, self.watch, self._shift = {}, StepTimeWatch(), None

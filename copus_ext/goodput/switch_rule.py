@@ -1,4 +1,4 @@
-"""The gain that a change needs, and the changes that a known course asks for.
+"""The gain that a change needs.
 
 `forward` asks for a gain that pays for the pause in the rest of the run, with confidence. `paper`
 (Algorithm 2 of arXiv 2604.26687) goes by the time spent so far.
@@ -7,9 +7,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
-import numpy as np
 
 Z = 1.28
 """Standard deviations of confidence: right nine times of ten."""
@@ -88,36 +85,3 @@ def relayout_blocked_reason(
     if paused_s > MOST_PAUSED * elapsed_s + cost_s:
         return f"pauses already took {paused_s:.0f} of {elapsed_s:.0f} s"
     return ""
-
-
-def best_moves(
-    times: Sequence[Sequence[float]] | np.ndarray, costs_s: Sequence[Sequence[float]] | np.ndarray
-) -> tuple[list[int], float]:
-    """The layouts of all segments of a run that take least time together.
-
-    Args:
-        times: for each segment its seconds under each layout.
-        costs_s: seconds of a change from each layout (row) to each between two segments.
-
-    Returns:
-        A layout for every segment, and the seconds. The run starts in any layout.
-    """
-    costs = np.asarray(costs_s, dtype=float)
-    best = np.zeros(len(costs))
-    choices = []
-    for segment, row in enumerate(times):
-        came = np.arange(len(costs))
-        if segment:
-            ways = best[:, None] + costs
-            came = np.argmin(ways, axis=0)
-            stays = np.diag(ways) <= ways.min(axis=0)
-            came = np.where(stays, np.arange(len(costs)), came)
-            best = ways[came, np.arange(len(costs))]
-        best = best + np.asarray(row)
-        choices.append(came)
-    at = int(np.argmin(best))
-    total, path = float(best[at]), [at]
-    for came in reversed(choices[1:]):
-        at = int(came[at])
-        path.append(at)
-    return path[::-1], total

@@ -103,7 +103,7 @@ def run_asked(args: argparse.Namespace, model: Any) -> Run:
     return Run(lengths=text, batch=batch, stages=stages)
 
 
-def held_by(planner: Any) -> Callable[[Any], int]:
+def _held_by(planner: Any) -> Callable[[Any], int]:
     """Returns a function that says how many bytes of state the rank that holds most has under a
     layout."""
     from copus_ext.cost_model.memory import (
@@ -136,7 +136,7 @@ def pauses_on(planner: Any) -> Callable[[Any, Any], float]:
     machine, world = Machine.of(cluster), cluster.world_size
     sizes = [tp for tp in divisors(world) if tp <= cluster.gpus_per_node]
     counted = predictor_of(shape_for(model, tp_sizes=sizes, sharded=True), machine)
-    held = held_by(planner)
+    held = _held_by(planner)
 
     @functools.cache
     def pause(before: Any, after: Any) -> float:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.goodput.switch_rule import best_moves
 from copus_ext.simulate.contenders import Contender
 from copus_ext.simulate.run import Run, simulate
 from copus_ext.simulate.scenario import Scenario
@@ -59,6 +58,39 @@ def segments(scenario: Scenario, speeds: Speeds, target: float) -> tuple[list[li
         rates = [dynamics.rates(r.global_batch_size) * r.samples_per_s for r in rows]
         columns.append(lengths / np.max(rates, axis=0)[: len(lengths)])
     return np.stack(columns, axis=1).tolist(), speeds.layouts
+
+
+def best_moves(
+    times: Sequence[Sequence[float]] | np.ndarray, costs_s: Sequence[Sequence[float]] | np.ndarray
+) -> tuple[list[int], float]:
+    """The layouts of all segments of a run that take least time together.
+
+    Args:
+        times: for each segment its seconds under each layout.
+        costs_s: seconds of a change from each layout (row) to each between two segments.
+
+    Returns:
+        A layout for every segment, and the seconds. The run starts in any layout.
+    """
+    costs = np.asarray(costs_s, dtype=float)
+    best = np.zeros(len(costs))
+    choices = []
+    for segment, row in enumerate(times):
+        came = np.arange(len(costs))
+        if segment:
+            ways = best[:, None] + costs
+            came = np.argmin(ways, axis=0)
+            stays = np.diag(ways) <= ways.min(axis=0)
+            came = np.where(stays, np.arange(len(costs)), came)
+            best = ways[came, np.arange(len(costs))]
+        best = best + np.asarray(row)
+        choices.append(came)
+    at = int(np.argmin(best))
+    total, path = float(best[at]), [at]
+    for came in reversed(choices[1:]):
+        at = int(came[at])
+        path.append(at)
+    return path[::-1], total
 
 
 def optimum(scenario: Scenario, speeds: Speeds, target: float) -> Optimum:

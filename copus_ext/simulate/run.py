@@ -320,7 +320,7 @@ class Runner:
             in_warmup=in_warmup,
             lr_decay_factor=self._decay(),
             paused=False,
-            priors_s={layout: self._prior_s(self.row.layout, layout) for layout in layouts},
+            priors_s={layout: s.prior_s(self.row.layout, layout) for layout in layouts},
         )
 
     def _decide(self) -> None:
@@ -388,11 +388,11 @@ class Runner:
             self.lr_factor = self.rates.lr_factor(batch)
         if decision.kind == "relayout":
             pair = before.layout, to.layout
-            cost_s = self._pause_s(*pair)
+            cost_s = self.scenario.pause_s(*pair)
             self.clock_s += cost_s
             self.state.elapsed_s += cost_s
             self.state.layout_costs.record_success(
-                seconds=cost_s, iteration=self.out.steps, prior_s=self._prior_s(*pair)
+                seconds=cost_s, iteration=self.out.steps, prior_s=self.scenario.prior_s(*pair)
             )
         self.state.record_outcome(now=True)
         self.state.apply(
@@ -415,14 +415,6 @@ class Runner:
         if decision.kind == "relayout":
             self._enter_layout()
         self._note()
-
-    def _pause_s(self, before: Layout, after: Layout) -> float:
-        """Seconds that a change takes."""
-        return self.scenario.pause_s(before, after)
-
-    def _prior_s(self, before: Layout, after: Layout) -> float:
-        """Seconds that the run predicts for it before it has measured one."""
-        return self.scenario.prior_s(before, after)
 
     def _enter_layout(self) -> None:
         """Rules of decisions and rates under the current layout, as in a real run."""

@@ -41,6 +41,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.space import Limits
 from copus_ext.simulate.scenario import preset as shipped
+from megatron.training.common.control import GENERATION_VARIABLE
 from megatron.training.common.errors import UsageError, counted
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.config.arguments import parse_args, resolve
@@ -543,6 +544,29 @@ def test_a_cluster_is_the_one_of_the_run_and_known_by_its_name_or_found(tmp_path
     (tmp_path / "own.json").write_text(json.dumps(own.to_json()))
     named = flags(copus_cluster=str(tmp_path / "own.json"))
     assert ThroughputTable(config(), named, gpu=None).peak_flops == 7e9
+
+
+@pytest.mark.parametrize("has_links", [False, True])
+def test_a_cluster_that_a_flag_describes_follows_the_ranks_of_an_elastic_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    monkeypatch.setenv(GENERATION_VARIABLE, "launch/2")
+    text = "h100-80g:16"
+    if has_links:
+        spec = preset(text).to_json()
+        spec["links"] = {"bytes_per_s": [[1e10] * 2] * 2, "latency_s": [[1e-5] * 2] * 2}
+        (tmp_path / "cluster.json").write_text(json.dumps(spec))
+        text = str(tmp_path / "cluster.json")
+    for more, world in (("", 8), ("--global-batch-size 12", 6)):
+        table = ThroughputTable(config(more, world=world), flags(copus_cluster=text), gpu=None)
+        assert table.cluster is not None and table.cluster.world_size == world
+
+
+def test_the_journal_which_knows_no_infinity_can_hold_every_setting() -> None:
+    for field in fields(CopusConfig):
+        if "float" in str(field.type):
+            with pytest.raises(UsageError):
+                check(flags(**{field.name: math.inf}))
 
 
 def test_words_for_the_log() -> None:

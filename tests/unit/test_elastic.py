@@ -38,7 +38,6 @@ from megatron.training.common.control import (
     LOCK_FILE,
     RANKS_FILE,
     ranks_asked,
-    write_ranks,
 )
 from megatron.training.common.errors import UsageError
 from megatron.training.common.train_state import TrainState
@@ -135,9 +134,15 @@ def test_those_that_stay_keep_what_those_that_leave_hold() -> None:
     assert Generation.from_json(json.loads(json.dumps(following.to_json()))) == following
 
 
+def ask_for(run_dir: Path, ranks: int) -> None:
+    """Writes the file as a user does."""
+    (run_dir / RANKS_FILE).parent.mkdir(exist_ok=True)
+    (run_dir / RANKS_FILE).write_text(f"{ranks}\n")
+
+
 def test_the_same_number_asked_for_again_is_another_request(tmp_path: Path) -> None:
     assert ranks_asked(tmp_path) is None
-    write_ranks(tmp_path, 8)
+    ask_for(tmp_path, 8)
     first = ranks_asked(tmp_path)
     os.utime(tmp_path / RANKS_FILE, ns=(1, 1))
     second = ranks_asked(tmp_path)
@@ -204,7 +209,7 @@ def agent(tmp_path: Path, *ranks: int, node: int = 0) -> Agent:
 
 
 def ask(one: Agent, tmp_path: Path, ranks: int) -> None:
-    write_ranks(tmp_path, ranks)
+    ask_for(tmp_path, ranks)
     one._resize()
 
 

@@ -82,12 +82,11 @@ def test_an_answer_says_how_long_the_samples_are(capsys: pytest.CaptureFixture[s
         assert (inputs["seq_length_from"], inputs["model"]["seq_length"]) == (source, 128)
 
 
-@pytest.mark.parametrize("command", ["phases", "elastic --copus-ranks 8-16"])
 @pytest.mark.parametrize("form", ["", "--json", "--output"])
 def test_a_plan_of_a_run_says_how_long_the_samples_are(
-    command: str, form: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    form: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    asked = f"{command} --model copus-quickstart --cluster a100-80g:8 --global-batch-size 32"
+    asked = "phases --model copus-quickstart --cluster a100-80g:8 --global-batch-size 32"
     form = form.replace("--output", f"--output {tmp_path / 'plan.txt'}")
     code, _, err = run(capsys, f"{asked} {form}")
     line = "plan.py: note: samples of 128 tokens, the context of copus-quickstart"

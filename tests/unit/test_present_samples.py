@@ -22,7 +22,7 @@ from copus_ext.controller.present_samples import (
 )
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.messages import summary
-from copus_ext.goodput.state import ControllerState, RankChange, config_key
+from copus_ext.goodput.state import ControllerState, config_key
 from megatron.training.common.errors import UsageError
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.common.train_state import TrainState
@@ -130,7 +130,6 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
         critical_batch_size_when_grown=30.0,
         annealing_from=32,
         hold_shrinking_until_samples=400,
-        rank_change=RankChange(before=2, after=4, critical_batch_size=30.0),
     )
     key = config_key("tp1.pp1.dp1", 4, 64)
     for i in range(9):
@@ -147,7 +146,6 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
     assert not state.step_times and not state.steps and state.watch.key == ""
     assert state.critical_batch_size_when_grown is None
     assert state.hold_shrinking_until_samples == 100
-    assert state.rank_change is not None and state.rank_change.critical_batch_size == 7.5
     assert ControllerState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 

@@ -23,7 +23,7 @@ SAVE_FILE = Path("control") / "save"
 PAUSE_FILE = Path("control") / "pause"
 """While it is there a controller decides nothing."""
 RANKS_FILE = Path("control") / "ranks"
-"""The number of ranks that an elastic run should have, written by its controller or by hand."""
+"""The number of ranks that an elastic run should have. Whoever runs the job writes it."""
 LOCK_FILE = Path("control") / "lock"
 """Who is writing this directory."""
 HEARTBEATS = Path("control") / "heartbeat"
@@ -158,19 +158,6 @@ class RanksAsked(NamedTuple):
     """At least 1; 0 where the text is no such number."""
     written_ns: int
     """When, by the clock of the file system."""
-
-
-def write_ranks(run_dir: Path, ranks: int) -> None:
-    """Asks the launchers of an elastic run for so many ranks.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path = run_dir / RANKS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new-{uuid.uuid4().hex}")
-    new.write_text(f"{ranks}\n")
-    os.replace(new, path)
 
 
 def ranks_asked(run_dir: Path) -> RanksAsked | None:
