@@ -110,6 +110,15 @@ def make_dataset(prefix: Path) -> str:
     return f"{prefix}_text_document"
 
 
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of results that grows, without a line that a kill cut short."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """What a finished run wrote."""

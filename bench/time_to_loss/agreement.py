@@ -33,7 +33,7 @@ import numpy as np
 from bench.support import RESULTS, ROOT, TRAINER, arguments, origin, read_run, torchrun
 from bench.time_to_loss import real_clock, real_clock_figures
 from bench.time_to_loss.real_clock import Spec, flags_of
-from bench.time_to_loss.real_clock_figures import Curve, Rows, Runs, Way, smooth, usual
+from bench.time_to_loss.real_clock_figures import Curve, Rows, Way, smooth, usual
 from bench.time_to_loss.real_clock_scenarios import S4
 from bench.time_to_loss.scenarios import DECIDING_S, MEASURING
 from copus_ext.controller.flags import CopusConfig
@@ -329,7 +329,7 @@ def of_seed(rows: Rows, seed: int, noise: Noise) -> dict[str, Any]:
         and (row["spec"]["rate"], row["spec"]["warmup"]) == (reference.rate, reference.warmup)
     }
     warmup = int(reference.warmup * S4.samples)
-    _, ours = real_clock_figures.curves_of(Runs(rows=rows), link, seed)
+    _, ours = real_clock_figures.curves_of(rows, link, seed)
     found = fit(statics, noise, S4.reference_batch, warmup)
     targets = targets_of(statics[S4.reference_batch], [*ours.values()])
     runs = {}

@@ -1,26 +1,20 @@
-"""Does the controller keep up with a network that becomes slow for half of a run?
-
-    python -m bench.time_to_loss.changing_network [--seeds N] [--first-seed N]
+"""S7 of `scenarios`: does the controller keep up with a network that is slow for half of a run?
 
 Eight H100 in four nodes of two train llama-3.2-3b with a fixed batch, on the virtual clock of
 tools/simulate.py. After a quarter of the samples the network falls to a quarter of its speed, and
 after three quarters it comes back. Step times scatter by 5 %. The controller may only change the
 layout. It is compared with two fixed layouts: the one that was best in hindsight, and the one that
-is best while the network is healthy. Deciding and pauses count. Writes
-docs/results/changing_network.json. S7 of `bench.time_to_loss.scenarios` is the mean of the batches
-that are the best static one, or nearly.
+is best while the network is healthy. Deciding and pauses count.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from bench.support import arguments, origin
 from bench.time_to_loss import scenarios
 from bench.time_to_loss.intervals import interval_of_few
 from copus_ext.controller.flags import CopusConfig
@@ -122,34 +116,3 @@ def s7(seeds: Sequence[int]) -> dict[str, Any]:
         },
         "rows": rows,
     }
-
-
-def main() -> None:
-    """Runs, prints and writes."""
-    parser = arguments(__doc__, "changing_network.json")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=10)
-    args = parser.parse_args()
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    rows = [one(batch, seeds) for batch in BATCHES]
-    for r in rows:
-        print(
-            f"batch {r['batch']}: healthy best {r['healthy']} {r['healthy_s']:.0f} s, hindsight "
-            f"{r['hindsight']} {r['hindsight_s']:.0f} s, controller "
-            f"{', '.join(f'{x:.0f}' for x in r['controller_s'])} s: saves "
-            f"{100 * r['saved_over_hindsight']:.1f} % over hindsight, "
-            f"{100 * r['saved_over_healthy']:.1f} % over healthy; {r['changes']}",
-            flush=True,
-        )
-    met = [
-        r["batch"]
-        for r in rows
-        if r["saved_over_hindsight"] >= GOAL_HINDSIGHT and r["saved_over_healthy"] >= GOAL_HEALTHY
-    ]
-    print(f"at least 4 % over hindsight and 15 % over healthy: batches {met}")
-    result = {"what": "a network that is slow for half of a run", "rows": rows, "met": met}
-    args.output.write_text(json.dumps({**result, **origin()}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

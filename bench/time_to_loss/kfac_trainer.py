@@ -30,12 +30,12 @@ from bench.support import (
     arguments,
     make_dataset,
     origin,
+    read_jsonl,
     read_run,
     torchrun,
     write,
 )
 from bench.time_to_loss import real_clock
-from bench.time_to_loss.atlas import read
 from bench.time_to_loss.real_clock import Spec, flags_of
 from bench.time_to_loss.real_clock_scenarios import S4
 
@@ -70,7 +70,7 @@ class Runs:
 
     def __init__(self, path: Path) -> None:
         self._path, self._work = path, ROOT / "runs" / path.stem
-        self._rows = {row["key"]: row for row in read(path)}
+        self._rows = {row["key"]: row for row in read_jsonl(path)}
         self._data = str(self._work / "stdlib_text_document")
         if not Path(f"{self._data}.idx").exists():
             self._work.mkdir(parents=True, exist_ok=True)

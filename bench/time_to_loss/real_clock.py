@@ -8,23 +8,20 @@ row of the results file is one run; a killed command goes on where it was. S3: t
 model, three links, `--copus --copus-layouts all` from five first batches on data parallelism,
 behind the best static batch. Seeds 2 and 3 share those runs between them; seed 1, which was in view
 when the rule was chosen, is shown apart. S4: a small model on data parallelism over 100 Mbit/s,
-`--copus` from four first batches, saved over the best static batch. S4K: the same with `--kfac` in
-all runs, saved over the best static batch with it.
+`--copus` from four first batches, saved over the best static batch.
 
 Rates are tuned on seed 0 for each static batch: three rates a factor of 2 apart, more while the
 best one is at an end, then the longer warm-up. Runs under the controller have the rate and warm-up
 of the reference batch, by the rule that the controller follows. Their clock counts everything but
 evaluations: set-up, measuring, deciding, pauses.
 
-Runs under the controller, timings and the compared static runs of S4K need a quiet machine.
-`--losses` trains the other static runs alone. Their losses do not depend on the clock, so they can
-go on beside other work.
+Runs under the controller and timings need a quiet machine. `--losses` trains the static runs alone.
+Their losses do not depend on the clock, so they can go on beside other work.
 
 On a quiet machine a run of S4 takes about 100 s (75 to 130 by its clock, 150 with start and
 evaluations), one of S3 about 280 s. The first seed of S4 is there after 70 minutes, all of S4 after
-2 hours, all of S4K in 70 minutes, all of S3 in 6 hours. `--losses` holds 70 minutes of S4, 15
-of S4K and 2.5 hours of S3. S4 has 0.4M parameters: with 1M and five tokens for each a run would
-take ten minutes.
+2 hours, all of S3 in 6 hours. `--losses` holds 70 minutes of S4 and 2.5 hours of S3. S4 has 0.4M
+parameters: with 1M and five tokens for each a run would take ten minutes.
 """
 
 from __future__ import annotations
@@ -54,11 +51,11 @@ from bench.support import (
     arguments,
     make_dataset,
     origin,
+    read_jsonl,
     read_run,
 )
 from bench.time_to_loss import real_clock_figures as figures
-from bench.time_to_loss.atlas import best_trial, read
-from bench.time_to_loss.real_clock_scenarios import NO_LIMIT, QUICK, S3, S4, S4K, Scenario
+from bench.time_to_loss.real_clock_scenarios import NO_LIMIT, S3, S4, Scenario
 from bench.time_to_loss.scenarios import FILE as SCENARIOS
 from bench.time_to_loss.scenarios import save
 from copus_ext.planner.configuration import Configuration
@@ -108,7 +105,7 @@ class Spec:
     @property
     def counts_by_clock(self) -> bool:
         """Whether its own clock counts, so that nothing else may run beside it."""
-        return self.kind != "static" or self.link != NO_LIMIT
+        return self.kind != "static"
 
     @property
     def ranks(self) -> int:
@@ -119,6 +116,14 @@ class Spec:
 Losses = dict[str, float]
 """Last held-out loss of each finished run, by its key; 0 for a timing."""
 Search = Generator[Spec, None, "Spec | None"]
+
+
+def best_trial(done: Losses, trials: Sequence[Spec]) -> Search:
+    """Yields the trials that are missing; returns the one of least loss, or None while some are."""
+    if missing := [spec for spec in trials if spec.key not in done]:
+        yield from missing
+        return None
+    return min(trials, key=lambda spec: done[spec.key])
 
 
 def _static(s: Scenario, batch: int) -> Spec:
@@ -154,10 +159,10 @@ def tuned(s: Scenario, batch: int, done: Losses) -> Search:
 
 def compared(s: Scenario, best: Spec, seed: int) -> list[Spec]:
     """The static runs of a batch, with its tuned rate, that stand against runs under the
-    controller: of the scenario's length first. The others train without a link."""
-    whole = replace(best, seed=seed, link=s.links[0] if s.counts_own_clock else NO_LIMIT)
+    controller: of the scenario's length first."""
+    whole = replace(best, seed=seed)
     lengths = (length for batch, length in s.lengths if batch == best.batch)
-    return [whole, *(replace(whole, link=NO_LIMIT, length=length) for length in lengths)]
+    return [whole, *(replace(whole, length=length) for length in lengths)]
 
 
 def timings(s: Scenario, link: str, seed: int) -> Iterator[Spec]:
@@ -324,7 +329,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
 def rows_of(path: Path, scenarios: Sequence[Scenario]) -> list[dict[str, Any]]:
     """Finished runs of the scenarios as they are now."""
     digests = {s.name: s.digest for s in scenarios}
-    return [r for r in read(path) if digests.get(r["spec"]["scenario"]) == r["digest"]]
+    return [r for r in read_jsonl(path) if digests.get(r["spec"]["scenario"]) == r["digest"]]
 
 
 def _cpu_s() -> tuple[float, float]:
@@ -469,7 +474,7 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
     """Prints the figures of every scenario that has a complete seed, and writes them."""
     rows, found = rows_of(path, scenarios), {}
     for s in scenarios:
-        own = figures.Runs(rows=tuned_rows(s, rows), own_clock=s.counts_own_clock)
+        own = tuned_rows(s, rows)
         seeds, comparisons = figures.compare(
             own,
             {seed: s.starts_of(seed) for seed in s.seeds},
@@ -482,7 +487,7 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
             continue
         command = f"python -m bench.time_to_loss.real_clock --only {s.name}"
         command = f"sudo {command} && {command} --summary"
-        commits = sorted({row["commit"] for row in own.rows})
+        commits = sorted({row["commit"] for row in own})
         about = figures.result(s.name, comparisons, seen=s.seen, sharing=s.sharing)
         made = {"command": command, "commits": commits, "date": origin()["date"]}
         found[s.name] = {**about, **made}
@@ -492,12 +497,9 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
                 f"{one.seconds:.1f} s to {one.loss:.3f}, static {one.best_batch} {one.best_s:.1f} s"
             )
         print("\n".join(figures.verdicts(s.name, about)))
-        if not s.counts_own_clock:
-            counted = [one for one in comparisons if one.seed in about["seeds"]]
-            parts = found[s.name]["parts"] = figures.mean_parts(own, counted)
-            print(
-                f"{s.name} takes its time for", ", ".join(f"{k} {v:.3f}" for k, v in parts.items())
-            )
+        counted = [one for one in comparisons if one.seed in about["seeds"]]
+        parts = found[s.name]["parts"] = figures.mean_parts(own, counted)
+        print(f"{s.name} takes its time for", ", ".join(f"{k} {v:.3f}" for k, v in parts.items()))
     save(output, found)
     clocked_rows = [row for row in rows if Spec(**row["spec"]).counts_by_clock]
     busy = [r["key"] for r in clocked_rows if r["others_cpu_s"] > _BUSY * r["wall_s"]]
@@ -511,7 +513,7 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
     Raises:
         SystemExit: there is none.
     """
-    runs = figures.Runs(rows=tuned_rows(s, rows_of(path, [s])), own_clock=s.counts_own_clock)
+    runs = tuned_rows(s, rows_of(path, [s]))
     seeds, found = figures.compare(
         runs, {seed: s.starts_of(seed) for seed in s.seeds}, batches=s.statics
     )
@@ -525,29 +527,19 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
 def main() -> None:
     """Does what the command line asks for."""
     p = arguments(__doc__, FILE)
-    p.add_argument("--only", choices=("S3", "S4", "S4K"))
+    p.add_argument("--only", choices=("S3", "S4"))
     p.add_argument("--minutes", type=float, default=1e9, help="after which no run begins")
     p.add_argument("--losses", action="store_true", help="only what needs no quiet machine")
-    p.add_argument("--quick", action="store_true", help="tiny sizes, in runs/; two minutes")
     p.add_argument("--summary", action="store_true", help="figures from the file, no runs")
     p.add_argument("--draw", action="store_true", help="figure from the file, no runs")
     args: argparse.Namespace = p.parse_args()
-    if args.only == "S4K" and (args.quick or args.draw):
-        p.error("S4K has no quick form and no figure; drop --quick or --draw, or --only")
-    scenarios = [s for s in (QUICK if args.quick else (S4, S4K, S3)) if args.only in (None, s.name)]
-    path, summary = args.output, RESULTS / SCENARIOS
-    if args.quick and path == RESULTS / FILE:
-        path = ROOT / "runs" / "time_to_loss_real_clock_quick.jsonl"
-    if args.quick:
-        summary = path.with_suffix(".summary.json")
-    if args.summary and args.only == "S4K":
-        scenarios.append(S4)  # its static runs are compared with
+    scenarios = [s for s in (S4, S3) if args.only in (None, s.name)]
     if not (args.summary or args.draw):
-        run(path, scenarios, args.minutes, only_losses=args.losses)
-    if args.summary or args.quick:
-        summarise(path, scenarios, summary)
-    if args.draw or args.quick:
-        draw(path, next(s for s in scenarios if s.name == "S4"), path.with_suffix(".svg"))
+        run(args.output, scenarios, args.minutes, only_losses=args.losses)
+    if args.summary:
+        summarise(args.output, scenarios, RESULTS / SCENARIOS)
+    if args.draw:
+        draw(args.output, S4, args.output.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

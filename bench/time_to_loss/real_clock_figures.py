@@ -7,8 +7,7 @@ ones. So its set-up, pauses, decisions and slow first steps count as they were.
 
 A static run trains on a link without limit, because its losses do not depend on the link. On each
 link it counts with the usual time of the fastest configuration that any run or timing had there for
-its batch. Some batches have runs of several lengths, and count in the best one. With K-FAC steps
-of one configuration differ in length. So runs of S4K count with their own clock.
+its batch. Some batches have runs of several lengths, and count in the best one.
 """
 
 from __future__ import annotations
@@ -38,16 +37,6 @@ _WINDOW = 5
 Way = tuple[str, int, int]
 """Layout, micro-batch, batch."""
 Rows = Sequence[dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Runs:
-    """Rows of a scenario, and how they count."""
-
-    rows: Rows
-    """Of the results file."""
-    own_clock: bool = False
-    """Whether each counts with its own clock, without any usual time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,12 +212,12 @@ def parts_of(row: dict[str, Any], usual_s: Mapping[Way, float]) -> dict[str, flo
     return {name: seconds / whole_s for name, seconds in parts.items()}
 
 
-def mean_parts(runs: Runs, compared: Sequence[Comparison]) -> dict[str, float]:
+def mean_parts(rows: Rows, compared: Sequence[Comparison]) -> dict[str, float]:
     """`parts_of` the runs under the controller that were compared, in the mean."""
     keys = {(one.link, one.seed, one.first_batch) for one in compared}
     found = [
-        parts_of(row, usual(runs.rows, spec["link"]))
-        for row in runs.rows
+        parts_of(row, usual(rows, spec["link"]))
+        for row in rows
         if (spec := row["spec"])["kind"] == "copus"
         and (spec["link"], spec["seed"], spec["batch"]) in keys
     ]
@@ -267,41 +256,25 @@ Statics = Mapping[int, Sequence[Curve]]
 """By batch: the curves of its static runs, the run of the scenario's length first."""
 
 
-def curves_of(runs: Runs, link: str, seed: int) -> tuple[Statics, dict[int, Curve]]:
+def curves_of(rows: Rows, link: str, seed: int) -> tuple[Statics, dict[int, Curve]]:
     """Curves of the static runs and of the controller's, by first batch."""
-    usual_s = usual(runs.rows, link)
+    usual_s = usual(rows, link)
     statics: dict[int, list[Curve]] = {}
     ours: dict[int, Curve] = {}
-    for row in sorted(runs.rows, key=other_length):
-        spec, is_other = row["spec"], other_length(row) > 0
-        is_own = runs.own_clock and not is_other
-        if spec["seed"] != seed or (is_own and spec["link"] != link):
+    for row in sorted(rows, key=other_length):
+        spec = row["spec"]
+        if spec["seed"] != seed:
             continue
-        if spec["kind"] == "static":
-            some = statics.setdefault(spec["batch"], [])
-            if not runs.own_clock:
-                some += [c for c in [static_curve(row, usual_s)] if c is not None]
-            elif is_own or some:
-                some.append(_at_pace_of(some[0], row) if is_other else curve_of(row, {}))
-        elif runs.own_clock:
-            ours[spec["batch"]] = curve_of(row, {})
+        if spec["kind"] == "static" and (curve := static_curve(row, usual_s)) is not None:
+            statics.setdefault(spec["batch"], []).append(curve)
         elif spec["kind"] == "copus" and spec["link"] == link:
             ours[spec["batch"]] = copus_curve(row, usual_s)
-    return {batch: some for batch, some in statics.items() if some}, ours
+    return statics, ours
 
 
 def other_length(row: dict[str, Any]) -> float:
     """How far the length of a run is from that of the scenario; 0 for the same."""
     return abs(row["spec"].get("length", 1.0) - 1.0)
-
-
-def _at_pace_of(whole: Curve, row: dict[str, Any]) -> Curve:
-    """A run of another length, whose samples take as long as those of a run of its batch."""
-    samples, _, losses = zip(*row["curve"])
-    pace = whole.seconds[-1] / whole.samples[-1]
-    return Curve(
-        samples=samples, seconds=[n * pace for n in samples], losses=smooth(samples, losses)
-    )
 
 
 def static_time_to(curves: Sequence[Curve], loss: float) -> float | None:
@@ -328,7 +301,7 @@ def static_time_to(curves: Sequence[Curve], loss: float) -> float | None:
 
 
 def compare(
-    runs: Runs,
+    rows: Rows,
     starts: Mapping[int, Mapping[str, Sequence[int]]],
     *,
     batches: Sequence[int],
@@ -336,7 +309,7 @@ def compare(
     """Every run under the controller of the seeds that are complete, and those seeds.
 
     Args:
-        runs: of one scenario.
+        rows: of one scenario.
         starts: by seed and link, the first batches that a seed has to have there.
         batches: of the static runs that a seed has to have; one with several runs comes as often.
     """
@@ -344,7 +317,7 @@ def compare(
     for seed, by_link in starts.items():
         own: list[Comparison] = []
         for link, firsts in by_link.items():
-            still, ours = curves_of(runs, link, seed)
+            still, ours = curves_of(rows, link, seed)
             lacks = any(len(still.get(b, ())) < n for b, n in Counter(batches).items())
             if lacks or not set(firsts) <= ours.keys():
                 break
@@ -394,11 +367,9 @@ def mean_saved(groups: Sequence[list[Comparison]]) -> float:
     return -mean_behind(groups)
 
 
-_SAVED: dict[str, Figure] = {"figure": mean_saved}
 FIGURES: dict[str, dict[str, Figure]] = {
     "S3": {"mean": mean_behind, "worst": worst_behind},
-    "S4": _SAVED,
-    "S4K": _SAVED,
+    "S4": {"figure": mean_saved},
 }
 GOALS = {"S3": {"mean": 0.03, "worst": 0.06}, "S4": {"figure": 0.06}}
 

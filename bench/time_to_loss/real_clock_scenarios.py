@@ -1,12 +1,12 @@
 """What runs on the real clock: models, links, batches and lengths (`real_clock.py`).
 
-S3 and S4 are those of the table of scenarios. S4K is S4 with `--kfac` in all of its runs.
+S3 and S4 stand in the table of claims of docs/results.md.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bench.support import QUICKSTART_MODEL
 
@@ -58,10 +58,6 @@ class Scenario:
     evaluations: int = 32
     static_layout: str = "tp1.pp1.dp2"
     """In which static runs are trained. Those on one rank are trained two at a time."""
-    counts_own_clock: bool = False
-    """Whether runs count with their own clock alone, and so compared static runs are trained on
-    the link, of which there is one. Needed where steps of one configuration differ in length. Else
-    static runs train without a link, and count with steps as timed on each."""
 
     def starts_of(self, seed: int) -> dict[str, list[int]]:
         """First batches of a seed's runs under the controller, by link.
@@ -125,50 +121,4 @@ S4 = Scenario(
     lengths=((64, 1.25), (64, 1.5), (32, 0.875)),
     eval_samples=256,
     evaluations=30,
-)
-S4K = replace(
-    S4,
-    name="S4K",
-    model=f"{S4.model} --kfac",
-    statics=(64, 32, 128, 16),
-    lr=2 * S4.lr,
-    layouts=(),
-    lengths=((64, 1.25), (64, 1.5)),
-    # A step that makes covariances takes longer.
-    counts_own_clock=True,
-)
-_TINY = _model(2, 32, 64, 2)
-QUICK = (
-    replace(
-        S4,
-        model=_TINY,
-        samples=1024,
-        starts=(8,),
-        statics=(8,),
-        reference_batch=8,
-        seeds=(1,),
-        rates=(0,),
-        warmups=(0.1,),
-        timed_micro_batches=(64,),
-        lengths=((8, 1.25),),
-        eval_samples=16,
-        evaluations=16,
-    ),
-    replace(
-        S3,
-        model=_model(4, 64, 128, 2),
-        samples=256,
-        links=("2000",),
-        starts=(4,),
-        statics=(4,),
-        layouts=S3.layouts[:1],
-        lengths=((4, 1.25),),
-        seeds=(1,),
-        seen=(),
-        sharing=(),
-        rates=(0,),
-        warmups=(0.1,),
-        eval_samples=16,
-        evaluations=16,
-    ),
 )

@@ -19,14 +19,13 @@ S8: where a perfect schedule saves less than 2 % over the best static batch: beh
 there. The seven presets, each with four growths of the critical batch size.
 
 S6 to S8 know all speeds to 3 %, as after a profile. What a user waits for counts: pauses, measuring
-(as measured by bench.noise_overhead) and deciding. Rules were chosen on seeds 0 and 1. Writes
+(as measured by bench.overhead) and deciding. Rules were chosen on seeds 0 and 1. Writes
 docs/results/time_to_loss_scenarios.json, every scenario with its command, commit and date.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import operator
@@ -45,13 +44,12 @@ from copus_ext.goodput import headroom
 from copus_ext.simulate.contenders import Contender, contenders
 from copus_ext.simulate.run import Run, simulate, static_run
 from copus_ext.simulate.scenario import Scenario, preset, presets
-from copus_ext.simulate.tuned_schedules import BatchSchedule, Tuner, static
+from copus_ext.simulate.tuned_schedules import static
 
 FILE = "time_to_loss_scenarios.json"
 MEASURING, DECIDING_S = 0.011, 0.02
 """Share of a measured step that measuring takes, docs/results/noise_overhead.json, and mean seconds
-of a decision in docs/results/time_to_loss_real_clock.jsonl, rounded up; with all layouts of many
-GPUs a new plan takes up to .09 s more (planner_speed.json), which few of them need."""
+of a decision in docs/results/time_to_loss_real_clock.jsonl, rounded up."""
 LITTLE = 0.02
 """A headroom below this is little."""
 GROWTHS = {"P^.46": (0.46,), "P^.63": (0.63,), "P^.9": (0.9,), "level": (0.9, 1 / 6)}
@@ -154,35 +152,6 @@ def sweep_seconds(static_s: dict[int, float]) -> float:
         total += (share - done) * sum(times[:alive])
         done, alive = share, max(math.ceil(alive / 2), 1)
     return total + (1.0 - done) * times[0]
-
-
-def schedule_ratios(s: Scenario) -> dict[str, float]:
-    """On a noisy quadratic: time of batch schedules over the best static batch that ends at the
-    same loss. Each has the learning rate that S1's controller has, and its whole length.
-
-    Growth in three pieces by two paces or in one, and with the decay of the rate by four powers.
-    """
-    assert s.quadratic is not None
-    tuner, found = Tuner(s.quadratic, s.schedule), {}
-    seconds = {b: b / s.speeds().fastest(b).samples_per_s for b in s.batches}
-    widths = np.diff(tuner.edges)
-    goal = max(s.targets.values())
-    floor = s.quadratic.loss_floor
-    losses = floor + (goal - floor) * np.geomspace(0.5, 2.5, 9)
-    times = [min(static_seconds(s, float(loss)).values()) for loss in losses]
-    paces: tuple[tuple[float, ...], ...] = ((), (0.02, 0.06), (0.05, 0.15), (0.1, 0.3))
-    for batch, power, at in itertools.product(s.batches[:5], (0.0, 0.25, 0.5, 1.0), paces):
-        sizes = [max(batch / 2 ** (len(at) - i), s.batches[0]) for i in range(len(at) + 1)]
-        schedule = BatchSchedule(
-            pieces=tuple(zip((0.0, *at), sizes)), decay=power, choices=s.batches
-        )
-        peak = s.peak * math.sqrt(schedule.first / s.batches[0])
-        loss = float(tuner.final_losses([schedule], [peak], s.total_samples)[0, 0])
-        each = [seconds[round(size)] / size for size in tuner.sizes(schedule)]
-        static_s = np.exp(np.interp(np.log(loss - floor), np.log(losses - floor), np.log(times)))
-        time_s = s.total_samples * float(np.dot(widths, each))
-        found[f"{batch} f^-{power:g} {at}"] = time_s / float(static_s)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,15 +328,9 @@ def s2(found: list[Start]) -> dict[str, Any]:
 def s1_and_s2(seeds: Sequence[int], say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
     """Both, and both again with speeds that are known, where seeds hardly differ: one of them."""
     found, known = starts(seeds, say, profiled=False), starts(seeds[:1], say, profiled=True)
-    best = {}
-    for name in clusters():
-        ratios = schedule_ratios(truths(name)["noisy quadratic"])
-        best[name] = min((ratio, schedule) for schedule, ratio in ratios.items())
-        say(f"{name}, noisy quadratic: best schedule {best[name][1]}: {best[name][0]:.3f}")
     return {
         "S1": {
             **s1(found),
-            "best_schedules": best,
             "speeds_known": {**s1(known), "seeds": [*seeds[:1]]},
             "rows": [vars(one) for one in found],
         },

@@ -16,8 +16,8 @@ import pytest
 from bench.support import RunRecord
 from bench.time_to_loss import kfac_trainer, real_clock, real_clock_figures
 from bench.time_to_loss.real_clock import Spec, flags_of, tuned, wanted
-from bench.time_to_loss.real_clock_figures import Comparison, Curve, Runs, compare, curves_of
-from bench.time_to_loss.real_clock_scenarios import QUICK, S3, S4, S4K, Scenario
+from bench.time_to_loss.real_clock_figures import Comparison, Curve, compare
+from bench.time_to_loss.real_clock_scenarios import S3, S4, Scenario
 from bench.time_to_loss.scenarios import save
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import rate_rules_of
@@ -114,7 +114,7 @@ def test_all_runs_have_the_rates_that_the_controller_would_give_them() -> None:
         assert value("--weight-decay") == pytest.approx(0.01 * at["weight_decay_factor"])
 
 
-@pytest.mark.parametrize("s", [*BOTH, *QUICK], ids=lambda s: f"{s.name} {s.samples}")
+@pytest.mark.parametrize("s", BOTH, ids=lambda s: s.name)
 def test_every_run_sees_the_same_held_out_samples_after_the_same_samples(s: Scenario) -> None:
     for batch in {*s.starts, *s.statics}:
         spec = Spec(scenario=s.name, kind="static", batch=batch, link="0", seed=1)
@@ -269,9 +269,9 @@ def test_the_parts_of_a_run_are_where_its_time_went() -> None:
     one = Comparison(
         link=spec["link"], seed=spec["seed"], first_batch=spec["batch"], same_s=None, **about
     )
-    runs = Runs(rows=[row, row_of("copus", 4, seed=2)])
-    usual_s = real_clock_figures.usual(runs.rows, spec["link"])
-    found = real_clock_figures.mean_parts(runs, [one])
+    rows = [row, row_of("copus", 4, seed=2)]
+    usual_s = real_clock_figures.usual(rows, spec["link"])
+    found = real_clock_figures.mean_parts(rows, [one])
     assert found == real_clock_figures.parts_of(row, usual_s), "the other seed does not count"
 
 
@@ -313,7 +313,7 @@ def test_a_run_is_compared_with_the_best_static_batch_at_the_lowest_loss_of_both
     rows = [curve_row("static", 4, 0.6, 1.0), curve_row("static", 8, 0.5, 1.5)]
     rows += [curve_row("copus", 16, 0.4, 1.0), curve_row("copus", 2, 0.7, 0.4)]
     about: dict[str, Any] = {"starts": {1: {"0": [16, 2]}}, "batches": [4, 8]}
-    seeds, (early, late) = compare(Runs(rows=rows), **about)
+    seeds, (early, late) = compare(rows, **about)
     assert seeds == [1]
     end = 4.0 - 0.4 * math.log(40.96)
     assert early.loss == pytest.approx(end, abs=0.01)
@@ -376,31 +376,18 @@ def test_runs_of_other_lengths_have_a_schedule_of_their_own() -> None:
     assert ends == [0, 0, 0], "the last step is evaluated"
 
 
-def test_with_its_own_clock_a_longer_run_takes_as_long_for_a_sample() -> None:
-    rows = [
-        curve_row("static", 4, 0.5, 7.0, link="0"),
-        curve_row("static", 4, 0.6, 2.0, link="100"),
-        curve_row("copus", 4, 0.6, 3.0, link="100"),
-    ]
-    rows[0]["spec"]["length"] = 1.25
-    statics, ours = curves_of(Runs(rows=rows, own_clock=True), "100", 1)
-    assert [one.seconds[-1] for one in statics[4]] == pytest.approx([2048.0, 2048.0])
-    assert statics[4][1].losses != statics[4][0].losses
-    assert ours[4].seconds[-1] == pytest.approx(3072.0)
-
-
 def test_a_seed_counts_only_when_it_is_complete() -> None:
     rows = [curve_row("static", 4, 0.6, 1.0, seed=k) for k in (1, 2)]
     rows += [curve_row("copus", 4, 0.6, 1.0, link=link) for link in ("0", "5")]
     rows += [curve_row("copus", 4, 0.6, 1.0, seed=2)]
     rows += [curve_row("timing", 4, 0.6, 1.0, link="5")]
     about: dict[str, Any] = {"batches": [4]}
-    seeds, found = compare(Runs(rows=rows), {k: {"0": [4], "5": [4]} for k in (1, 2)}, **about)
+    seeds, found = compare(rows, {k: {"0": [4], "5": [4]} for k in (1, 2)}, **about)
     assert (seeds, len(found)) == ([1], 2)
-    seeds, found = compare(Runs(rows=rows), {k: {"0": [4]} for k in (1, 2)}, **about)
+    seeds, found = compare(rows, {k: {"0": [4]} for k in (1, 2)}, **about)
     assert (seeds, len(found)) == ([1, 2], 2)
     about["batches"] = [4, 4]
-    seeds, _ = compare(Runs(rows=rows), {k: {"0": [4]} for k in (1, 2)}, **about)
+    seeds, _ = compare(rows, {k: {"0": [4]} for k in (1, 2)}, **about)
     assert not seeds, "a second length is missing"
 
 
@@ -417,21 +404,6 @@ def test_static_runs_of_the_search_do_not_count() -> None:
     assert all("rate 2 warmup 0.3" in key for key in kept if " static 8 " in key)
 
 
-def test_with_kfac_compared_static_runs_count_with_their_own_clock_on_the_link() -> None:
-    done: dict[str, float] = {}
-    trained = go_on([S4K], done)
-    statics = [spec for spec in trained if spec.kind == "static"]
-    assert {s.link for s in statics if s.seed in S4K.seeds and s.length == 1} == {"100"}
-    assert {s.link for s in statics if s.seed not in S4K.seeds} == {"0"}
-    assert not any(spec.kind == "timing" for spec in trained)
-    assert {s.link for s in statics if s.length != 1} == {"0"}, "they take the time of whole ones"
-    own = [spec for spec in trained if spec.length == 1]
-    assert all(spec.counts_by_clock == (spec.seed in S4K.seeds) for spec in own)
-    rows = [{"key": spec.key, "loss": done[spec.key], "spec": vars(spec)} for spec in trained]
-    kept = [row for row in real_clock.tuned_rows(S4K, rows) if row["spec"]["kind"] == "static"]
-    assert len(kept) == (len(S4K.statics) + len(S4K.lengths)) * len(S4K.seeds)
-
-
 def test_the_time_to_adams_loss_lies_between_two_runs() -> None:
     losses = {1.0: 1.2, 2 / 3: 1.35, 1 / 2: 1.55, 1 / 3: 9.0}
 
@@ -445,16 +417,6 @@ def test_the_time_to_adams_loss_lies_between_two_runs() -> None:
     found = kfac_trainer.same_loss(runs, spec, {"mean": 1.45, "step_s": 0.1}, first)
     assert found == pytest.approx(1.2 * (2 / 3 + 1 / 2) / 2)
     assert kfac_trainer.same_loss(runs, spec, {"mean": 1.1, "step_s": 0.1}, first) is None
-
-
-def test_own_clocks_need_no_usual_time() -> None:
-    rows = [curve_row("copus", 4, 0.7, 3.0, link="5"), curve_row("static", 4, 0.7, 2.0, link="5")]
-    rows += [curve_row("static", 8, 0.9, 0.1, link="0")]
-    about: dict[str, Any] = {"starts": {1: {"5": [4]}}, "batches": [4]}
-    runs = Runs(rows=rows, own_clock=True)
-    _, (one,) = compare(runs, **about)
-    assert (one.seconds, one.best_s) == (pytest.approx(3072), pytest.approx(2048))
-    assert one.best_batch == 4, "nothing from another link counts"
 
 
 def test_seeds_that_share_have_every_run_once_and_all_starts() -> None:
@@ -493,4 +455,4 @@ def test_static_runs_of_one_rank_are_trained_in_pairs() -> None:
     assert all(len(wait) == 1 for wait in alone)
     whole = {spec.key for spec in go_on([S3], {})}
     assert done.keys() == whole, "the same runs as one at a time"
-    assert all(len(real_clock.together(wanted([s], {}))) == 1 for s in (S4, S4K)), "of two ranks"
+    assert len(real_clock.together(wanted([S4], {}))) == 1, "of two ranks"

@@ -1,4 +1,4 @@
-"""The arithmetic of the scenarios of time to loss, and of small runs against the atlas."""
+"""The arithmetic of the scenarios of time to loss."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from bench.support import RESULTS
-from bench.time_to_loss import changing_network, intervals, scenarios, small_runs
-from bench.time_to_loss.atlas import LONG, SHORT
+from bench.time_to_loss import changing_network, intervals, scenarios
 from bench.time_to_loss.unprofiled import Machine
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.simulate.run import Run
@@ -187,70 +186,3 @@ def test_growths_keep_the_mean_of_the_inverse_critical_batch_size(
     exponent, *levels = growth
     assert late[1] / late[0] == pytest.approx(1.0 if levels else 2**exponent, rel=0.02)
     assert mean_inverse(s) == pytest.approx(mean_inverse(preset(HEADROOM_CASE)), rel=0.35)
-
-
-def row(cell: str, loss: float, *, steps: int, samples: int = SHORT) -> tuple[str, dict[str, Any]]:
-    spec = {"kind": "cosine", "total_samples": samples}
-    return f"cosine {samples} [{cell}]", {"mean_loss": loss, "steps": steps, "spec": spec}
-
-
-ATLAS = dict(
-    [
-        row("32", 1.6, steps=1024),
-        row("32", 1.4, steps=2048, samples=LONG),
-        row("16,0.1:64", 1.6, steps=700),
-        row("64", 1.7, steps=512),
-    ]
-)
-
-
-def test_a_schedule_saves_against_the_best_static_batch_of_its_loss() -> None:
-    static = SHORT + 32 * 1024
-    assert small_runs.best_static(ATLAS, 32, 1.6) == pytest.approx(static)
-    assert small_runs.best_static(ATLAS, 32, 1.0) is None
-    saved = small_runs.schedule_savings(ATLAS, 32)
-    assert saved == {f"cosine {SHORT} [16,0.1:64]": pytest.approx(1 - (SHORT + 32 * 700) / static)}
-
-
-def test_figures_of_small_runs_come_from_their_ratios() -> None:
-    rows = []
-    for spec in small_runs.specs():
-        static = small_runs.best_static(ATLAS, spec.overhead, 1.6)
-        assert static is not None
-        ratio = 0.9 + 0.1 * (spec.rate < 0)
-        rows.append({"key": spec.key, "loss": 1.6, "time": ratio * static})
-    found = small_runs.outcomes(rows, ATLAS)
-    figures = small_runs.s10(found)
-    assert figures["mean"] == pytest.approx(0.95) and figures["worst"] == pytest.approx(1.0)
-    assert figures["means"]["rate 0"] == pytest.approx(0.9) and figures["runs"] == 48
-    assert figures["seeds"] == [10, 11, 12]
-    share = small_runs.s5(found, ATLAS)
-    assert share is not None and share["seeds"] == [10, 11, 12]
-    hindsight = sum(max(small_runs.schedule_savings(ATLAS, h).values()) for h in (8, 32, 128, 512))
-    assert share["figure"] == pytest.approx(0.4 / hindsight)
-    assert small_runs.s5(found[:1], ATLAS) is None
-
-
-def test_a_run_that_does_what_the_best_schedule_does_has_the_whole_share() -> None:
-    # It ends above the lines of the static batches, as large batches do.
-    best = dict([*ATLAS.items(), row("64,0.1:256", 1.85, steps=300)])
-    saved = {h: small_runs.schedule_savings(best, h) for h in small_runs.atlas.OVERHEADS}
-    rows = []
-    for spec in small_runs.specs():
-        name = max(saved[spec.overhead], key=saved[spec.overhead].__getitem__)
-        time_s = spec.overhead * best[name]["steps"] + SHORT
-        rows.append({"key": spec.key, "loss": best[name]["mean_loss"], "time": time_s})
-    share = small_runs.s5(small_runs.outcomes(rows, best), best)
-    assert share is not None and share["figure"] == pytest.approx(1.0)
-
-
-def test_a_figure_of_small_runs_names_the_seeds_that_it_has() -> None:
-    rows = [
-        {"key": spec.key, "loss": 1.6, "time": 1.0}
-        for spec in small_runs.specs()
-        if spec.overhead in small_runs.OVERHEADS or spec.seed != 12
-    ]
-    share = small_runs.s5(small_runs.outcomes(rows, ATLAS), ATLAS)
-    assert share is not None and share["seeds"] == [10, 11]
-    assert share["by_h"]["8"]["seeds"] == [10, 11]
-    assert share["by_h"]["32"]["seeds"] == [10, 11, 12]
