@@ -4,7 +4,7 @@
 
 Tokens that 117 published runs of MLPerf's GPT-3 175B took to a log-perplexity, at nine batch sizes
 (bench/data), against E(B) = E_min (1 + B/B_c) fitted without the batch in question. Writes
-docs/results/efficiency_curve.json and .svg. Seconds.
+docs/results/efficiency_curve.json. Seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.support import arguments, figure, origin, write
+from bench.support import arguments, origin, write
 
 DATA = Path(__file__).parent / "data" / "mlperf_gpt3_evaluations.csv"
 SEQ_LENGTH = 2048
@@ -100,26 +100,6 @@ def at_target(runs: dict[int, list[Curve]], target: float) -> dict[str, Any]:
     return {**answer, "goal": goal, "is_met": goal and answer["worst_left_out"] <= goal}
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Tokens against batch, with the fits."""
-    with figure(path, figsize=(6.5, 4)) as axes:
-        for i, (target, found) in enumerate(result["targets"].items()):
-            batches, color = list(found["median_tokens"]), f"C{i}"
-            least, middle, most = (
-                np.array([found[f"{name}_tokens"][b] for b in batches]) / 1e9
-                for name in ("least", "median", "most")
-            )
-            around = [middle - least, most - middle]
-            axes.errorbar(batches, middle, yerr=around, fmt="o", ms=4, lw=1, color=color)
-            x = np.linspace(0, 6500, 50)
-            line = needed(x, (found["e_min_tokens"], found["b_c_samples"]))
-            label = f"to {target}: worst left out {100 * found['worst_left_out']:.1f} %"
-            axes.plot(x, np.asarray(line) / 1e9, lw=1, color=color, label=label)
-        axes.set(xlabel="global batch, sequences", ylabel="tokens, billions", xlim=(0, 6500))
-        axes.set_ylim(bottom=0)
-        axes.legend()
-
-
 def main() -> None:
     """Fits, prints and writes."""
     args = arguments(__doc__, "efficiency_curve.json").parse_args()
@@ -129,7 +109,6 @@ def main() -> None:
         "targets": {t: at_target(runs, t) for t in sorted({*GOALS, *ALSO})},
         **origin(),
     }
-    draw(result, args.output.with_suffix(".svg"))
     write(args.output, result)
 
 

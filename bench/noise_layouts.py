@@ -4,7 +4,7 @@ one another.
     python -m bench.noise_layouts --data-path runs/quickstart/data/stdlib_text_document
 
 Trains the quickstart's model twice on two CPU ranks, with data and with pipeline parallelism, about
-10 minutes each, with `--copus`. Writes docs/results/noise_layouts.json and .svg.
+10 minutes each, with `--copus`. Writes docs/results/noise_layouts.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from bench.support import (
     QUICKSTART_MODEL,
     TRAINER,
     arguments,
-    figure,
     launch,
     origin,
     read_run,
@@ -87,22 +86,6 @@ def vectors_against_layers(rows: dict[str, list[Any]]) -> dict[str, float]:
     }
 
 
-def draw(curves: dict[str, dict[str, list[Any]]], path: Path) -> None:
-    """phi with its band over the samples, one colour per layout; the loss below."""
-    with figure(path, 2, sharex=True, figsize=(7, 5), height_ratios=[3, 1]) as (above, below):
-        for (name, rows), colour, style in zip(curves.items(), ("C0", "C1"), ("-", "--")):
-            ok = [i for i, high in enumerate(rows["high_samples"]) if high]
-            x = [rows["samples"][i] for i in ok]
-            low, high = ([rows[k][i] for i in ok] for k in ("low_samples", "high_samples"))
-            above.fill_between(x, low, high, alpha=0.2, color=colour, linewidth=0)
-            above.plot(x, [rows["phi_samples"][i] for i in ok], style, color=colour, label=name)
-            below.plot(rows["samples"], rows["loss"], style, color=colour, linewidth=0.8)
-        above.set_yscale("log")
-        above.set_ylabel("noise scale, samples\n(band: 95 %)")
-        above.legend()
-        below.set(xlabel="samples", ylabel="loss")
-
-
 def main() -> None:
     """Trains twice, compares, writes."""
     parser = arguments(__doc__, "noise_layouts.json", data=True)
@@ -119,7 +102,6 @@ def main() -> None:
         **origin(),
         "curves": curves,
     }
-    draw(curves, args.output.with_suffix(".svg"))
     write(args.output, result, hide=["curves"])
 
 

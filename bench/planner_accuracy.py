@@ -4,7 +4,7 @@
 
 Fits the constants of the cost model on published measurements (bench/data) and predicts rows that
 the fit has not seen: whole models left out, random fifths, other people's clusters. Writes
-docs/results/planner_accuracy.json and .svg, and the constants that ship with the planner,
+docs/results/planner_accuracy.json, and the constants that ship with the planner,
 copus_ext/cost_model/data/*.json. About a minute.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.planner_tables import Table, timed_table
-from bench.support import RESULTS, ROOT, arguments, figure, origin, write
+from bench.support import RESULTS, ROOT, arguments, origin, write
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.correct import Steps, correct
 from copus_ext.cost_model.fit import fit_constants
@@ -213,19 +213,6 @@ def ship_all(output: Path, everything: Constants, fitted_on: list[Table]) -> dic
     return {"shipped": shipped, "h100_in_sample": errors(predict(h100, found), h100.seconds)}
 
 
-def draw(tables: dict[str, tuple[Any, Any]], path: Path) -> None:
-    """Predicted against measured seconds."""
-    with figure(path, figsize=(5.5, 5.5)) as axes:
-        for name, (measured, predicted) in tables.items():
-            label = f"{name}: {100 * errors(predicted, measured)['mean']:.1f} %"
-            axes.scatter(measured, predicted, s=9, alpha=0.5, linewidths=0, label=label)
-        ends = [0.05, 200]
-        axes.plot(ends, ends, color="black", linewidth=0.8)
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-        axes.set(xlabel="measured step, s", ylabel="predicted step, s (model not in the fit)")
-        axes.legend()
-
-
 def listed(table: Table, predicted: Any) -> list[list[float]]:
     """Every row: model, tp, pp, dp, micro-batch, micro-batches, measured, predicted."""
     r = table.rows
@@ -260,8 +247,6 @@ def main() -> None:
         "columns": ["model", "tp", "pp", "dp", "micro_batch", "M", "measured_s", "predicted_s"],
         "rows": {n: listed(t, p) for n, (t, p) in {**left, **transfer}.items()},
     }
-    tables = {n: (t.seconds, p) for n, (t, p) in {**left, **transfer}.items()}
-    draw(tables, args.output.with_suffix(".svg"))
     write(args.output, result, hide=["rows"])
 
 

@@ -10,7 +10,7 @@ each group, which the planner has proposed. A group is of one model on one numbe
 batch: runs of other models have an order that says nothing of layouts. The worst group is told,
 too, what the choice loses among runs that were not timed (`of_others`), and how often a prediction
 is within its stated doubt. Writes
-docs/results/planner_clusters.json and .svg in a minute.
+docs/results/planner_clusters.json in a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from bench.planner_accuracy import (
     newer,
 )
 from bench.planner_tables import timed_table
-from bench.support import arguments, figure, origin, write
+from bench.support import arguments, origin, write
 from copus_ext.cost_model.constants import Constants
 from copus_ext.planner import validation
 
@@ -120,17 +119,6 @@ def judged(name: str, constants: Constants, known: int) -> tuple[dict[str, Any],
     }, z
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
-    """Calibration: stated against observed share of runs within the doubt."""
-    with figure(path, figsize=(5, 4.5)) as axes:
-        for name, one in found.items():
-            axes.plot(_LEVELS, one, label=name)
-        axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, label="as stated")
-        axes.set(xlim=[0, 1], ylim=[0, 1])
-        axes.set(xlabel="probability that was stated", ylabel="share of runs within it")
-        axes.legend(fontsize=8)
-
-
 def main() -> None:
     """Fits, predicts, prints and writes."""
     args = arguments(__doc__, "planner_clusters.json").parse_args()
@@ -159,7 +147,6 @@ def main() -> None:
         "calibration": {"levels": _LEVELS.tolist(), **curves},
         "origin": origin(),
     }
-    draw(curves, args.output.with_suffix(".svg"))
     write(args.output, answer, hide=["calibration"])
 
 

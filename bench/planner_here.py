@@ -7,7 +7,7 @@ of every layout and micro-batch. From these the planner predicts every configura
 batches (vpp up to 2, micro-batch up to 4). Then all of them are measured; `--again` of a result
 predicts its times anew. The times also give the
 constants that ship for CPU ranks (copus_ext/cost_model/data/cpu.json). Writes
-docs/results/planner_here.json and .svg in about 8 minutes. It needs a core per rank and nothing
+docs/results/planner_here.json in about 8 minutes. It needs a core per rank and nothing
 else running.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from bench.planner_accuracy import errors, ship
 from bench.planner_tables import Table
-from bench.support import QUICKSTART_MODEL, ROOT, arguments, figure, launch, origin, write
+from bench.support import QUICKSTART_MODEL, ROOT, arguments, launch, origin, write
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.fit import fit_constants
@@ -143,25 +143,6 @@ def _errors(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
     return errors(*np.array([[r[name], r["measured_s"]] for r in rows]).T)
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Throughput against batch by layout: measured points on predicted lines."""
-    best: dict[tuple[str, int], dict[str, Any]] = {}
-    for r in rows:
-        key = (r["configuration"].split(",micro")[0], r["global_batch_size"])
-        if key not in best or r["measured_s"] < best[key]["measured_s"]:
-            best[key] = r
-    with figure(path, figsize=(6.5, 4)) as axes:
-        for i, layout in enumerate(sorted({name for name, _ in best})):
-            batches = sorted(b for name, b in best if name == layout)
-            for kind, style, label in (("predicted", "-", None), ("measured", "o", layout)):
-                speeds = [b / best[layout, b][f"{kind}_s"] for b in batches]
-                axes.plot(batches, speeds, style, color=f"C{i}", label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("global batch, samples")
-        axes.set_ylabel("samples/s (points measured, lines predicted)")
-        axes.legend()
-
-
 def main() -> None:
     """Measures, predicts, prints and writes."""
     parser = arguments(__doc__, "planner_here.json")
@@ -187,7 +168,6 @@ def main() -> None:
         "truth": [t.to_json() for t in truth],
         "rows": rows,
     }
-    draw(rows, args.output.with_suffix(".svg"))
     write(args.output, result, hide=["rows", "timings", "truth", "model"])
 
 

@@ -6,7 +6,7 @@ Two network namespaces on this machine are the nodes, with a rate-limited link a
 in each. The quickstart's model starts as dp=2, whose gradients cross the link every step. Four runs
 over the same samples are compared: all layouts allowed, the same with the link given in
 `--copus-cluster`, the layout kept, and started as pp=2 and kept. Writes
-docs/results/slow_link.json, .svg and the journal of the first. It needs root, iproute2, two cores
+docs/results/slow_link.json and the journal of the first. It needs root, iproute2, two cores
 and nothing else running, and takes about 10 minutes.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import nodes
-from bench.support import QUICKSTART_MODEL, TRAINER, arguments, figure, origin, read_run
+from bench.support import QUICKSTART_MODEL, TRAINER, arguments, origin, read_run
 from copus_ext.commands.replay import replayed
 from copus_ext.controller.decision_log import NAME
 from copus_ext.cost_model.cluster_spec import of_gpu
@@ -102,31 +102,6 @@ def cluster_file(rate_mbit: float, path: Path) -> None:
     )
 
 
-def draw(runs: list[dict[str, Any]], path: Path) -> None:
-    """Speed, batch and layout over the time of the run."""
-    with figure(path, 3, sharex=True, figsize=(7, 6.5)) as axes:
-        for i, run in enumerate(runs):
-            c, moved = (
-                run["curves"],
-                {m["iteration"]: m["outcome"]["pause_s"] for m in run["moves"]},
-            )
-            pauses = [moved.get(k, 0.0) for k in range(len(c["seconds"]))]
-            x = list(itertools.accumulate(s + p for s, p in zip(c["seconds"], pauses)))
-            speed = [b / s for b, s in zip(c["batch"], c["seconds"])]
-            smooth = [statistics.median(speed[max(k - 4, 0) : k + 5]) for k in range(len(speed))]
-            style = {"color": f"C{i}", "linewidth": 1.2}
-            axes[0].plot(x, smooth, label=run["kind"], **style)
-            axes[1].step(x, c["batch"], where="post", **style)
-            axes[2].step(
-                x, [name.replace(" ", "\n") for name in c["layout"]], where="post", **style
-            )
-        axes[0].set_ylabel("samples/s (median of 9)")
-        axes[0].legend()
-        axes[1].set_yscale("log", base=2)
-        axes[1].set_ylabel("global batch")
-        axes[2].set_xlabel("seconds")
-
-
 def table(runs: list[dict[str, Any]]) -> str:
     """One line a run."""
     lines = [f"{'run':<10}{'seconds':>9}{'pauses':>8}{'steps':>7}{'loss':>8}  layouts"]
@@ -171,7 +146,6 @@ def main() -> None:
         "runs": runs,
     }
     args.output.write_text(json.dumps(result) + "\n")
-    draw(runs, args.output.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -28,18 +26,12 @@ from bench.support import ROOT, TRAINER, step_of_loop, torchrun
 from copus_ext.reshard.inprocess import InProcessResharder
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, ReshardPlan
 from copus_ext.reshard.transfer import BUCKET_BYTES, WINDOW
-from megatron.training.checkpoint.load import load_weights, read_stored
 from megatron.training.common.collectives import all_gather_object, broadcast_from_rank0
 from megatron.training.common.step_settings import Request
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
-from megatron.training.config.relayout import with_layout
-from megatron.training.distributed.process_groups import destroy_groups
 from megatron.training.logging.metrics import read_metrics
-from megatron.training.model.gpt import build_model
-from megatron.training.optim.optimizer import build_optimizer
 from megatron.training.resilience.env_checks import set_process_defaults
-from megatron.training.train.build import groups_of, install_layout, release_layout
 from megatron.training.train.callbacks import Callback, CallbackContext
 from megatron.training.train.pretrain import pretrain
 from megatron.training.train.reporting import Reporter
@@ -242,38 +234,6 @@ class Bench:
         at = {r["kind"]: r["m"] for r in records if r["kind"] in ("run.start", "step")}
         return loaded, at["run.start"], at["step"]
 
-    def reload(self, to: Layout, **fields: Any) -> None:
-        """Saves, and loads under another layout in the same processes, then takes two steps."""
-        job, start = self.job, self.job.config.layout
-        parts = {"save": self.save()}
-
-        def timed(name: str, act: Callable[[], Any]) -> Any:
-            begin = time.monotonic()
-            result = act()
-            dist.barrier()
-            parts[name] = time.monotonic() - begin
-            return result
-
-        def tear_down() -> None:
-            release_layout(job)
-            destroy_groups()
-
-        def build() -> tuple[Any, Any, Any]:
-            groups = groups_of(config)
-            model = build_model(config, groups, job.device, draw=False)
-            return groups, model, build_optimizer(config, model, groups)
-
-        root = Path(job.config.checkpoint.save)
-        config = with_layout(job.config, to)
-        timed("tear down", tear_down)
-        groups, model, optimizer = timed("build", build)
-        stored = timed("check", lambda: read_stored(root, step=None, verify=True))
-        timed("load", lambda: load_weights(stored, config, model, optimizer, groups))
-        timed("resume", lambda: install_layout(job, config, groups, model, optimizer))
-        self.step()
-        fields |= {"step_s": self.step(), "phases": parts}
-        self.note("reload", start, to, pause_s=sum(parts.values()), **fields)
-
     def go_to(self, layout: Layout) -> None:
         """Changes without measuring."""
         if self.job.config.layout != layout:
@@ -287,7 +247,7 @@ class Bench:
                 self.change(to, compare=True, repeat=repeat)
 
     def all_restarts(self, repeats: int) -> None:
-        """Every ordered pair all three ways, alternating."""
+        """Every ordered pair both ways, alternating."""
         for repeat in range(repeats):
             for i, a in enumerate(self.layouts):
                 for b in self.layouts[i + 1 :]:
@@ -296,29 +256,7 @@ class Bench:
                     self.change(b, repeat=repeat)
                     for to in (a, b):
                         self.restart(to, repeat=repeat)
-                        self.reload(to, repeat=repeat)
                     self.change(a, repeat=repeat)
-
-    def soak(self, changes: int, seed: int = 1) -> None:
-        """Random changes with a step between, and what the processes hold after each."""
-        draw, process = random.Random(seed), psutil.Process()
-        for number in range(changes):
-            start = self.job.config.layout
-            to = draw.choice([x for x in self.layouts if x != start])
-            outcome = self.mover.move(self.job, to, self.job.state.settings)
-            if outcome.kind != "moved":
-                raise RuntimeError(f"{start} -> {to}: {outcome.reason}")
-            step_s = self.step()
-            own = {
-                "rss": process.memory_info().rss,
-                "fds": process.num_fds(),
-                "threads": process.num_threads(),
-                "groups": len(dist.distributed_c10d._world.pg_map),
-            }
-            ranks = all_gather_object(own)
-            fields = {name: [of[name] for of in ranks] for name in own}
-            fields |= {"number": number, "step_s": step_s, "phases": outcome.phases}
-            self.note("soak", start, to, pause_s=outcome.pause_s, **fields)
 
 
 def main(section: str, output: str, count: str, launcher: str, *flags: str) -> None:
@@ -333,7 +271,7 @@ def main(section: str, output: str, count: str, launcher: str, *flags: str) -> N
 
     def act(job: Any, mover: InProcessResharder) -> None:
         bench = Bench(job, mover, flags=list(flags), launcher=launcher, folder=folder)
-        acts = {"changes": bench.all_changes, "restarts": bench.all_restarts, "soak": bench.soak}
+        acts = {"changes": bench.all_changes, "restarts": bench.all_restarts}
         acts[section](int(count))
         if dist.get_rank() == 0:
             Path(output).write_text(json.dumps(bench.rows))

@@ -69,8 +69,3 @@ def two_nodes(rate_mbit: float) -> Iterator[tuple[str, str]]:
         assert guard.stdin is not None
         guard.stdin.close()
         guard.wait()
-
-
-def set_link(name: str, state: str) -> None:
-    """Takes the link of a node `down` or `up`."""
-    _command("ip", "-n", name, "link", "set", DEVICE, state)

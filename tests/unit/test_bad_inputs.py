@@ -1,6 +1,6 @@
 """Ten thousand wrong inputs, most of them of the kinds that are quickly read.
 
-COPUS_BAD_INPUTS asks for more; bench/faults/inputs.py reads thousands of every kind.
+COPUS_BAD_INPUTS asks for more.
 """
 
 from __future__ import annotations

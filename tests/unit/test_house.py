@@ -105,8 +105,7 @@ def test_what_comes_from_outside_has_one_parser() -> None:
 INVENTED_DATA = {
     "tests/helpers/examples.py": "an example of Megatron-LM, in its words",
     "tests/unit/test_restore.py": "flags that Megatron-LM stores, compared without a run",
-    "bench/controller_cost.py": "the time of the controller's own part of a step",
-    "bench/planner_context_here.py": "the time of a step by context parallel size",
+    "bench/overhead.py": "the time of the controller's own part of a step",
     "bench/planner_memory.py": "the memory of a step",
     "bench/stage_messages.py": "a prediction, without a run",
 }
