@@ -32,7 +32,6 @@ from copus_ext.controller.present_samples import (
     flags_in_present_samples,
     ratio_of,
 )
-from copus_ext.controller.rate_test import LearningRateTest
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.goodput import policies
 from copus_ext.goodput.config_change import ConfigChange
@@ -79,7 +78,6 @@ class Controller(Callback):
         self.state = ControllerState()
         self.log = DecisionLog(None)
         self.headroom_notice = HeadroomNotice()
-        self.lr_test = LearningRateTest(flags, self.log)
         self.table: ThroughputTable | None = None
         self.layout_changes: LayoutChangeManager | None = None
         self.failed, self.keeps_settings = False, self._acts
@@ -385,7 +383,6 @@ class Controller(Callback):
             state.postpone(**position)
             return None
         decision = Decision.from_json(answer["decision"])
-        self.lr_test.pending = answer["lr_test"]
         state.record_decision(**position)
         # A change that is made is reported when it is done.
         self._log_text = "" if self._acts and decision.kind != "stay" else decision_line(decision)
@@ -404,8 +401,7 @@ class Controller(Callback):
             applied=decision.kind != "stay" and self._acts,
             seconds=time.perf_counter() - started,
         )
-        lr_test = self.lr_test.due(inputs, decision, self.state, context)
-        answer = {"decision": decision.to_json(), "lr_test": lr_test}
+        answer = {"decision": decision.to_json()}
         return json.loads(json.dumps(answer, allow_nan=False))
 
     def _inputs(self, context: CallbackContext) -> DecisionInputs:
@@ -454,11 +450,10 @@ class Controller(Callback):
             if self.layout_changes is not None and change is None:
                 self.layout_changes.prepare(decision.other_layouts, context)
         wanted = self._wanted_settings(context)
-        trial = self.lr_test.request(self.state)
         changes = wanted != context.state.settings
         if change is not None and self.layout_changes is not None:
             return self.layout_changes.request(change, context, wanted if changes else None)
-        return Request(kind="change", reason=reason, settings=wanted) if changes else trial
+        return Request(kind="change", reason=reason, settings=wanted) if changes else None
 
     def _layout_change(self, decision: Decision, context: CallbackContext) -> LayoutChange:
         """A change of layout. The state changes when it has come about, as it may fail."""

@@ -105,10 +105,6 @@ class CopusConfig:
     copus_reference_batch_size: int | None = _setting(None)
     """Batch for which --lr and --weight-decay were chosen. Default: the first batch; that of
     --rampup-batch-size at the same sample."""
-    copus_lr_test: str = _setting("off", choices=("off", "warn"))
-    """warn: in the middle of the warm-up, train some steps with half, once and twice the learning
-    rate from one state, and say whether --lr is plainly too low or too high. It costs two branches
-    of a sixth of the warm-up each, at least 50 and at most 500 steps."""
     copus_max_micro_batch_size: int = _setting(64)
     """Largest micro-batch to choose."""
     copus_cluster: str | None = option(None)

@@ -19,7 +19,6 @@ from copus_ext.cost_model.model_spec import divisors
 from copus_ext.goodput import policies
 from copus_ext.goodput.inputs import Rules
 from copus_ext.goodput.lr_scaling import MOST_RAMP_SHARE, RateRules, ramp_steps
-from copus_ext.goodput.rate_rule import LEAST_WARM_UP_STEPS
 from copus_ext.goodput.state import (
     MIN_TIMED_STEPS,
     TRIED_STEPS,
@@ -82,10 +81,6 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
         raise UsageError(
             "--copus-layouts all: this trainer cannot change its layout while it runs; use "
             "--copus-layouts current, or --copus-mode observe to see what it would do"
-        )
-    if flags.copus_lr_test == "warn" and not changes_layout:
-        raise UsageError(
-            f"{name_of('copus_lr_test')} warn: this trainer makes no fork tests; use off"
         )
     for field in _POSITIVE:
         value = getattr(flags, field)
@@ -151,8 +146,6 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             f"{flag_of(lossy[0])} costs progress by an unknown factor that depends on the layout; "
             "use --copus-layouts current, --copus-mode observe, or drop it"
         )
-    if flags.copus_mode == "act" and flags.copus_lr_test == "warn":
-        _check_rate_test(flags, config)
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
         raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
     if moves and flags.copus_relayout == "inprocess" and config.precision.fp8 is not None:
@@ -187,26 +180,6 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         raise UsageError(
             f"the first batch, {first}, is not between --copus-min-global-batch-size {least} and "
             f"--copus-max-global-batch-size {most}"
-        )
-
-
-def _check_rate_test(flags: CopusConfig, config: Config) -> None:
-    """Refuses a test of the learning rate that the run could never make.
-
-    Raises:
-        UsageError: naming the flag and the fix.
-    """
-    name = f"{name_of('copus_lr_test')} warn"
-    for given in _LOSSY_BY_LAYOUT:
-        if config.flat().get(given):
-            raise UsageError(f"{name} cannot fork under {flag_of(given)}; drop it, or use off")
-    if not config.batch.eval_iters:
-        raise UsageError(f"{name} compares held-out losses; give --eval-iters, or use off")
-    least = LEAST_WARM_UP_STEPS * first_batch_of(flags, config)
-    if config.optim.lr_warmup_samples < least:
-        raise UsageError(
-            f"{name} needs a warm-up of {LEAST_WARM_UP_STEPS} steps; give --lr-warmup-samples "
-            f"{least}, or use off"
         )
 
 

@@ -113,8 +113,6 @@ class ControllerState:
     """Notices lasting changes of the present step time."""
     conditions: Conditions = field(default_factory=Conditions)
     """What has become slower than usual."""
-    lr_tested_at: int | None = None
-    """Samples at which the learning rate was tested by forks; None before."""
 
     def __post_init__(self) -> None:
         self._shift: StepTimeShift | None = None
@@ -267,7 +265,6 @@ class ControllerState:
             "last_change_samples",
             "hold_growth_until_samples",
             "hold_shrinking_until_samples",
-            "lr_tested_at",
             "answered_batch",
         ):
             setattr(self, name, rescaled(getattr(self, name)))

@@ -59,8 +59,6 @@ class ForkRecord:
     """Number of the branch that the run went on from; None for the fork."""
     seconds: float
     """Of the whole test."""
-    said: str = ""
-    """What the controller said of it."""
 
     @property
     def sd_averaged(self) -> float:
@@ -89,7 +87,7 @@ class ForkRecord:
         end = "the run went on from the fork"
         if self._has_kept and self.kept is not None:
             end = f"the run went on from {self.branches[self.kept]}"
-        return f"{self.said or self._compared()}; {end}"
+        return f"{self._compared()}; {end}"
 
     def _compared(self) -> str:
         """How the branches compare by the loss that judges them."""

@@ -281,8 +281,6 @@ class DecisionHistory:
             self.failure = text(record.get("error"))
         elif kind == "fork":
             self.forks.append(fork_record(record))
-        elif kind == "lr_test" and self.forks and record.get("verdict"):
-            self.forks[-1] = replace(self.forks[-1], said=text(record.get("line")))
         if kind not in _NO_NOTE:
             self.notes.append(_note(kind, record))
 
@@ -560,8 +558,6 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
         "switch.abandoned": "change of layout abandoned; the run left to start again",
     }
     line = lines.get(kind, kind)
-    if kind == "lr_test":
-        line = text(record.get("line"))
     if kind == "fork":
         line = str(fork_record(record))
     if kind.startswith("switch.") and (reason := text(record.get("reason"))):

@@ -15,7 +15,7 @@ from copus_ext.goodput.fork_rule import LOSS_SD
 from copus_ext.monitor.forks import fork_record
 from copus_ext.monitor.report import script_json
 from tests.helpers.written_runs import usual_run
-from tests.unit.test_report import HOSTILE, payload_of
+from tests.unit.test_report import payload_of
 from tests.unit.test_run_files import ODD, others
 
 
@@ -115,16 +115,6 @@ def test_a_verdict_claims_no_more_than_the_losses_bear(
     assert said in fork_record({"outcome": result(*branches, **more).to_json()}).verdict
 
 
-def test_what_the_controller_said_of_a_trial_is_its_verdict(tmp_path: Path) -> None:
-    run = usual_run(tmp_path, steps=40)
-    whole, twice = branch(8, 2.26, 2.2), branch(8, 2.27, 2.2, lr_factor=2.0)
-    write(run.journal, result(whole, twice, kept=1))
-    run.journal.append("lr_test", iteration=40, verdict={"factor": 1.0}, line=HOSTILE)
-    payload = payload_of(tmp_path)
-    assert "the run went on from batch 8 at 2 times the rate" in figure(payload)["caption"]
-    assert "<" not in script_json(payload)
-
-
 def test_what_a_restart_undid_is_not_drawn(tmp_path: Path) -> None:
     run = usual_run(tmp_path, steps=40)
     write(run.journal, result(*TWO, iteration=38))
@@ -139,7 +129,6 @@ def test_a_fork_with_anything_in_it_is_shown(odd: Any, tmp_path: Path) -> None:
     record["outcome"] = result(*TWO, kept=0).to_json()
     with (run.path / "journal.jsonl").open("a") as file:
         file.writelines(json.dumps(one) + "\n" for one in others(record, odd))
-        file.write('{"kind": "lr_test", "line": ["x"]}\n')
     assert script_json(payload_of(tmp_path))
 
 
