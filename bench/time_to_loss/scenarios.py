@@ -209,9 +209,9 @@ def counted(seconds: float, run: Run) -> float:
 
 
 def overhead(run: Run) -> float:
-    """Part of a run's time that measuring, deciding, fork tests and pauses take."""
+    """Part of a run's time that measuring, deciding and pauses take."""
     whole = counted(run.seconds, run)
-    return (whole - run.seconds + run.forked_s + run.paused_s) / whole
+    return (whole - run.seconds + run.paused_s) / whole
 
 
 def starts(seeds: Sequence[int], say: Callable[[str], None], *, profiled: bool) -> list[Start]:

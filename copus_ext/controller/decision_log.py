@@ -68,9 +68,8 @@ class DecisionLog:
 
         Args:
             kind: `start`, `decision`, `outcome`, `conditions`, `spike`, `paused`,
-                `resumed`, `phase`, `messages`, `failure` or `end`; for a change of layout
-                `switch` and `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`;
-                for a fork test `fork.begin` and `fork`.
+                `resumed`, `phase`, `failure` or `end`; for a change of layout `switch` and
+                `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`.
             fields: plain JSON types; positions in samples of the present phase.
 
         Raises:

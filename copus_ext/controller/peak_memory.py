@@ -35,8 +35,6 @@ _LOOKS_AFTER = (3, 16)
 """Steps of a configuration, besides its first, after which its peak is read. The first step has
 what an earlier configuration has left, and makes the optimizer's state in a new run. By the second
 look the noise scale has been measured, too."""
-_step_bytes_before = 0
-"""What a step needed before the peak was forgotten; 0 once steps were measured since."""
 
 
 def peak_bytes_here() -> float:
@@ -52,23 +50,9 @@ def peak_bytes_here() -> float:
 
 def forget_peaks() -> None:
     """Gives back what an earlier configuration has left in the GPU's allocator; its peak is not
-    that of the next one. For `step_bytes` the peak counts until `steps_were_measured`."""
-    global _step_bytes_before
-    _step_bytes_before = step_bytes()
+    that of the next one."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-
-
-def step_bytes() -> int:
-    """Memory that a step needs on this GPU beside what is in use between two steps; 0 on a CPU."""
-    since = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    return max(since, _step_bytes_before)
-
-
-def steps_were_measured() -> None:
-    """Lets the peak since `forget_peaks` alone say what a step needs."""
-    global _step_bytes_before
-    _step_bytes_before = 0
 
 
 def alike(c: Configuration) -> tuple[Any, ...]:
@@ -168,7 +152,6 @@ class PeakMemoryCallback(Callback):
             return
         self._steps += 1
         if self._steps in _LOOKS_AFTER:
-            steps_were_measured()
             peak = peak_bytes_here()
             if dist.get_rank() == 0:
                 self._keep(config, c, step.elapsed_s, peak)

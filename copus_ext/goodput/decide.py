@@ -393,7 +393,7 @@ def _reason_to_change(s: DecisionInputs, goal: _Goal, chosen: Candidate) -> str:
 
 def critical_batch_size_words(s: DecisionInputs) -> str:
     """The critical batch size and what it comes from, as the log and the report put it."""
-    critical, multiplier = s.critical_batch_size, s.noise_scale_multiplier
+    critical, multiplier = s.critical_batch_size, s.rules.noise_scale_multiplier
     assert critical is not None
     if s.is_critical_batch_size_bound:
         trained, steps = s.trained_samples, s.rules.early_steps

@@ -255,15 +255,6 @@ class DecisionInputs:
     """Batch at which the run began to anneal by batch, samples; None before."""
     paused: bool = False
     """Whether an operator has stopped decisions."""
-    measured_multiplier: float | None = None
-    """The critical batch size over the noise scale by fork tests, instead of the rule's; None
-    without a test."""
-
-    @property
-    def noise_scale_multiplier(self) -> float:
-        """The critical batch size over the noise scale that decisions go by."""
-        measured = self.measured_multiplier
-        return self.rules.noise_scale_multiplier if measured is None else measured
 
     @property
     def now(self) -> ConfigThroughput:
@@ -330,7 +321,7 @@ class DecisionInputs:
     def critical_batch_size_of(self, noise_scale: float) -> float | None:
         """The multiplier times a noise scale, within its bound; samples. None if neither bounds
         it."""
-        known = min(self.noise_scale_multiplier * noise_scale, self.most_critical_batch_size)
+        known = min(self.rules.noise_scale_multiplier * noise_scale, self.most_critical_batch_size)
         return None if math.isinf(known) else known
 
     @property
@@ -340,7 +331,7 @@ class DecisionInputs:
             return False
         phi = self._noise_samples if self.is_noise_known else None
         bound = self.most_critical_batch_size
-        return phi is None or self.noise_scale_multiplier * phi >= bound
+        return phi is None or self.rules.noise_scale_multiplier * phi >= bound
 
     @property
     def log_noise_variance(self) -> float:

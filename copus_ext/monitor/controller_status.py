@@ -166,7 +166,7 @@ def _last_decision(
         "target_batch": d.target_batch,
         "goodput": goodput(s, row) if row is not None and row.source == "measured" else None,
         "best": best,
-        "noise_scale_multiplier": s.noise_scale_multiplier,
+        "noise_scale_multiplier": s.rules.noise_scale_multiplier,
         "critical_batch_size": s.critical_batch_size,
         "critical_batch_size_source": critical_batch_size_words(s) if s.critical_batch_size else "",
     }

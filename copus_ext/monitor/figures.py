@@ -13,7 +13,6 @@ from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor.downsample import Column, changes, downsample, running_mean, running_rate
 from copus_ext.monitor.explain import gain as expected
 from copus_ext.monitor.explain import headline, outcome_result, seconds
-from copus_ext.monitor.forks import ForkRecord
 from copus_ext.monitor.journal import DecisionRecord
 from copus_ext.monitor.run_files import RunHistory
 from copus_ext.monitor.values import number
@@ -24,8 +23,6 @@ _FEW = 30
 """Points of a line up to which each is marked."""
 _SPEED_STEPS = 20
 _MOST_TICKS = 6
-_MOST_FORKS = 12
-"""Fork tests that are drawn, the newest."""
 _FAR = 100.0
 """Height of an open interval over that of the picture."""
 _NO_PHASES = "new processes"
@@ -462,78 +459,3 @@ def prediction_figure(runs: Sequence[RunHistory]) -> Figure:
             "yaxis": {"type": "log", "title": {"text": "measured, samples/s"}},
         },
     }
-
-
-def forks_figure(runs: Sequence[RunHistory]) -> Figure | None:
-    """The losses of the branches of each fork test, one above the other; None without any."""
-    tests = [
-        (f"{run.name}: " if len(runs) > 1 else "", fork)
-        for run in runs
-        for fork in run.decisions.forks
-        if fork.kind == "done" and fork.branches
-    ][-_MOST_FORKS:]
-    if not tests:
-        return None
-    data: list[Figure] = []
-    layout: dict[str, Any] = {"annotations": []}
-    said, heights = [], [60 + 38 * (1 + len(fork.branches)) for _, fork in tests]
-    for i, (where, fork) in enumerate(tests):
-        said.append(f"{i + 1}. {fork.samples} samples for each branch: {fork.verdict}.")
-        axis = str(i + 1) if i else ""
-        # Above each is its title, and below it are the numbers of its axis.
-        ends = sum(heights[i + 1 :]) + 30, sum(heights[i:]) - 30
-        domain = [end / sum(heights) for end in ends]
-        layout[f"xaxis{axis}"] = {"anchor": f"y{axis}", "nticks": 5, "tickangle": 0}
-        layout[f"yaxis{axis}"] = {"domain": domain, "type": "category", "automargin": True}
-        layout[f"yaxis{axis}"] |= {"autorange": "reversed"}
-        title = f"{i + 1}. {where}after step {fork.iteration}"
-        place = {"xref": "paper", "x": 0, "yref": "paper", "y": domain[1] + 4 / sum(heights)}
-        style = {"xanchor": "left", "yanchor": "bottom", "showarrow": False}
-        layout["annotations"].append({"text": title, **place, **style})
-        data += _fork_traces(fork, axis)
-    layout[f"xaxis{len(tests) if len(tests) > 1 else ''}"]["title"] = {"text": "held-out loss"}
-    return {
-        "id": "forks",
-        "title": "Fork tests",
-        "caption": "Each branch trained the same samples from the same weights. The loss of the "
-        "same held-out samples, in nats per token, judges the average of its weights and the last "
-        f"ones. Bars are two standard errors of a comparison. {' '.join(said)}",
-        "height": 90 + sum(heights),
-        "axis": False,
-        "data": data,
-        "layout": layout,
-    }
-
-
-def _fork_traces(fork: ForkRecord, axis: str) -> list[Figure]:
-    """The losses of one test on its own axes."""
-    branches, names = fork.branches, []
-    for i, branch in enumerate(branches):
-        # On a narrow screen a name has little room.
-        words = str(branch).replace(" with ", "\nwith ").replace(" at ", "\nat ")
-        names.append(f"{i + 1}: {words}{' (kept)' if i == fork.kept else ''}")
-    averaged = [branch.loss_averaged for branch in branches]
-    last = [branch.loss_last for branch in branches]
-    parts: list[tuple[str, list[str], list[float | None], float, int, str]] = [
-        ("at the fork", ["at the fork"], [fork.loss_start], 0.0, -1, "diamond"),
-        ("average of weights", names, averaged, 2.0 * fork.sd_averaged, 0, "circle"),
-        ("last weights", names, last, 2.0 * fork.sd_last, 1, "circle-open"),
-    ]
-    return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": name,
-            "legendgroup": name,
-            "showlegend": not axis,
-            "xaxis": f"x{axis}",
-            "yaxis": f"y{axis}",
-            "x": losses,
-            "y": rows,
-            "error_x": {"type": "constant", "value": error, "visible": error > 0.0},
-            "marker": {"size": 9, "symbol": symbol},
-            "meta": {"color": color},
-            "hovertemplate": "%{y}: loss %{x:.5g}<extra>%{fullData.name}</extra>",
-        }
-        for name, rows, losses, error, color, symbol in parts
-    ]

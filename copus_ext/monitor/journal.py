@@ -8,7 +8,6 @@ from typing import Any
 
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.messages import conditions_line
-from copus_ext.monitor.forks import ForkRecord, fork_record
 from copus_ext.monitor.values import FOREIGN, number, rows, seconds_of, table, text, whole
 from megatron.training.common.errors import counted
 from megatron.training.config.layout import Layout
@@ -26,7 +25,6 @@ _NO_NOTE = (
     "decision",
     "outcome",
     "switch",
-    "fork.begin",
 )
 
 
@@ -48,7 +46,7 @@ class Account:
     had changed nothing: the first one, on the layout of the flags."""
 
     elapsed_s: float | None
-    """Seconds of training, with pauses and fork tests."""
+    """Seconds of training, with pauses."""
     paused_s: float
     """Of these the pauses for changes of the layout."""
     deciding_s: float
@@ -216,8 +214,6 @@ class DecisionHistory:
     notes: list[NoteRecord] = field(default_factory=list)
     layouts: list[tuple[int, str]] = field(default_factory=list)
     """Steps done and the layout from there on."""
-    forks: list[ForkRecord] = field(default_factory=list)
-    """Fork tests that no restart has undone."""
     begin: tuple[int | None, int | None] = (None, None)
     """Steps and samples done when the journal begins."""
     first: Sizes | None = None
@@ -279,8 +275,6 @@ class DecisionHistory:
             self._add_switch(kind, record)
         elif kind == "failure":
             self.failure = text(record.get("error"))
-        elif kind == "fork":
-            self.forks.append(fork_record(record))
         if kind not in _NO_NOTE:
             self.notes.append(_note(kind, record))
 
@@ -298,7 +292,6 @@ class DecisionHistory:
         if iteration is not None:
             for decided in self.decided:
                 decided.undone |= decided.iteration is not None and decided.iteration > iteration
-            self.forks = [fork for fork in self.forks if (fork.iteration or 0) <= iteration]
             self.outcomes = [o for o in self.outcomes if (o.iteration or 0) <= iteration]
         if layout:
             self._enter(layout)
@@ -558,8 +551,6 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
         "switch.abandoned": "change of layout abandoned; the run left to start again",
     }
     line = lines.get(kind, kind)
-    if kind == "fork":
-        line = str(fork_record(record))
     if kind.startswith("switch.") and (reason := text(record.get("reason"))):
         line = f"{line}: {reason}"
     if kind == "start" and (remark := text(record.get("note"))):

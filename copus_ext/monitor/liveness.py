@@ -33,7 +33,6 @@ _PHASES: dict[str, State] = {
     "saving": "saving",
     "writing a trace": "saving",
     "changing the layout": "changing layout",
-    "fork test": "training",
 }
 _HEARTBEAT_BYTES = 4096
 _TOGETHER_S = 1.0

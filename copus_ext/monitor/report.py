@@ -70,7 +70,6 @@ class ReportData:
             figures.experts_figure(runs),
             figures.pauses_figure(runs),
             figures.prediction_figure(runs),
-            figures.forks_figure(runs),
         ]
         return {
             "version": VERSION,

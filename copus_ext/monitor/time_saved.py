@@ -35,9 +35,9 @@ class Stretch:
     samples: float
     """That the steps trained."""
     seconds: float
-    """That they took, with pauses, fork tests and decisions."""
+    """That they took, with pauses and decisions."""
     own_s: float
-    """Of these the pauses, fork tests and decisions, which no run that stays would have."""
+    """Of these the pauses and decisions, which no run that stays would have."""
     batch: int
     """Samples of a step."""
     first_batch: int
@@ -59,7 +59,7 @@ class TimeSaved:
     """What changes have saved so far; shares are of the time that staying would have taken."""
 
     taken_s: float
-    """Seconds of training, with pauses, fork tests and decisions."""
+    """Seconds of training, with pauses and decisions."""
     staying_s: float
     """Seconds of the first configuration to the same progress."""
     low: float
@@ -88,7 +88,7 @@ def time_saved(stretches: Sequence[Stretch]) -> TimeSaved | None:
 
         staying_s = sum of n (1 + B0/Phi) / (1 + B/Phi) / T0
 
-    In the first configuration both took the same time, but for pauses, fork tests and decisions:
+    In the first configuration both took the same time, but for pauses and decisions:
     there it is the time taken less these. Then share = 1 - taken_s / staying_s. The range is that
     of half and twice the critical batch size. Where T0 is not timed itself, it is also that of T0
     one standard deviation up and down.
@@ -185,9 +185,9 @@ def stretches_of(run: RunHistory) -> list[Stretch]:
 
     found = []
     if run.decisions.begin == (0, 0):
-        found += [finished(0, 0, s) for s in _between(None, decided[0], run.decisions)]
+        found += [finished(0, 0, s) for s in _between(None, decided[0])]
     for i, pair in enumerate(itertools.pairwise(decided)):
-        found += [finished(i, i + 1, s) for s in _between(*pair, run.decisions)]
+        found += [finished(i, i + 1, s) for s in _between(*pair)]
     last = len(decided) - 1
     return [*found, *(finished(last, last, s) for s in _since(decided[-1], run))]
 
@@ -267,9 +267,7 @@ def _speed(account: Account) -> _Speed | None:
     return None if speed is None or speed <= 0.0 else (speed, account.first_sd)
 
 
-def _between(
-    a: DecisionRecord | None, b: DecisionRecord, decisions: DecisionHistory
-) -> list[Stretch]:
+def _between(a: DecisionRecord | None, b: DecisionRecord) -> list[Stretch]:
     """The stretch from a decision, or from the start of the run, to the next one; none without
     steps or time."""
     start, end = 0, b.samples or 0
@@ -281,8 +279,7 @@ def _between(
     seconds = (account.elapsed_s or 0.0) - elapsed_s
     if end <= start or seconds <= 0.0:
         return []
-    own_s = max(account.paused_s - paused_s, 0.0) + _lost_to_forks(decisions, start, end)
-    own_s = min(own_s, seconds) + account.deciding_s
+    own_s = min(max(account.paused_s - paused_s, 0.0), seconds) + account.deciding_s
     return [
         _stretch(
             b.now,
@@ -292,11 +289,6 @@ def _between(
             own_s=own_s,
         )
     ]
-
-
-def _lost_to_forks(decisions: DecisionHistory, start: int, end: float) -> float:
-    tests = (f for f in decisions.forks if start <= (f.consumed_samples or 0) < end)
-    return sum(fork.lost_s for fork in tests)
 
 
 def _stretch(
@@ -318,9 +310,9 @@ def _since(last: DecisionRecord, run: RunHistory) -> list[Stretch]:
     """The stretches since the last decision, by its steps; none where steps are missing."""
     account, steps = last.account, _steps_after(last, run)
     assert account is not None
-    lost_s = _lost_to_forks(run.decisions, last.samples or 0, math.inf)
+    lost_s = 0.0
     if last.switch is not None:
-        lost_s += last.switch.pause_s or 0.0
+        lost_s = last.switch.pause_s or 0.0
     found = []
     for sizes, group in itertools.groupby(steps, key=lambda step: _sizes(step, run)):
         own = list(group)

@@ -28,8 +28,8 @@ class NoAnswer(RuntimeError):
 
 
 class Consensus:
-    """The votes of one change of layout or fork test. Every rank makes one and votes on the same
-    topics in the same order.
+    """The votes of one change of layout. Every rank makes one and votes on the same topics in the
+    same order.
 
     Args:
         store: reaches all ranks, and outlives the groups.
@@ -47,13 +47,12 @@ class Consensus:
         self._timeout_s = timeout_s
         self._before: str | None = None
 
-    def vote(self, topic: str, problem: str | None, *, timeout_s: float | None = None) -> list[str]:
+    def vote(self, topic: str, problem: str | None) -> list[str]:
         """Waits for every rank's vote.
 
         Args:
             topic: of this vote, not used before.
             problem: why this rank has failed, or None.
-            timeout_s: another time-out for this vote.
 
         Returns:
             The problems of all ranks that have failed, in the order of ranks.
@@ -67,7 +66,7 @@ class Consensus:
                 self._store.add(f"{topic}/failed", 1)
             if self._store.add(f"{topic}/votes", 1) == self.world_size:
                 self._store.set(f"{topic}/done", "1")
-            self._store.wait([f"{topic}/done"], timedelta(seconds=timeout_s or self._timeout_s))
+            self._store.wait([f"{topic}/done"], timedelta(seconds=self._timeout_s))
             problems = []
             if self.failed_ranks(topic):
                 voters = range(self.world_size)
@@ -97,7 +96,6 @@ class Consensus:
         *,
         deadline: Deadline,
         is_collective: bool,
-        patience_s: float | None = None,
     ) -> tuple[Result | None, list[str]]:
         """Does a part of a work; all ranks do it and vote on it.
 
@@ -106,8 +104,6 @@ class Consensus:
             act: the part; what it raises is a vote against.
             deadline: watches the work.
             is_collective: whether a rank may wait for the others inside.
-            patience_s: a rank that has failed waits so long for the votes of the others; None as
-                long as one that has not.
 
         Returns:
             What `act` returned, or None if it failed on any rank; and the problems of all ranks.
@@ -123,7 +119,7 @@ class Consensus:
             logger.debug("%s failed", topic, exc_info=True)
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         # Outside of the handler, so that the traceback does not keep what `act` has allocated.
-        problems = self.vote(topic, problem, timeout_s=patience_s if problem else None)
+        problems = self.vote(topic, problem)
         return (None if problems else result), problems
 
     def failed_ranks(self, topic: str) -> int:
@@ -174,9 +170,9 @@ def _reaching(what: str) -> Iterator[None]:
 
 
 class Deadline:
-    """Ends this process if a change of layout or a fork test cannot: it takes too long, another
-    rank is dead or has left, or another rank has failed while this one waits for it in a
-    collective, which nothing can cancel.
+    """Ends this process if a change of layout cannot: it takes too long, another rank is dead or
+    has left, or another rank has failed while this one waits for it in a collective, which nothing
+    can cancel.
 
     Args:
         consensus: of the change.

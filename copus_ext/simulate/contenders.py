@@ -33,8 +33,6 @@ class Contender:
     flags: CopusConfig | None = None
     first_batch: int | None = None
     """Batch of the first step; None: the scenario's smallest."""
-    fork_tests: bool = False
-    """Whether it measures the noise scale multiplier by fork tests. Jobs cannot."""
 
 
 def _flags(policy: str, **more: Any) -> CopusConfig:

@@ -9,7 +9,6 @@ and rules for the learning rate come out; nobody puts them in.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -102,8 +101,8 @@ class NoisyQuadratic:
         terms = np.where(near, steps, (1.0 - kept) / np.where(near, 1.0, gap))
         return kept * squares + added * terms
 
-    def advanced(self, squares: Any, rate: Any, steps: Any, batch: Any) -> tuple[Any, Any]:
-        """Mean squares after steps of one learning rate, and the gain eta / r of these steps.
+    def advanced(self, squares: Any, rate: Any, steps: Any, batch: Any) -> Any:
+        """Mean squares after steps of one learning rate. Their gain is eta / r.
 
         r is the mean of both ends. A large batch raises the gain until x grows in the sharpest
         direction and r with it, so that r has to be solved for there. See `moved`.
@@ -121,7 +120,7 @@ class NoisyQuadratic:
                 for x in (gain, squares[..., 0], rest, before, rate, steps, batch)
             ]
             gain[stiff] = self._stiff_gain(*few)
-        return self.moved(squares, gain, steps, batch), gain
+        return self.moved(squares, gain, steps, batch)
 
     def _stiff_gain(
         self, gain: Any, first: Any, rest: Any, before: Any, rate: Any, steps: Any, batch: Any
@@ -154,43 +153,6 @@ class NoisyQuadratic:
         return np.where(is_stiff, low + share * (high - low), gain)
 
 
-@dataclass(frozen=True)
-class _Average:
-    """Moments of the sum S of x over some steps: E[S x] and E[S^2] by direction."""
-
-    steps: int
-    cross: Any
-    square: Any
-
-    def advanced(self, squares: Any, drop: Any, added: Any, steps: int) -> _Average:
-        """After steps of x' = (1 - drop) x + noise, in closed form (sums of geometric series).
-
-        Args:
-            squares: mean squares of x before them.
-            drop: gain x curvature.
-            added: variance of the noise.
-            steps: a whole number.
-        """
-        keep, both = 1.0 - drop, drop * (2.0 - drop)
-        power = keep**steps
-        limit = added / both
-        off = squares - limit
-        series, of_squares = (1.0 - power) / drop, (1.0 - power**2) / both
-        cross = power * self.cross + limit * series + off * keep * power * series
-        # Sums over the steps of x^2, and of the cross moments before each.
-        each = steps * limit + off * keep**2 * of_squares
-        before = self.cross * series + limit * (steps - series) / drop
-        before = before + off * keep * (series - of_squares) / drop
-        return _Average(self.steps + steps, cross, self.square + each + 2.0 * keep * before)
-
-
-@dataclass(frozen=True)
-class _State:
-    samples: int
-    squares: Any
-    average: _Average | None
-
-
 class QuadraticTraining:
     """A run on a noisy quadratic: a `Training` whose targets are losses.
 
@@ -202,13 +164,8 @@ class QuadraticTraining:
 
     def __init__(self, problem: NoisyQuadratic, schedule: RateSchedule, *, peak: float) -> None:
         self.problem, self.schedule, self.peak = problem, schedule, peak
-        self._state = _State(0, problem.start, None)
+        self.samples, self._squares = 0, problem.start
         self._losses = (self.loss(), self.loss())
-
-    @property
-    def samples(self) -> int:
-        """See `Training`."""
-        return self._state.samples
 
     @property
     def progress(self) -> float:
@@ -227,15 +184,10 @@ class QuadraticTraining:
         self._losses = (before, self.loss())
 
     def _advance(self, batch: int, steps: int, lr_factor: float) -> None:
-        p, s = self.problem, self._state
-        end = min(s.samples + batch * steps, self.schedule.total_samples)
-        rate = self.peak * self.schedule.rate_of((s.samples + end) / 2, lr_factor)
-        squares, gain = p.advanced(s.squares, rate, steps, batch)
-        average = s.average
-        if average is not None:
-            added = gain**2 * p.noise / batch
-            average = average.advanced(s.squares, gain * p.curvatures, added, steps)
-        self._state = _State(end, squares, average)
+        end = min(self.samples + batch * steps, self.schedule.total_samples)
+        rate = self.peak * self.schedule.rate_of((self.samples + end) / 2, lr_factor)
+        self._squares = self.problem.advanced(self._squares, rate, steps, batch)
+        self.samples = end
 
     def passed(self, target: float) -> float | None:
         """See `Training`; between its ends the loss of the last `train` is a line."""
@@ -246,29 +198,8 @@ class QuadraticTraining:
 
     def loss(self) -> float:
         """See `Training`."""
-        return float(self.problem.loss(self._state.squares))
+        return float(self.problem.loss(self._squares))
 
     def noise_scale(self) -> float:
         """See `Training`."""
-        return self.problem.noise_trace / float(self.problem.grad_norm_sq(self._state.squares))
-
-    def start_average(self) -> None:
-        """See `Training`."""
-        nothing = np.zeros(self.problem.num_directions)
-        self._state = dataclasses.replace(self._state, average=_Average(0, nothing, nothing))
-
-    def averaged_loss(self) -> float:
-        """See `Training`."""
-        average = self._state.average
-        if average is None or not average.steps:
-            return self.loss()
-        return float(self.problem.loss(average.square / average.steps**2))
-
-    def snapshot(self) -> _State:
-        """See `Training`."""
-        return self._state
-
-    def restore(self, snapshot: _State) -> None:
-        """See `Training`."""
-        self._state = snapshot
-        self._losses = (self.loss(), self.loss())
+        return self.problem.noise_trace / float(self.problem.grad_norm_sq(self._squares))

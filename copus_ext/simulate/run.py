@@ -13,16 +13,14 @@ import numpy as np
 from copus_ext.controller import rules
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.gns.observer import CONTROL, NoiseObserver
-from copus_ext.goodput import fork_rule, policies
+from copus_ext.goodput import policies
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.fork_rule import ForkEvidence
 from copus_ext.goodput.inputs import Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS, ControllerState, config_key
 from copus_ext.simulate.conditions import World
 from copus_ext.simulate.contenders import Contender
 from copus_ext.simulate.scenario import Scenario
-from copus_ext.simulate.training import branch_losses
 from megatron.training.config.layout import Layout
 
 _TIMED = WARM_UP_STEPS + MIN_TIMED_STEPS
@@ -64,10 +62,6 @@ class Run:
     """Seconds of changes of layout."""
     seconds: float = 0.0
     """Of the whole run with a controller, pauses included."""
-    forked_s: float = 0.0
-    """Seconds of fork tests."""
-    fork_tests: list[ForkEvidence] = field(default_factory=list)
-    """What they found."""
     last_loss: float | None = None
     """At the end of a run with a controller, nats per token."""
 
@@ -161,7 +155,7 @@ class Runner:
     ) -> None:
         assert contender.flags is not None
         self.scenario, self.flags, self.journal = scenario, contender.flags, journal
-        self.training, self.world = scenario.training(seed), World(scenario, seed)
+        self.training, self.world = scenario.training(), World(scenario, seed)
         self.speeds = self.world.speeds
         self.step_noise = np.random.default_rng([seed, 0x57E9])
         first = contender.first_batch or scenario.batches[0]
@@ -176,8 +170,6 @@ class Runner:
         )
         self.measures = policies.needs_noise(self.flags.copus_policy)
         self.measures |= self.flags.copus_policy == "seesaw"
-        self.fork_tests, self._forks_at = contender.fork_tests, list[int]()
-        self.fork_noise = np.random.default_rng([seed, 0xF02D])
         self.used: set[tuple[Layout, int]] = set()
         self.clock_s = 0.0
         self.out = Run(name=contender.name, times_s=dict.fromkeys(scenario.targets))
@@ -325,9 +317,6 @@ class Runner:
 
     def _decide(self) -> None:
         inputs = self._inputs()
-        if self.fork_tests:
-            self._fork(inputs)
-            inputs = fork_rule.with_multiplier(inputs, self.out.fork_tests)
         decision = decide(inputs)
         self.state.record_decision(consumed_samples=self.consumed, scheduled=self._scheduled())
         self.out.decisions += 1
@@ -344,39 +333,6 @@ class Runner:
             )
         if decision.kind != "stay":
             self._apply(decision)
-
-    def _fork(self, inputs: DecisionInputs) -> None:
-        """Makes a fork test if one is due. The branch of the present batch is what the run does
-        next anyway, so that the other one and the losses are what it costs."""
-        total = inputs.total_samples
-        trial = fork_rule.trial(
-            inputs, spent_s=self.out.forked_s, tests_at=[at / total for at in self._forks_at]
-        )
-        if trial is None:
-            return
-        self._forks_at.append(self.consumed)
-        batches = [trial.batch, trial.wide.global_batch_size]
-        start = self.training.loss()
-        factors = [self.rates.lr_factor(batch) for batch in batches]
-        narrow, wide = branch_losses(self.training, batches, trial.samples, factors)
-        if self.scenario.quadratic is not None:  # Its losses have no error of their own.
-            errors = self.scenario.average_error * self.fork_noise.standard_normal(2)
-            narrow, wide = narrow + errors[0], wide + errors[1]
-        seconds = trial.seconds * trial.wide.samples_per_s
-        seconds /= self.speeds.true(trial.wide).samples_per_s
-        self.clock_s += seconds
-        self.state.elapsed_s += seconds
-        self.out.forked_s += seconds
-        assert inputs.noise.phi_samples is not None
-        found = fork_rule.evidence(
-            trial,
-            losses=(start, narrow, wide),
-            noise_scale=inputs.noise.phi_samples,
-            consumed_samples=self.consumed,
-            seconds=seconds,
-        )
-        if found is not None:
-            self.out.fork_tests.append(found)
 
     def _apply(self, decision: Decision) -> None:
         to, before, ramp = decision.to, self.row, self.state.ramp

@@ -84,8 +84,6 @@ class Scenario:
     """Relative error of the speeds that are known before the run."""
     known_sd: float | None = PROFILED_SD
     """Their relative uncertainty, as the controller assumes; None: the planner's."""
-    average_error: float = 0.0
-    """Error of the loss of averaged weights, standard deviation, nats per token."""
     events: tuple[Event, ...] = ()
     """When parts of the machine become faster or slower; the oracle does not know of them."""
     step_noise: float = 0.0
@@ -146,21 +144,11 @@ class Scenario:
             kind=self.lr_schedule,
         )
 
-    def training(self, seed: int = 0) -> Training:
-        """A run at its start.
-
-        Args:
-            seed: of the errors of fork tests.
-        """
+    def training(self) -> Training:
+        """A run at its start."""
         if self.quadratic is not None:
             return QuadraticTraining(self.quadratic, self.schedule, peak=self.peak)
-        return ProgressTraining(
-            self.dynamics,
-            self.schedule,
-            loss_curve(self.targets),
-            average_error=self.average_error,
-            seed=seed,
-        )
+        return ProgressTraining(self.dynamics, self.schedule, loss_curve(self.targets))
 
     def estimator(self, seed: int) -> NoiseEstimatorModel:
         """Draws what a run measures of the noise scale."""

@@ -7,9 +7,8 @@ function of the progress.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -58,54 +57,6 @@ class Training(Protocol):
         """tr(Sigma) / |G|^2 of the weights, samples. A real run returns a noisy sample."""
         ...
 
-    def start_average(self) -> None:
-        """Averages the weights after every step from here on, instead of any average so far."""
-        ...
-
-    def averaged_loss(self) -> float:
-        """Loss of the averaged weights; those of now before the first step of the average."""
-        ...
-
-    def snapshot(self) -> Any:
-        """All that a step changes. It can be restored any number of times."""
-        ...
-
-    def restore(self, snapshot: Any) -> None:
-        """Goes back to a snapshot."""
-        ...
-
-
-def branch_loss(training: Training, batch: int, steps: int, *, lr_factor: float = 1.0) -> float:
-    """Trains a branch, and returns the loss of the weights' average over its second half.
-
-    The training stays where the branch ends. The caller has a snapshot to go back.
-    """
-    first = steps // 2
-    if first:
-        training.train(batch, first, lr_factor=lr_factor)
-    training.start_average()
-    training.train(batch, steps - first, lr_factor=lr_factor)
-    return training.averaged_loss()
-
-
-def branch_losses(
-    training: Training, batches: Sequence[int], samples: int, lr_factors: Sequence[float]
-) -> list[float]:
-    """The averaged losses of branches of some batches from here; the training stays where it was.
-
-    Args:
-        training: of which they branch off.
-        batches: samples of a step, one for each branch.
-        samples: of a branch, rounded to its steps.
-        lr_factors: of the learning rate, one for each branch.
-    """
-    start, losses = training.snapshot(), []
-    for batch, factor in zip(batches, lr_factors):
-        steps = max(round(samples / batch), 1)
-        losses.append(branch_loss(training, batch, steps, lr_factor=factor))
-        training.restore(start)
-    return losses
-
 
 @dataclass(frozen=True, kw_only=True)
 class LossCurve:
@@ -150,22 +101,12 @@ class ProgressTraining:
         dynamics: progress of batches.
         schedule: what the rate makes of a sample, and the length of the run.
         curve: loss over progress.
-        average_error: standard deviation of the error of an averaged loss, nats per token.
-        seed: of these errors.
     """
 
     def __init__(
-        self,
-        dynamics: TrainingDynamics,
-        schedule: RateSchedule,
-        curve: LossCurve,
-        *,
-        average_error: float = 0.0,
-        seed: int = 0,
+        self, dynamics: TrainingDynamics, schedule: RateSchedule, curve: LossCurve
     ) -> None:
         self.dynamics, self.schedule, self.curve = dynamics, schedule, curve
-        self.average_error = average_error
-        self._random = np.random.default_rng([seed, 0xF02C])
         self.samples, self.progress = 0, 0.0
         self._before, self._batch, self._worth = 0.0, 1, 1.0
 
@@ -192,18 +133,3 @@ class ProgressTraining:
     def noise_scale(self) -> float:
         """See `Training`."""
         return self.dynamics.phi(self.progress)
-
-    def start_average(self) -> None:
-        """Nothing: the loss is a function of the progress alone."""
-
-    def averaged_loss(self) -> float:
-        """The loss with an error of its own at each call."""
-        return self.loss() + self.average_error * float(self._random.standard_normal())
-
-    def snapshot(self) -> tuple[int, float]:
-        """Samples and progress. Errors of averaged losses go on."""
-        return self.samples, self.progress
-
-    def restore(self, snapshot: tuple[int, float]) -> None:
-        """See `Training`."""
-        self.samples, self.progress = snapshot

@@ -134,7 +134,7 @@ class Tuner:
         squares = np.broadcast_to(problem.start, (len(lengths), problem.num_directions))
         with np.errstate(over="ignore", invalid="ignore"):
             for width, batch, rate in zip(self._chunks[0], *columns):
-                squares, _ = problem.advanced(squares, rate, lengths * width / batch, batch)
+                squares = problem.advanced(squares, rate, lengths * width / batch, batch)
         return squares
 
     def final_losses(self, batches: Sequence[BatchSchedule], peaks: Any, lengths: Any) -> Any:

@@ -56,29 +56,23 @@ def test_silence_is_no_answer() -> None:
     assert [type(x) for x in results] == [NoAnswer] * (RANKS - 1)
 
 
-def carried_out(votes: list[Consensus], rank: int, *, fails: bool, patience_s: float) -> Any:
+def carried_out(votes: list[Consensus], rank: int, *, fails: bool) -> Any:
     def act() -> int:
         if fails:
             raise MemoryError("no room")
         return rank
 
     how: Any = {"deadline": SimpleNamespace(entering=lambda topic: None), "is_collective": True}
-    return votes[rank].carry_out("part", act, **how, patience_s=patience_s)
+    return votes[rank].carry_out("part", act, **how)
 
 
 def test_a_part_that_fails_on_a_rank_has_failed_on_all() -> None:
     votes = voters()
-    done = together(lambda r: carried_out(votes, r, fails=False, patience_s=5))
+    done = together(lambda r: carried_out(votes, r, fails=False))
     assert done == [(0, []), (1, []), (2, [])]
     votes = voters()
-    failed = together(lambda r: carried_out(votes, r, fails=r == 2, patience_s=5))
+    failed = together(lambda r: carried_out(votes, r, fails=r == 2))
     assert failed == [(None, ["rank 2: MemoryError: no room"])] * RANKS
-
-
-def test_a_rank_that_has_failed_waits_less_for_the_others() -> None:
-    votes = voters(timeout_s=1e6)
-    (result,) = together(lambda r: carried_out(votes, 0, fails=True, patience_s=0.05), ranks=1)
-    assert type(result) is NoAnswer
 
 
 def test_nothing_is_left_of_old_votes() -> None:

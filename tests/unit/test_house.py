@@ -112,9 +112,9 @@ INVENTED_DATA = {
 """Files that may name `--mock-data`, with the reason."""
 
 
-def test_runs_that_recover_move_fork_or_resume_train_on_text() -> None:
+def test_runs_that_recover_move_or_resume_train_on_text() -> None:
     # With invented data nothing can differ from what a run was trained on.
-    about = ("elastic", "relayout", "reshard", "transfer", "fork", "resume", "restore", "relaunch")
+    about = ("elastic", "relayout", "reshard", "transfer", "resume", "restore", "relaunch")
     files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
     checked = [f for f in files if f.parent.name != "unit" or any(word in f.name for word in about)]
     words = ("mock" + "-data", "mock" + "_data")

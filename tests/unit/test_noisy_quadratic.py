@@ -15,7 +15,6 @@ from copus_ext.simulate.contenders import contenders
 from copus_ext.simulate.noisy_quadratic import NoisyQuadratic, QuadraticTraining
 from copus_ext.simulate.run import simulate
 from copus_ext.simulate.scenario import preset
-from copus_ext.simulate.training import branch_losses
 from copus_ext.simulate.training_dynamics import RateSchedule, ScheduleKind
 from copus_ext.simulate.tuned_schedules import BatchSchedule, Tuned, Tuner, static
 
@@ -108,47 +107,6 @@ def test_chunks_of_half_the_size_change_no_loss() -> None:
     )
     assert coarse == pytest.approx(GOAL, rel=2e-3)
     assert coarse == pytest.approx(fine, rel=1e-3)
-
-
-def test_the_loss_of_averaged_weights_is_that_of_drawn_runs() -> None:
-    problem = NoisyQuadratic(num_directions=12, noise_trace=5.0)
-    training = QuadraticTraining(problem, schedule(6000), peak=1.0)
-    random, runs, batch = np.random.default_rng(0), 20_000, 16
-    x = np.sqrt(problem.start) * random.standard_normal((runs, 12))
-    total, plain = np.zeros_like(x), QuadraticTraining(problem, schedule(6000), peak=1.0)
-    for step in range(90):
-        before = plain.snapshot().squares
-        rate = float(plain.schedule.rate(plain.samples + batch / 2))
-        _, gain = problem.advanced(before, rate, 1, batch)
-        plain.train(batch)
-        noise = np.sqrt(problem.noise / batch) * random.standard_normal(x.shape)
-        x = x - gain * (problem.curvatures * x + noise)
-        if step >= 40:
-            total += x
-    training.train(batch, 40)
-    training.start_average()
-    training.train(batch, 50)
-    drawn = (total / 50) ** 2 @ problem.curvatures / 2
-    error = float(drawn.std()) / runs**0.5
-    assert abs(training.averaged_loss() - drawn.mean()) < 4 * error + 2e-3 * drawn.mean()
-    # The average is worth something, and steps one by one give the same.
-    assert training.averaged_loss() < 0.9 * training.loss()
-    single = QuadraticTraining(problem, schedule(6000), peak=1.0)
-    single.train(batch, 40)
-    single.start_average()
-    for _ in range(50):
-        single.train(batch)
-    assert single.averaged_loss() == pytest.approx(training.averaged_loss(), rel=2e-3)
-
-
-def test_branches_leave_a_quadratic_where_it_was() -> None:
-    training = QuadraticTraining(PROBLEM, schedule(), peak=1.0)
-    training.train(32, 300)
-    before = training.loss(), training.samples, training.noise_scale()
-    small, large, again = branch_losses(training, (32, 512, 32), 8192, (1.0, 4.0, 1.0))
-    assert (training.loss(), training.samples, training.noise_scale()) == before
-    assert small == again < large
-    assert training.passed(before[0]) == 0.0
 
 
 def test_a_loss_is_passed_within_a_step() -> None:

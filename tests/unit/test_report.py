@@ -461,3 +461,16 @@ def test_the_command_says_what_is_wrong(
     assert tool.main([str(run) if word == "RUN" else word for word in arguments]) == code
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_every_figure_has_its_place_on_the_page() -> None:
+    import copus_ext.monitor as package
+
+    (folder,) = package.__path__
+    ids = [
+        line for line in Path(folder, "figures.py").read_text().splitlines() if '"id": "' in line
+    ]
+    page = Path(folder, "templates", "report.html").read_text()
+    assert len(ids) >= 6
+    for line in ids:
+        assert f'<figure id="f-{line.split(chr(34))[3]}"' in page, line

@@ -279,7 +279,7 @@ def test_gain_and_loss_are_told_apart_in_the_range(tmp_path: Path) -> None:
     assert f"({more:.1f} % more to {less:.0f} % less, by the critical batch size)" in run.line
 
 
-def test_pauses_forks_and_decisions_count(tmp_path: Path) -> None:
+def test_pauses_and_decisions_count(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step(10, 1.0)
     run.speeds[4] = 4.0, "measured"
@@ -287,30 +287,12 @@ def test_pauses_forks_and_decisions_count(tmp_path: Path) -> None:
     run.elapsed_s, run.paused_s = run.elapsed_s + 2.0, 2.0
     run.step(10, 1.5)
     run.decide()
-    at = {"iteration": run.iteration, "consumed_samples": run.samples}
-    run.log.append("fork", **at, outcome={"kind": "done", "seconds": 3.0, "branches": []})
-    run.elapsed_s += 3.0
     run.step(10, 1.5)
     run.decide()
     found = time_saved(stretches_of(run.history))
     assert found is not None
-    assert found.taken_s == pytest.approx(40.0 + 0.25 + 2.0 + 3.0)
+    assert found.taken_s == pytest.approx(40.0 + 0.25 + 2.0)
     assert found.staying_s == pytest.approx(50.0)
-
-
-def test_a_kept_branch_of_a_fork_has_trained(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.step(10, 1.0)
-    run.decide()
-    branches = [{"seconds": 5.0}, {"seconds": 4.0}]
-    outcome = {"kind": "done", "seconds": 10.0, "branches": branches, "kept": 0}
-    at = {"iteration": run.iteration, "consumed_samples": run.samples}
-    run.log.append("fork", **at, outcome=outcome)
-    run.elapsed_s += 10.0
-    run.samples, run.iteration = run.samples + 20, run.iteration + 5
-    run.decide()
-    _, forked = stretches_of(run.history)
-    assert (forked.samples, forked.seconds, forked.own_s) == (20.0, 10.0, 5.0)
 
 
 def test_steps_that_a_restart_did_again_count_once(tmp_path: Path) -> None:

@@ -1,16 +1,15 @@
-"""Trainings that a runner steps: progress turned to losses, forks, and the runs of before."""
+"""Trainings that a runner steps: progress turned to losses, and the runs of before."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from copus_ext.simulate.contenders import contenders
 from copus_ext.simulate.run import simulate
 from copus_ext.simulate.scenario import preset
-from copus_ext.simulate.training import branch_losses, loss_curve
+from copus_ext.simulate.training import loss_curve
 
 pytestmark = pytest.mark.unit
 
@@ -64,27 +63,3 @@ def test_a_training_ends_at_the_length_of_its_schedule() -> None:
     training = PRESET.training()
     training.train(1024, PRESET.total_samples)
     assert training.samples == PRESET.total_samples
-
-
-def test_branches_leave_a_training_where_it_was() -> None:
-    training = PRESET.training()
-    training.train(64, 100)
-    before = (training.samples, training.progress, training.loss())
-    exact = branch_losses(training, (64, 256), 1024, (1.0, 2.0))
-    assert (training.samples, training.progress, training.loss()) == before
-    assert exact[0] < exact[1] < before[2]  # the larger batch makes less progress a sample
-
-
-def test_averaged_losses_have_the_error_that_is_asked_for() -> None:
-    exact, noisy = PRESET.training(), PRESET.change(average_error=0.01).training(seed=3)
-    errors = []
-    for training in (exact, noisy):
-        training.train(64, 100)
-    for _ in range(500):
-        errors.append(noisy.averaged_loss() - exact.loss())
-    assert np.std(errors) == pytest.approx(0.01, rel=0.15)
-    assert abs(np.mean(errors)) < 4 * 0.01 / np.sqrt(500)
-    assert noisy.loss() == exact.averaged_loss() == exact.loss()
-    again = PRESET.change(average_error=0.01).training(seed=3)
-    again.train(64, 100)
-    assert again.averaged_loss() - exact.loss() == errors[0]

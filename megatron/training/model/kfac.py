@@ -18,7 +18,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -245,17 +244,6 @@ def _inverse(total: Tensor, damping: float) -> Tensor | None:
     return None if failed else torch.cholesky_inverse(lower)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KfacState:
-    """What K-FAC knows at a step boundary, to go back to under the same layout."""
-
-    since: int | None
-    """Steps since the last refresh; None before the first."""
-    inverses: list[dict[str, Tensor]]
-    """Of every matrix of the rank. They are shared with the live ones, which are never written
-    into."""
-
-
 class Kfac:
     """K-FAC for the matrices of this rank.
 
@@ -352,18 +340,10 @@ class Kfac:
 
     def restart(self) -> None:
         """Forgets everything: the next step begins as the first one did."""
-        self.put_back(KfacState(since=None, inverses=[{} for _ in self.factors]))
-
-    def keep(self) -> KfacState:
-        """What is known at a step boundary."""
-        return KfacState(since=self._since, inverses=[dict(f.inverses) for f in self.factors])
-
-    def put_back(self, kept: KfacState) -> None:
-        """Goes back to what was known."""
-        self._since = kept.since
-        for factors, inverses in zip(self.factors, kept.inverses, strict=True):
+        self._since = None
+        for factors in self.factors:
             factors.drop_sums()
-            factors.inverses = dict(inverses)
+            factors.inverses = {}
 
     def remove_hooks(self) -> None:
         """Takes the hooks off the layers and lets go of all of them, so that the model can go."""

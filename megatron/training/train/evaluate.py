@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 
 import torch
 
@@ -20,6 +19,9 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason
     """Mean loss per token over `eval_iters` batches of as many tokens as the first of the run, in
     samples of the present length. All ranks take part.
 
+    Always the same samples, so that two losses differ by the weights alone. A batch that does not
+    divide over the replicas is filled up with masked samples, which count for nothing.
+
     Args:
         job: the model and its layout.
         reader: of the validation or test data set.
@@ -28,71 +30,40 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason
     Returns:
         The loss in nats per token, or why the ranks agreed to break it off and leave.
     """
-    batch = job.config.batch
-    event = "on_eval" if split == "valid" else "on_test"
-    job.fire(f"{event}_start")
-    loss = held_out_loss(
-        job,
-        reader,
-        num_samples=batch.eval_iters * evaluation_batch(job.config, job.config.phase),
-        tell=lambda when: job.fire(f"{event}_step_{when}"),
-    )
-    if not isinstance(loss, StopReason):
-        job.fire(f"{event}_end", loss_dict={"lm loss": loss})
-    return loss
-
-
-@torch.no_grad()
-def held_out_loss(
-    job: Job,
-    reader: BatchReader,
-    *,
-    num_samples: int,
-    tell: Callable[[str], None] = lambda when: None,
-) -> float | StopReason:
-    """Mean loss per token of the first samples of a data set. All ranks take part.
-
-    Always the same samples, so that two losses differ by the weights alone. A batch that does not
-    divide over the replicas is filled up with masked samples, which count for nothing.
-
-    Args:
-        job: the model and its layout.
-        reader: of the data set.
-        num_samples: how many.
-        tell: called with `start` before and `end` after every batch.
-
-    Returns:
-        The loss in nats per token, or why the ranks agreed to break it off and leave.
-    """
     config, layout = job.config, job.config.layout
     size, mbs = evaluation_batch(config, config.phase), config.batch.micro_batch_size
+    event = "on_eval" if split == "valid" else "on_test"
+    job.fire(f"{event}_start")
     if config.runtime.manual_gc and config.runtime.manual_gc_eval:
         gc.collect()
     for chunk in job.model.chunks:
         chunk.eval()
     total = tokens = 0.0
     reason = None
-    for start in range(0, num_samples, size):
-        tell("start")
-        where = {
-            "num_samples": min(size, num_samples - start),
-            "start": start,
-            "micro_batch_size": mbs,
-            "dp_rank": job.groups.dp.rank(),
-            "dp_size": layout.dp,
-            "min_multiple": layout.pp if layout.vpp > 1 else 1,
-        }
-        batches = reader.read_evaluation(**where) if job.needs_data else None
-        count = len(evaluation_indices(**where))
-        losses = run_schedule(job, batches, count, micro_batch_size=mbs, forward_only=True)
-        shared = share_numbers(job, losses, iteration=job.state.iteration)
-        total, tokens = total + shared.loss, tokens + shared.num_tokens
-        tell("end")
-        if shared.stop is not None and shared.stop.is_urgent:
-            reason = shared.stop
-            break
+    with torch.no_grad():
+        for number in range(config.batch.eval_iters):
+            job.fire(f"{event}_step_start")
+            where = {
+                "num_samples": size,
+                "start": number * size,
+                "micro_batch_size": mbs,
+                "dp_rank": job.groups.dp.rank(),
+                "dp_size": layout.dp,
+                "min_multiple": layout.pp if layout.vpp > 1 else 1,
+            }
+            batches = reader.read_evaluation(**where) if job.needs_data else None
+            count = len(evaluation_indices(**where))
+            losses = run_schedule(job, batches, count, micro_batch_size=mbs, forward_only=True)
+            shared = share_numbers(job, losses, iteration=job.state.iteration)
+            total, tokens = total + shared.loss, tokens + shared.num_tokens
+            job.fire(f"{event}_step_end")
+            if shared.stop is not None and shared.stop.is_urgent:
+                reason = shared.stop
+                break
     for chunk in job.model.chunks:
         chunk.train()
     if reason is not None:
         return reason
-    return total / tokens if tokens else math.nan
+    loss = total / tokens if tokens else math.nan
+    job.fire(f"{event}_end", loss_dict={"lm loss": loss})
+    return loss
