@@ -2,10 +2,13 @@
 # Sets up the environment and runs everything that must hold, in groups side by side.
 #
 #   bash scripts/test.sh                        all parts
-#   bash scripts/test.sh --parts lint,slurm     some of: lint, unit, ranks, slurm, browser
+#   bash scripts/test.sh --parts lint,slurm     some of: lint, unit, ranks, slurm, browser, nightly
 #   bash scripts/test.sh --unit                 the same as --parts lint,unit
 #   bash scripts/test.sh --quick                lint, unit, and one run of four ranks: it trains,
 #                                               measures noise, changes its layout, saves, resumes
+#
+# `nightly` runs the rank tests of all extras, and the core without each of them. `ranks` runs those
+# of the extras that have changed within a day of the last commit, or of all if their hooks have.
 #
 # PARTS names the parts, too. As root on Debian it installs the packages of SLURM, Chromium and
 # Prometheus. Without them the last two parts, and the test of the alert rules, are skipped.
@@ -16,7 +19,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 all=lint,unit,ranks,slurm,browser
 parts=${PARTS:-$all}
 quick=false
-usage() { echo "test.sh: $1; use --parts with some of $all, --unit or --quick" >&2; exit 2; }
+usage() { echo "test.sh: $1; use --parts with some of $all,nightly, --unit or --quick" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     case $1 in
     --parts) [ $# -gt 1 ] || usage "--parts needs a list"; parts=$2; shift ;;
@@ -27,7 +30,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 for part in ${parts//,/ }; do
-    case ",$all," in *",$part,"*) ;; *) usage "unknown part '$part'" ;; esac
+    case ",$all,nightly," in *",$part,"*) ;; *) usage "unknown part '$part'" ;; esac
 done
 has() { case ",$parts," in *",$1,"*) true ;; *) false ;; esac; }
 
@@ -113,6 +116,21 @@ rank_files() {
         awk '!seen[$0]++'
 }
 
+# Files of rank tests of the extras that have changed, or of all.
+extra_rank_files() {
+    local changed extra all=tests/extras/*/test_ranks_*.py
+    changed=$(git log --since="@$(($(git log -1 --format=%ct) - 86400))" --name-only --format=) ||
+        changed=megatron/training/common/extras.py
+    if has nightly || grep -qE '/(extras|step_feature)\.py$' <<<"$changed"; then
+        # shellcheck disable=SC2086
+        ls $all 2>/dev/null || true
+        return
+    fi
+    for extra in $(grep -oE 'extras/[a-z_]+/' <<<"$changed" | cut -d/ -f2 | sort -u); do
+        ls "tests/extras/$extra"/test_ranks_*.py 2>/dev/null || true
+    done
+}
+
 tests() { python -m pytest -q -rs "$@"; }
 parallel() { tests -n "$cores" "$@"; }
 
@@ -129,13 +147,20 @@ waiting_lane() {
 }
 
 computing_lane() {
-    if has unit; then group "unit tests" parallel tests/unit; fi
+    if has unit; then group "unit tests" parallel tests/unit tests/extras -m unit; fi
     if has ranks; then
         group "ranks that compute" parallel --dist loadfile --no-loadscope-reorder \
-            -m "not waits and not alone" \
+            -m "not waits and not alone and not nightly" \
             $(rank_files relayout moe context layouts phases noise features megatron_commands \
                 quickstart installed commands memory controller)
     fi
+    local files
+    files=$(extra_rank_files)
+    if [ -n "$files" ] && { has ranks || has nightly; }; then
+        # shellcheck disable=SC2086
+        group "ranks of extras" parallel --dist loadfile -m "distributed and not alone" $files
+    fi
+    if has nightly; then group "the core without each extra" tests tests/distributed -m nightly; fi
 }
 
 reading_lane() {

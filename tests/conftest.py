@@ -54,6 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives every test the mark of its folder, and skips what this machine cannot run."""
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
+        if folder == "extras":
+            folder = "distributed" if item.path.name.startswith("test_ranks_") else "unit"
         if folder in ("unit", "distributed", "slurm", "browser", "gpu"):
             item.add_marker(getattr(pytest.mark, folder))
         if folder == "unit" and item.get_closest_marker("timeout") is None:

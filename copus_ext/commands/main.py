@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from copus_ext import __version__
+from megatron.training.common.extras import extras
 from megatron.training.common.program import CommandParser, nearest, running_as
 
 COMMANDS = (
@@ -32,15 +34,31 @@ COMMANDS = (
 _ELSEWHERE = {"launch": "copus_ext.launch.supervisor"}
 
 
+def of_extras() -> dict[str, str]:
+    """Commands of the extras that are there -> their modules."""
+    return {
+        name: f"{extra.package}.{module}"
+        for extra in extras()
+        for name, module in extra.commands.items()
+    }
+
+
+def names() -> tuple[str, ...]:
+    """All commands, those of the core first."""
+    return *COMMANDS, *of_extras()
+
+
 def module_of(name: str) -> str:
     """The module whose `main` is a command."""
-    return _ELSEWHERE.get(name, f"copus_ext.commands.{name.replace('-', '_')}")
+    others = _ELSEWHERE | of_extras()
+    return others.get(name, f"copus_ext.commands.{name.replace('-', '_')}")
 
 
 def first_line(name: str) -> str:
     """What a command does: the first line of its module, which is not imported."""
-    path = Path(__file__).parents[2].joinpath(*module_of(name).split(".")).with_suffix(".py")
-    with path.open(encoding="utf-8") as file:
+    spec = importlib.util.find_spec(module_of(name))
+    assert spec is not None and spec.origin is not None, name
+    with Path(spec.origin).open(encoding="utf-8") as file:
         return file.readline().strip().strip('"')
 
 
@@ -50,8 +68,8 @@ def _known(word: str) -> str:
     Raises:
         argparse.ArgumentTypeError: there is none of this name.
     """
-    if word not in COMMANDS:
-        hint = nearest(word, COMMANDS) or "; `copus --help` lists them"
+    if word not in names():
+        hint = nearest(word, names()) or "; `copus --help` lists them"
         raise argparse.ArgumentTypeError(f"there is no command {word}{hint}")
     return word
 
@@ -63,13 +81,13 @@ class _Parser(CommandParser):
 
 def parser() -> argparse.ArgumentParser:
     """The command line up to the name of the command."""
-    width = max(map(len, COMMANDS))
+    width = max(map(len, names()))
     p = _Parser(
         prog="copus",
         usage="%(prog)s COMMAND [flags]",
         description="Pre-training on megatron-core that adapts batch and layout as it runs.",
         epilog="commands:\n"
-        + "\n".join(f"  {name:{width}}  {first_line(name)}" for name in COMMANDS)
+        + "\n".join(f"  {name:{width}}  {first_line(name)}" for name in names())
         + "\n\n`copus COMMAND --help` shows the flags of one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

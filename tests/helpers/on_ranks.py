@@ -23,7 +23,8 @@ _RESULT = "result.json"
 
 def program(worker: str, folder: Path, *arguments: str) -> list[str | Path]:
     """Returns what each rank runs."""
-    return [Path(__file__), f"tests.distributed.{worker}", folder, *arguments]
+    module = worker if "." in worker else f"tests.distributed.{worker}"
+    return [Path(__file__), module, folder, *arguments]
 
 
 def on_ranks(
@@ -34,7 +35,8 @@ def on_ranks(
     timeout_s: float,
     launcher: Launcher = "direct",
 ) -> Any:
-    """Returns what `main` of `tests.distributed.WORKER` returns on rank 0, by way of JSON.
+    """Returns what `main` of `tests.distributed.WORKER`, or of a module that is named with its
+    packages, returns on rank 0, by way of JSON.
 
     Raises:
         AssertionError: a rank failed.

@@ -105,6 +105,7 @@ def test_what_comes_from_outside_has_one_parser() -> None:
 INVENTED_DATA = {
     "tests/helpers/examples.py": "an example of Megatron-LM, in its words",
     "tests/unit/test_restore.py": "flags that Megatron-LM stores, compared without a run",
+    "tests/extras/group_clip/test_group_clip.py": "flags that are resolved, without a run",
     "bench/overhead.py": "the time of the controller's own part of a step",
     "bench/planner_memory.py": "the memory of a step",
     "bench/stage_messages.py": "a prediction, without a run",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.training.common.errors import UsageError
+from megatron.training.common.extras import extras
 from megatron.training.common.program import with_hint
 from megatron.training.config import GROUPS, Config, ModelConfig, MoeConfig
 from megatron.training.config.derive import derive
@@ -40,8 +41,9 @@ TITLES = {
     "checkpoint": "checkpoint",
     "logging": "logging",
     "runtime": "runtime",
+    **{extra.name: extra.title for extra in extras()},
 }
-"""Group name in `Config` -> its title in `--help`."""
+"""Name of a group of flags -> its title in `--help`."""
 
 _TOO_FEW = ("argument", "arguments")
 """How argparse's complaint about missing values ends."""

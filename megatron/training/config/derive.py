@@ -7,10 +7,10 @@ import math
 import signal
 from collections.abc import Callable
 
+from megatron.training.common.extras import extras_with
 from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.config.compression_flags import check_compression
 from megatron.training.config.draft import Draft, Environment, flag_of
-from megatron.training.config.group_clip_flags import check_group_clipping
 from megatron.training.config.kfac_flags import check_kfac
 from megatron.training.config.layer_partition import partition_of_flags, virtual_size
 from megatron.training.config.layout import Layout
@@ -105,7 +105,6 @@ _AT_LEAST_ONE = [
     "moe_router_num_groups",
     "moe_router_group_topk",
     "moe_balance_samples",
-    "clip_group_size",
 ]
 _NOT_NEGATIVE = [
     "num_experts",
@@ -168,8 +167,8 @@ def derive(draft: Draft, environment: Environment) -> None:
         _derive_eight_bits,
         check_compression,
         _derive_kernels,
-        check_group_clipping,
         check_kfac,
+        *(check for _, check in extras_with("check")),
         _derive_recompute,
         _derive_rest,
     )
@@ -355,7 +354,7 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
     )
     if not has_phases(draft):  # else each phase checks its own batches
         rules = {"uneven": draft["allow_uneven_micro_batches"], "group_size": group}
-        rules["clip_group_size"] = draft["clip_group_size"]
+        rules["arguments"] = draft.values
         draft.problems += schedule_of(draft).problems(layout, draft["micro_batch_size"], **rules)
     draft.require(
         not draft["overlap_param_gather"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megatron.training.common.extras import problems_of
 from megatron.training.config.layout import Layout
 
 
@@ -26,6 +27,7 @@ def layout_problems(
     needs_one_stage: bool = False,
     needs_whole_layers: str | None = None,
     experts: ExpertSizes | None = None,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
     """Lists why a model cannot be laid out this way.
 
@@ -44,6 +46,7 @@ def layout_problems(
         needs_one_stage: whether the model predicts further tokens with tied embeddings.
         needs_whole_layers: flag that needs one tensor parallel rank; None: there is none.
         experts: what limits the layout of a mixture of experts; None for a dense model.
+        arguments: flags by field name, for the rules of extras.
 
     Returns:
         One sentence per broken rule, naming the flag, the values and the fix; empty if the layout
@@ -85,7 +88,7 @@ def layout_problems(
             f"the padded vocabulary of {padded_vocab_size} rows is not divisible by {tp}; start "
             f"the run with --pad-vocab-for-tensor-parallel-size {tp}"
         )
-    return problems
+    return problems + problems_of("layout_problems", arguments, layout)
 
 
 def _stage_problems(layout: Layout, *, num_layers: int, needs_one_stage: bool) -> list[str]:
@@ -177,6 +180,7 @@ def further_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "needs_one_stage": is_further and is_tied,
         "needs_whole_layers": "--kfac" if arguments.get("kfac") else None,
         "experts": ExpertSizes.of(arguments),
+        "arguments": arguments,
     }
 
 
@@ -381,7 +385,7 @@ def batch_problems(
     *,
     uneven: bool = False,
     group_size: int | None = None,
-    clip_group_size: int | None = None,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
     """Lists why a global batch cannot be split into micro-batches on this layout.
 
@@ -392,7 +396,7 @@ def batch_problems(
         uneven: whether the last micro-batch of every replica may be smaller; without effect on a
             pipeline, whose stages exchange one shape.
         group_size: `--microbatch-group-size-per-virtual-pipeline-stage`.
-        clip_group_size: `--clip-group-size`.
+        arguments: flags by field name, for the rules of extras.
 
     Returns:
         One sentence per broken rule, naming the flag, the values and the fix; empty if it fits.
@@ -407,7 +411,7 @@ def batch_problems(
             return []
         return [
             f"--global-batch-size {global_batch_size} is not divisible by the data parallel size "
-            f"{layout.dp}; use {_nearest_multiples(global_batch_size, layout.dp)}"
+            f"{layout.dp}; use {nearest_multiples(global_batch_size, layout.dp)}"
         ]
     unit = micro_batch_size * layout.dp
     # The interleaved schedule works on groups of PP micro-batches and cannot split the last one.
@@ -416,7 +420,7 @@ def batch_problems(
         return [
             f"--global-batch-size {global_batch_size} is not divisible by --micro-batch-size "
             f"{micro_batch_size} x data parallel size {layout.dp} = {unit}; use "
-            f"{_nearest_multiples(global_batch_size, unit * group)}"
+            f"{nearest_multiples(global_batch_size, unit * group)}"
         ]
     num_microbatches = global_batch_size // unit
     taken = group_of_microbatches(layout, num_microbatches, group_size)
@@ -424,34 +428,11 @@ def batch_problems(
         return [
             f"--global-batch-size {global_batch_size} gives {num_microbatches} micro-batches, "
             f"which a virtual pipeline over {layout.pp} ranks cannot schedule; use "
-            f"{_nearest_multiples(global_batch_size, unit * group)}"
+            f"{nearest_multiples(global_batch_size, unit * group)}"
         ]
-    if clip_group_size is not None:
-        return _clip_group_problems(layout, micro_batch_size, global_batch_size, clip_group_size)
-    return []
+    return problems_of("batch_problems", arguments, layout, micro_batch_size, global_batch_size)
 
 
-def _clip_group_problems(
-    layout: Layout, micro_batch_size: int, global_batch_size: int, clip_group_size: int
-) -> list[str]:
-    """Lists why groups are no whole micro-batches, or replicas have no whole groups."""
-    if clip_group_size % micro_batch_size != 0:
-        return [
-            f"--clip-group-size {clip_group_size} is not divisible by --micro-batch-size "
-            f"{micro_batch_size}; use {_nearest_multiples(clip_group_size, micro_batch_size)}, or "
-            "a smaller micro-batch"
-        ]
-    unit = clip_group_size * layout.dp
-    if global_batch_size % unit != 0:
-        group = layout.pp * micro_batch_size * layout.dp if layout.vpp > 1 else 1
-        return [
-            f"--global-batch-size {global_batch_size} is not divisible by --clip-group-size "
-            f"{clip_group_size} x data parallel size {layout.dp} = {unit}; use "
-            f"{_nearest_multiples(global_batch_size, math.lcm(unit, group))}"
-        ]
-    return []
-
-
-def _nearest_multiples(value: int, unit: int) -> str:
+def nearest_multiples(value: int, unit: int) -> str:
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from megatron.training.common.extras import extras_with
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.layout import Layout
@@ -19,7 +21,7 @@ from megatron.training.config.phases import Phase, PhaseConfig, phases_of
 from megatron.training.config.runtime import RuntimeConfig
 from megatron.training.config.training import BatchConfig, OptimConfig, PrecisionConfig
 
-GROUPS: Mapping[str, type] = MappingProxyType(
+_OF_CORE: Mapping[str, type] = MappingProxyType(
     {
         "model": ModelConfig,
         "moe": MoeConfig,
@@ -36,7 +38,30 @@ GROUPS: Mapping[str, type] = MappingProxyType(
         "runtime": RuntimeConfig,
     }
 )
-"""Group name in `Config` -> its dataclass. No field name occurs in two groups."""
+
+
+@functools.cache
+def extra_groups() -> dict[str, type]:
+    """Name of each extra that has flags -> their dataclass."""
+    return {extra.name: group for extra, group in extras_with("flags")}
+
+
+class _Groups(Mapping[str, type]):
+    """Those of the core, then those of extras. Their modules import this package, so that they are
+    looked for when somebody first asks, and not when this module is imported."""
+
+    def __getitem__(self, name: str) -> type:
+        return _OF_CORE[name] if name in _OF_CORE else extra_groups()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*_OF_CORE, *extra_groups()])
+
+    def __len__(self) -> int:
+        return len(_OF_CORE) + len(extra_groups())
+
+
+GROUPS = _Groups()
+"""Group name in `Config` or in its `extras` -> its dataclass. No field name is in two groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +98,8 @@ class Config:
     """Log line and recorders."""
     runtime: RuntimeConfig
     """Device, seed, folders."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Name of an extra -> the values of its flags."""
     explicit: frozenset[str] = frozenset()
     """Field names the user gave on the command line."""
 
@@ -88,7 +115,7 @@ class Config:
         return {
             "uneven": self.batch.allow_uneven_micro_batches,
             "group_size": self.parallel.microbatch_group_size_per_vp_stage,
-            "clip_group_size": self.optim.clip_group_size,
+            "arguments": self.flat(),
         }
 
     @property
@@ -125,9 +152,10 @@ class Config:
         hold it."""
         values: dict[str, Any] = {}
         for name in GROUPS:
-            for field in dataclasses.fields(getattr(self, name)):
-                value = getattr(getattr(self, name), field.name)
-                values[field.name] = list(value) if isinstance(value, tuple) else value
+            group = self.extras[name] if name in self.extras else getattr(self, name)
+            for item in dataclasses.fields(group):
+                value = getattr(group, item.name)
+                values[item.name] = list(value) if isinstance(value, tuple) else value
         return values
 
     @classmethod
@@ -144,7 +172,8 @@ class Config:
             groups[name] = group(**{n: left.pop(n) for n in names})
         if left:
             raise ValueError(f"no configuration field is called {', '.join(sorted(left))}")
-        return cls(**groups, explicit=explicit)
+        of_extras = {name: groups.pop(name) for name in extra_groups()}
+        return cls(**groups, extras=of_extras, explicit=explicit)
 
     def replace(self, **values: Any) -> Config:
         """Returns a copy with some fields changed, named without their group.

@@ -120,13 +120,6 @@ class OptimConfig:
     """Apply weight decay to the weights of --qk-layernorm, too."""
     clip_grad: float = option(1.0)
     """Largest global norm of the gradient. 0 turns clipping off."""
-    clip_group_size: int | None = option(None)
-    """Samples of a group whose mean gradient --clip-group-norm scales, by themselves. Groups are
-    samples in a row of the run, under every layout and micro-batch size. Changes the training.
-    Default: no groups."""
-    clip_group_norm: str | None = option(None)
-    """Largest norm of a group's mean gradient, over attention and MLP matrices; or `adaptive`: all
-    groups of a step get the smallest norm among them."""
     kfac: bool = option(False)
     """Multiply the gradients of attention and MLP matrices by the inverse covariances of their
     layer's inputs and outputs' gradients, before clipping and Adam. Needs one tensor parallel

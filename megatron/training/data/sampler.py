@@ -78,8 +78,9 @@ def micro_batch_indices(
     block = block or micro_batch_size
     if global_batch_size % (block * dp_size):
         raise UsageError(
-            f"--global-batch-size {global_batch_size} is not a multiple of --clip-group-size "
-            f"{block} x data-parallel size {dp_size}; make it a multiple of {block * dp_size}"
+            f"--global-batch-size {global_batch_size} is not a multiple of the {block} "
+            f"samples that a replica reads together x data-parallel size {dp_size}; make it a "
+            f"multiple of {block * dp_size}"
         )
     first = consumed_samples + dp_rank * block
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,8 +37,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron.training.common.device import Device, use_plain_router
 from megatron.training.config import Config
-from megatron.training.config.group_clip_flags import limit_of
-from megatron.training.distributed.group_clip import GroupClip
 from megatron.training.distributed.powersgd import GradientCompression
 from megatron.training.distributed.process_groups import seed_build
 from megatron.training.distributed.stage_link import StageLink
@@ -80,8 +79,6 @@ class Model:
     """Carries messages between pipeline stages; None without a pipeline."""
     compression: GradientCompression | None = None
     """Of the reduction over replicas; None where this rank's gradients go whole."""
-    group_clip: GroupClip | None = None
-    """Clips the gradients of groups of samples; None: nothing does."""
     kfac: Kfac | None = None
     """Replaces the reduced gradients; None: nothing does."""
 
@@ -111,6 +108,21 @@ class Model:
             for chunk in self.chunks:
                 _gather(chunk)
 
+    def before_reduction(self, act: Callable[[], None]) -> None:
+        """Lets something run between a rank's last backward pass and the reduction of gradients.
+
+        Args:
+            act: called in every training step, after `StepClock` has ended the rank's own part.
+        """
+        reduce: Any = self.core_config.finalize_model_grads_func
+
+        @functools.wraps(reduce.__wrapped__)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            act()
+            return reduce.__wrapped__(*args, **kwargs)
+
+        self.core_config.finalize_model_grads_func = self.clock.stopped_by(run)
+
     def detach_hooks(self) -> None:
         """Cuts the references that would keep the model alive after its last user is gone
         (docs/decisions/001)."""
@@ -130,8 +142,6 @@ class Model:
             # A ring through autograd's own objects, which a collection sees whole only once nothing
             # of a graph is left.
             chunk.grad_accs.clear()
-        if self.group_clip is not None:
-            self.group_clip.remove_hooks()
         if self.kfac is not None:
             self.kfac.remove_hooks()
 
@@ -379,9 +389,6 @@ def build_model(
     finalize = finalize_model_grads
     if config.parallel.use_distributed_optimizer:
         finalize = exchanging_own_shard(finalize, chunks, groups)
-    clip = _group_clip(config, chunks, groups)
-    if clip is not None:
-        finalize = clip.before(finalize)
     core.finalize_model_grads_func = clock.stopped_by(finalize)
     if config.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
@@ -394,7 +401,6 @@ def build_model(
         clock=clock,
         link=_stage_link(config, core, groups),
         compression=_compression(config, chunks, groups),
-        group_clip=clip,
         kfac=_kfac(config, chunks, groups),
     )
 
@@ -415,18 +421,6 @@ def _compression(
     if not p.grad_compression_rank or not is_chosen or groups.dp_cp.size() == 1:
         return None
     return GradientCompression(chunks, rank=p.grad_compression_rank)
-
-
-def _group_clip(
-    config: Config, chunks: list[Any], groups: ProcessGroupCollection
-) -> GroupClip | None:
-    size, norm = config.optim.clip_group_size, config.optim.clip_group_norm
-    if size is None or norm is None:
-        return None
-    layout, behind = config.layout, config.layout.pp
-    if layout.vpp > 1:
-        behind = max(behind, config.parallel.microbatch_group_size_per_vp_stage or 0)
-    return GroupClip(chunks, groups, group_size=size, limit=limit_of(norm), most_behind=behind)
 
 
 def _kfac(config: Config, chunks: list[Any], groups: ProcessGroupCollection) -> Kfac | None:

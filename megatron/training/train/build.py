@@ -30,6 +30,7 @@ from megatron.training.model.moe import Balance
 from megatron.training.optim.optimizer import build_optimizer, build_scheduler
 from megatron.training.train.callbacks import CallbackContext, Callbacks
 from megatron.training.train.job import Job, RunServices
+from megatron.training.train.step_feature import build_features
 
 
 def build_job(
@@ -92,6 +93,7 @@ def build_job(
         callbacks=callbacks,
         context=context,
         balance=Balance.of(config),
+        features=build_features(config, model, groups),
     )
     if job.balance is not None and not state.expert_biases:
         # Of a checkpoint that Megatron-LM wrote, which holds them with the weights.
@@ -124,7 +126,7 @@ def release_layout(job: Job) -> None:
     job.fire("on_relayout_start")
     if job.checkpointer is not None:
         job.checkpointer.finish()
-    job.model.detach_hooks()
+    job.detach_hooks()
     for owner in (job, job.context):
         for name in ("model", "optimizer", "scheduler", "groups", "checkpointer"):
             if hasattr(owner, name):
@@ -149,7 +151,7 @@ def install_layout(
     scheduler = build_scheduler(config, optimizer, lr_samples=job.state.lr_samples)
     job.config, job.groups, job.model = config, groups, model
     job.optimizer, job.scheduler = optimizer, scheduler
-    job.rank_times = RankTimes()
+    job.rank_times, job.features = RankTimes(), build_features(config, model, groups)
     context = job.context
     context.config, context.groups, context.model = config, groups, model.chunks
     context.optimizer, context.scheduler = optimizer, scheduler
@@ -258,7 +260,7 @@ def tear_down(job: Job) -> None:
     if job.checkpointer is not None:
         job.checkpointer.finish()
     job.close_readers()
-    job.model.detach_hooks()
+    job.detach_hooks()
     job.context.__dict__.clear()
     job.__dict__.clear()
     end_writer_process()
@@ -271,8 +273,8 @@ def abandon(job: Job) -> None:
     if job.checkpointer is not None and job.checkpointer.pending is not None:
         job.checkpointer.pending.write.end()
     job.close_readers()
+    job.detach_hooks()
     if job.model is not None:
-        job.model.detach_hooks()
         _empty_autograd_queue()
     job.context.__dict__.clear()
     job.__dict__.clear()

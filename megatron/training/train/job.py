@@ -33,6 +33,7 @@ from megatron.training.model.gpt import Model
 from megatron.training.model.moe import Balance
 from megatron.training.resilience.watchdog import Watchdog
 from megatron.training.train.callbacks import CallbackContext, Callbacks
+from megatron.training.train.step_feature import StepFeature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,8 @@ class Job:
     """What each rank of the layout needs for its own part of a step."""
     balance: Balance | None = None
     """Of the load of experts; None for a dense model."""
+    features: tuple[StepFeature, ...] = ()
+    """What extras do in each step under the present layout."""
     _flops: dict[int, float] = field(default_factory=dict)
     """FLOPs of a sample by its tokens."""
 
@@ -123,6 +126,14 @@ class Job:
     def trace(self) -> Trace:
         """Told of all phases."""
         return self.outside.trace
+
+    def detach_hooks(self) -> None:
+        """Cuts what would keep the model of the present layout alive. Not collective."""
+        for feature in self.features:
+            feature.remove_hooks()
+        self.features = ()
+        if self.model is not None:
+            self.model.detach_hooks()
 
     @contextlib.contextmanager
     def phase(self, doing: str, *, patient: bool = False) -> Iterator[None]:
@@ -154,6 +165,8 @@ class Job:
         if self.checkpointer is not None:
             if self.model.kfac is not None:
                 self.model.kfac.restart()
+            for feature in self.features:
+                feature.before_save(self)
             with self.phase("saving", patient=True):
                 is_well = self.checkpointer.save(
                     self.model, self.optimizer, self.scheduler, self.state, must=must

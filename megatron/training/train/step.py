@@ -24,6 +24,7 @@ from megatron.training.distributed.process_groups import seed_step
 from megatron.training.model.moe import Balance, ExpertLoad, set_counting
 from megatron.training.optim.optimizer import StepResult, optimizer_step
 from megatron.training.train.job import Job
+from megatron.training.train.step_feature import Schedule
 
 Batch = dict[str, torch.Tensor]
 _FURTHER = "further losses"
@@ -196,11 +197,17 @@ def run_schedule(
         bits = job.config.parallel.pipeline_message_bits
         link.begin(num_microbatches, is_exact=is_exact, message_bits=bits)
         messages = {"p2p_communicator": link, "pg_collection": job.groups}
-    if (clip := job.model.group_clip) is not None and not forward_only:
-        clip.begin(num_microbatches, micro_batch_size)
     if (kfac := job.model.kfac) is not None and not forward_only:
         # Masked samples fill a step up, and their number depends on the layout.
         kfac.begin(may_refresh=not job.is_filled_up)
+    schedule = Schedule(
+        num_microbatches=num_microbatches,
+        micro_batch_size=micro_batch_size,
+        forward_only=forward_only,
+        is_exact=is_exact,
+    )
+    for feature in job.features:
+        messages |= feature.begin_schedule(job, schedule)
     job.model.gather_ahead(forward_only=forward_only)
     with job.trace.span("forward" if forward_only else "forward and backward"):
         reports = get_forward_backward_func()(
@@ -337,6 +344,8 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         load_balancing_loss=load and statistics.fmean(load.balance_losses),
         max_expert_load=load and max(load.most_over_mean),
     )
+    for feature in job.features:
+        feature.after_step(job, info)
     job.watchdog.step(info.iteration, info.elapsed_s)
     interval = config.runtime.manual_gc and config.runtime.manual_gc_interval
     if interval and state.iteration % interval == 0:
@@ -354,6 +363,9 @@ def _update(job: Job) -> StepResult:
     if job.model.kfac is not None:
         with job.trace.span("kfac"):
             job.model.kfac.precondition()
+    for feature in job.features:
+        with job.trace.span(type(feature).__name__):
+            feature.before_optimizer(job)
     _empty_cache(job, level=1)
     with job.trace.span("optimizer"):
         result = optimizer_step(job.optimizer)
@@ -433,7 +445,7 @@ def _own_batches(job: Job) -> Iterator[Batch] | None:
         global_batch_size=job.global_batch_size,
         micro_batch_size=job.micro_batch_size,
         uneven=job.config.batch.allow_uneven_micro_batches,
-        block=job.config.optim.clip_group_size,
+        block=next((f.sample_block for f in job.features if f.sample_block), None),
         **where,
     )
 

@@ -12,13 +12,21 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
+
+from megatron.training.extras.group_clip.flags import limit_of
+from megatron.training.train.step_feature import Schedule, StepFeature
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
+    from megatron.training.model.gpt import Model
+    from megatron.training.train.job import Job
 
 _WITHIN = (".self_attention.", ".mlp.", ".eh_proj.")
 _COPIED = (".linear_q_down_proj.", ".linear_kv_down_proj.")
@@ -40,7 +48,7 @@ def is_counted(name: str, param: torch.Tensor) -> bool:
     return any(part in name for part in _WITHIN)
 
 
-class GroupClip:
+class GroupClip(StepFeature):
     """Scales the gradients of groups of samples on this rank, before they are reduced.
 
     Args:
@@ -68,6 +76,7 @@ class GroupClip:
         self.peak_waiting = 0
         """Most groups of which this rank has held a whole copy at once."""
         self._size, self._limit, self._groups = group_size, limit, groups
+        self.sample_block = group_size
         self._most_behind = most_behind
         self._micro_batches = self._num_groups = self._most_waiting = 0
         # Alone, a rank has the norm of a group at once and needs no copy of it.
@@ -83,15 +92,10 @@ class GroupClip:
                 hook = functools.partial(self._on_accumulated, part)
                 self._handles.append(node.register_hook(hook))
 
-    def before(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that reduces gradients, which first gets the clipped ones."""
-
-        @functools.wraps(reduce)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self._finish()
-            return reduce(*args, **kwargs)
-
-        return run
+    def begin_schedule(self, job: Job, schedule: Schedule) -> Mapping[str, Any]:
+        if not schedule.forward_only:
+            self.begin(schedule.num_microbatches, schedule.micro_batch_size)
+        return {}
 
     def begin(self, num_microbatches: int, micro_batch_size: int) -> None:
         """Must be called before the forward and backward passes of a step.
@@ -115,7 +119,6 @@ class GroupClip:
         return [param for part in self._parts for param in part.counted]
 
     def remove_hooks(self) -> None:
-        """Lets go of the model."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._parts = [], []
@@ -177,8 +180,8 @@ class GroupClip:
                 part.spare.append(gradients)
 
     @torch.no_grad()
-    def _finish(self) -> None:
-        """Puts the sum of all groups in the place of the gradient."""
+    def finish(self) -> None:
+        """Puts the sum of all groups in the place of the gradient, which is reduced next."""
         ended = len(self.norms) + self._num_ended()
         if ended != self._num_groups or len(self._waiting) != self._num_ended():
             raise RuntimeError(
@@ -201,6 +204,25 @@ class GroupClip:
         smallest = torch.where(norms > 0, norms, math.inf).nan_to_num(nan=math.inf).min()
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._groups.dp)
         return torch.where(smallest.isinf(), 0.0, smallest)
+
+
+def group_clip_of(config: Config, model: Model, groups: Any) -> GroupClip | None:
+    """What `--clip-group-size` and `--clip-group-norm` ask for; see `Extra.feature`."""
+    flags = config.extras["group_clip"]
+    if flags.clip_group_size is None:
+        return None
+    behind = config.layout.pp
+    if config.layout.vpp > 1:
+        behind = max(behind, config.parallel.microbatch_group_size_per_vp_stage or 0)
+    clip = GroupClip(
+        model.chunks,
+        groups,
+        group_size=flags.clip_group_size,
+        limit=limit_of(flags.clip_group_norm),
+        most_behind=behind,
+    )
+    model.before_reduction(clip.finish)
+    return clip
 
 
 def scale_of(norm: torch.Tensor, limit: float | None) -> torch.Tensor:

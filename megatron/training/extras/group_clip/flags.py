@@ -1,10 +1,16 @@
-"""Checks of the flags that clip the gradients of groups of samples."""
+"""The flags that clip the gradients of groups of samples, and their checks."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from megatron.training.config.draft import Draft, Environment, flag_of
+from megatron.training.config.fields import option
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import nearest_multiples
 from megatron.training.config.phase_flags import has_phases
 
 ADAPTIVE = "adaptive"
@@ -21,6 +27,19 @@ _EXCLUDED = (
     ("allow_uneven_micro_batches", "groups are whole micro-batches"),
     ("grad_compression_rank", "residuals would keep what was not clipped"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupClipConfig:
+    """Flags of the extra."""
+
+    clip_group_size: int | None = option(None)
+    """Samples of a group whose mean gradient --clip-group-norm scales, by themselves. Groups are
+    samples in a row of the run, under every layout and micro-batch size. Changes the training.
+    Default: no groups."""
+    clip_group_norm: str | None = option(None)
+    """Largest norm of a group's mean gradient, over attention and MLP matrices; or `adaptive`: all
+    groups of a step get the smallest norm among them."""
 
 
 def limit_of(text: str) -> float | None:
@@ -52,6 +71,7 @@ def check_group_clipping(draft: Draft, environment: Environment) -> None:
         )
     if size is None or norm is None:
         return
+    draft.require(size >= 1, f"--clip-group-size {size} must be at least 1")
     try:
         limit = limit_of(norm)
     except ValueError:
@@ -81,3 +101,28 @@ def check_group_clipping(draft: Draft, environment: Environment) -> None:
             f"{flag} --clip-group-norm {norm} changes the training: the mean of clipped gradients "
             "is not the mean gradient"
         )
+
+
+def batch_problems(
+    arguments: Mapping[str, Any], layout: Layout, micro_batch_size: int, global_batch_size: int
+) -> list[str]:
+    """Lists why groups are no whole micro-batches, or replicas have no whole groups; see
+    `Extra.batch_problems`."""
+    clip_group_size = arguments.get("clip_group_size")
+    if clip_group_size is None or clip_group_size < 1:
+        return []
+    if clip_group_size % micro_batch_size != 0:
+        return [
+            f"--clip-group-size {clip_group_size} is not divisible by --micro-batch-size "
+            f"{micro_batch_size}; use {nearest_multiples(clip_group_size, micro_batch_size)}, or "
+            "a smaller micro-batch"
+        ]
+    unit = clip_group_size * layout.dp
+    if global_batch_size % unit != 0:
+        group = layout.pp * micro_batch_size * layout.dp if layout.vpp > 1 else 1
+        return [
+            f"--global-batch-size {global_batch_size} is not divisible by --clip-group-size "
+            f"{clip_group_size} x data parallel size {layout.dp} = {unit}; use "
+            f"{nearest_multiples(global_batch_size, math.lcm(unit, group))}"
+        ]
+    return []

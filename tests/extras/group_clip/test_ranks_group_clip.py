@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_group_clip import (
+from tests.extras.group_clip.worker import (
     ADAPTIVE,
     BATCH,
     GROUP,
@@ -27,7 +27,9 @@ CLOSE = 1e-5
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks("worker_group_clip", tmp_path_factory.mktemp("clip"), 2, timeout_s=240)
+    return on_ranks(
+        "tests.extras.group_clip.worker", tmp_path_factory.mktemp("clip"), 2, timeout_s=240
+    )
 
 
 @pytest.fixture(scope="module")

@@ -36,14 +36,15 @@ from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common.device import Device, use_device
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.group_clip_flags import limit_of
 from megatron.training.config.layout import Layout
 from megatron.training.data.dataloader import BatchReader
 from megatron.training.data.sampler import micro_batch_indices
-from megatron.training.distributed.group_clip import GroupClip, scale_of
 from megatron.training.distributed.process_groups import destroy_groups
+from megatron.training.extras.group_clip.clip import GroupClip, scale_of
+from megatron.training.extras.group_clip.flags import limit_of
 from megatron.training.model.gpt import Model, build_model
 from megatron.training.train.build import groups_of
+from megatron.training.train.step_feature import build_features
 from tests.helpers.examples import names_a_way_on
 from tests.helpers.jobs import FURTHER, LATENT, TINY, TINY_GPT2
 
@@ -78,7 +79,7 @@ def test_replicas_take_turns_by_whole_groups(
     if micros == 1:
         assert ranks == [micro_batch_indices(start, batch, micro, r, dp) for r in range(dp)]
     if batch % (dp * size * other):
-        with pytest.raises(UsageError, match="--clip-group-size"):
+        with pytest.raises(UsageError, match="reads together"):
             micro_batch_indices(start, batch, micro, 0, dp, block=size * other)
 
 
@@ -135,12 +136,15 @@ def device() -> Iterator[Device]:
             dist.destroy_process_group()
 
 
-def clipped_model(flags: str, device: Device) -> tuple[Model, Any]:
-    """A model of one rank, and its process groups."""
+def clipped_model(flags: str, device: Device) -> tuple[Model, Any, GroupClip]:
+    """A model of one rank, its process groups, and what clips its groups of samples."""
     own = resolve(parse_args([*flags.split(), *CLIP.split(), "--train-iters", "1"]), 1)
     own = merge_resume_config(own, None, vocab_size=127)
     groups = groups_of(own)
-    return build_model(own, groups, device), groups
+    model = build_model(own, groups, device)
+    (clip,) = build_features(own, model, groups)
+    assert isinstance(clip, GroupClip)
+    return model, groups, clip
 
 
 @pytest.mark.parametrize(
@@ -155,24 +159,22 @@ def clipped_model(flags: str, device: Device) -> tuple[Model, Any]:
 def test_the_norm_is_over_the_parameters_that_decisions_are_made_on(
     device: Device, flags: str
 ) -> None:
-    model, groups = clipped_model(flags, device)
-    clip = model.group_clip
-    assert isinstance(clip, GroupClip)
+    model, groups, clip = clipped_model(flags, device)
     control = [
         m.param for m in measured_parameters(model.chunks, groups) if GROUPS[m.group] in CONTROL_SET
     ]
     counted = clip.counted()
     assert counted and set(map(id, counted)) == set(map(id, control))
+    clip.remove_hooks()
     model.detach_hooks()
 
 
 def test_hooks_that_miss_a_group_end_the_run(device: Device) -> None:
-    model, _ = clipped_model(TINY, device)
-    clip = model.group_clip
-    assert clip is not None
+    model, _, clip = clipped_model(TINY, device)
     clip.begin(8, 1)
+    reduce: Any = model.core_config.finalize_model_grads_func
     with pytest.raises(RuntimeError, match=r"--clip-group-size 4: 0 groups .* 2 .*drop"):
-        clip.before(lambda: None)()
+        reduce(model.chunks)
 
 
 def test_values_of_the_limit() -> None:
@@ -226,7 +228,7 @@ def test_a_run_is_told_that_clipping_changes_it() -> None:
     assert "changes the training" in notes(CLIP)
     assert "changes the training" in notes("--clip-group-size 4 --clip-group-norm adaptive")
     assert "changes the training" not in notes("--clip-group-size 4 --clip-group-norm inf")
-    assert config("").batch_rules["clip_group_size"] is None
+    assert config("").extras["group_clip"].clip_group_size is None
 
 
 FLAGS: list[str] = [*f"{TINY} {CLIP} --train-iters 1 --global-batch-size 16".split()]

@@ -1,0 +1,120 @@
+"""Extras: abilities beside the core, each in a folder of its own. The core never imports one.
+
+An extra is a package with a module `extra` whose `EXTRA` names what it adds: flags, checks, a part
+in each step, limits of layouts, commands. The folders of `PACKAGES` are searched, and so is the
+entry point group `copus.extras` of installed packages. Without its folder an extra is gone, and the
+rest works on. `docs/decisions/071` says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("megatron.training.extras", "copus_ext.extras")
+"""Where the folders of extras lie: those that the plain trainer needs, and those of `--copus`."""
+ENTRY_POINTS = "copus.extras"
+"""Group of entry points `name = package.of.the.extra` in other distributions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """What one extra adds. Everything but the name is optional.
+
+    A reference is `module:attribute`, its module counted from the package of the extra. It is
+    imported only when it is needed, so that an extra that a run does not use costs nothing.
+    """
+
+    title: str
+    """What it is for, in a few words; the heading of its flags in `--help`."""
+    flags: str | None = None
+    """Reference to a frozen dataclass with fields made by `option`. Its values are
+    `config.extras[name]`, and `config.flat()` holds them by field name."""
+    check: str | None = None
+    """Reference to a function (draft, environment) that notes problems of the flags, after the
+    layout and the kernels of the core are derived."""
+    feature: str | None = None
+    """Reference to a function (config, model, groups) -> `StepFeature` or None, which is called for
+    every layout of the run."""
+    layout_problems: str | None = None
+    """Reference to a function (arguments, layout) -> list of sentences: why a layout cannot have
+    the extra with these flags. Arguments are by field name; torch must not be needed."""
+    batch_problems: str | None = None
+    """Reference to a function (arguments, layout, micro_batch_size, global_batch_size) -> list of
+    sentences: why a layout cannot cut a batch so."""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """Sub-commands of `copus`: name -> module with a `main`, counted from the package."""
+    package: str = ""
+    """Filled in when the extra is found."""
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.package.rpartition(".")[2]
+
+    def get(self, what: str) -> Any:
+        """The object that a reference leads to; None where the extra has none.
+
+        Args:
+            what: name of the field with the reference.
+        """
+        reference = getattr(self, what)
+        if reference is None:
+            return None
+        module, attribute = reference.split(":")
+        return getattr(importlib.import_module(f"{self.package}.{module}"), attribute)
+
+
+@functools.cache
+def extras() -> tuple[Extra, ...]:
+    """All extras that are there, in the order of their names."""
+    packages = dict.fromkeys([*_folders(PACKAGES), *_installed()])
+    found = [_read(package) for package in packages]
+    return tuple(sorted(found, key=lambda extra: extra.name))
+
+
+def extras_with(what: str) -> list[tuple[Extra, Any]]:
+    """Each extra that has a reference, with what that leads to.
+
+    Args:
+        what: name of the field with the reference.
+    """
+    return [(extra, extra.get(what)) for extra in extras() if getattr(extra, what) is not None]
+
+
+def problems_of(what: str, arguments: Mapping[str, Any], *values: Any) -> list[str]:
+    """All sentences of `layout_problems` or `batch_problems` of the extras.
+
+    Args:
+        what: which of the two.
+        arguments: flags by field name, as derived or as stored.
+        values: what the functions take besides.
+    """
+    return [line for _, find in extras_with(what) for line in find(arguments, *values)]
+
+
+def _folders(packages: Iterable[str]) -> Iterable[str]:
+    for package in packages:
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            for module in sorted(Path(place).glob("*/extra.py")):
+                yield f"{package}.{module.parent.name}"
+
+
+def _installed() -> Iterable[str]:
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        yield point.value
+
+
+def _read(package: str) -> Extra:
+    found = importlib.import_module(f"{package}.extra").EXTRA
+    return Extra(**{**vars(found), "package": package})

@@ -1,0 +1,174 @@
+"""The core knows extras by their contract alone: it works without any, and takes a new one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.common.extras import PACKAGES, Extra, extras
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {extra.name: ROOT / extra.package.replace(".", "/") for extra in extras()}
+REFERENCES = ("flags", "check", "feature", "layout_problems", "batch_problems")
+ALL_CORE = """
+import importlib, json, pathlib, sys
+from megatron.training.common.extras import extras
+from megatron.training.config import GROUPS
+from megatron.training.config.arguments import parse_args, resolve
+from copus_ext.commands.main import module_of, names
+from copus_ext.controller.flags import CopusConfig
+
+root = pathlib.Path(sys.argv[1])
+for package in ("megatron", "copus_ext"):
+    for file in sorted((root / package).rglob("*.py")):
+        name = ".".join(file.relative_to(root).with_suffix("").parts)
+        importlib.import_module(name.removesuffix(".__init__"))
+for name in names():
+    importlib.import_module(module_of(name)).main
+flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --lr 1e-3 "
+flags += "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 2 --data-path x --copus"
+args = parse_args(flags.split(), {"copus controller": CopusConfig})
+config = resolve(args, 2)
+again = type(config).from_flat(config.flat(), config.explicit)
+assert again == config
+print(json.dumps({"extras": [e.name for e in extras()], "groups": [*GROUPS]}))
+"""
+"""Imports each module of a tree, and reads flags; prints the extras that are there."""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """A copy of the packages."""
+    for package in ("megatron", "copus_ext"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignore)
+    return tmp_path
+
+
+def in_house(house: Path, program: str) -> str:
+    """What a program prints that sees the packages of a copy."""
+    environment = {**os.environ, "PYTHONPATH": str(house), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", program, str(house)]
+    result = subprocess.run(
+        command, cwd=house, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("extra", extras(), ids=lambda extra: extra.name)
+def test_an_extra_has_what_it_names(extra: Extra) -> None:
+    for what in REFERENCES:
+        assert getattr(extra, what) is None or callable(extra.get(what)), what
+    folder = FOLDERS[extra.name]
+    assert (folder / "README.md").is_file(), "what it is for, its source, its gain, how to use it"
+    for module in extra.commands.values():
+        assert (folder / module.replace(".", "/")).with_suffix(".py").is_file()
+    lines = sum(len(file.read_text().splitlines()) for file in folder.rglob("*.py"))
+    assert lines <= 2500, lines
+
+
+def test_each_extra_is_found_once() -> None:
+    names = [extra.name for extra in extras()]
+    assert len(names) == len({*names}) and names == sorted(names)
+    flags = [
+        f.name for extra in extras() if extra.flags for f in dataclasses.fields(extra.get("flags"))
+    ]
+    assert len(flags) == len({*flags})
+
+
+def test_the_core_works_without_any(house: Path) -> None:
+    assert json.loads(in_house(house, ALL_CORE))["extras"] == [*FOLDERS]
+    for package in PACKAGES:
+        shutil.rmtree(house / package.replace(".", "/"), ignore_errors=True)
+    found = json.loads(in_house(house, ALL_CORE))
+    assert not found["extras"] and not {*found["groups"]} & {*FOLDERS}
+
+
+def test_no_extra_needs_another() -> None:
+    for name, folder in FOLDERS.items():
+        others = [extra.package for extra in extras() if extra.name != name]
+        for file in folder.rglob("*.py"):
+            text = file.read_text()
+            assert not [package for package in others if package in text], file
+
+
+DEMONSTRATION = {
+    "extra.py": '''"""Counts steps, for a test."""
+from megatron.training.common.extras import Extra
+
+EXTRA = Extra(
+    title="count",
+    flags="parts:CountConfig",
+    check="parts:check",
+    feature="parts:counter",
+    layout_problems="parts:layout_problems",
+    commands={"count": "parts"},
+)
+''',
+    "parts.py": '''"""Says how far it counts."""
+from dataclasses import dataclass
+from megatron.training.config.fields import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountConfig:
+    count_to: int | None = option(None)
+    """How far."""
+
+
+def check(draft, environment):
+    count = draft["count_to"]
+    draft.require(count != 13, "--count-to 13 is refused; use 14")
+
+
+def layout_problems(arguments, layout):
+    too_many = arguments.get("count_to") is not None and layout.tp > 1
+    return ["--count-to needs --tensor-model-parallel-size 1"] if too_many else []
+
+
+def counter(config, model, groups):
+    return None
+
+
+def main(argv):
+    print("one two")
+    return 0
+''',
+}
+NEW_ONE = """
+from copus_ext.commands.main import main, names
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import build_parser, parse_args, resolve
+
+base = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --lr 1e-3 "
+base += "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 2 --data-path x "
+config = resolve(parse_args((base + "--count-to 3").split()), 1)
+assert config.extras["count"].count_to == 3 and config.flat()["count_to"] == 3
+assert config.replace(count_to=4).extras["count"].count_to == 4
+for flags, said in (("13", "use 14"), ("3 --tensor-model-parallel-size 2", "needs --tensor")):
+    try:
+        resolve(parse_args((base + "--count-to " + flags).split()), 2)
+    except UsageError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(flags)
+assert "--count-to N" in build_parser().format_help() and "count" in names()
+assert main(["count"]) == 0
+"""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_new_folder_is_a_new_extra(house: Path, package: str) -> None:
+    folder = house / package.replace(".", "/") / "count"
+    folder.mkdir(parents=True)
+    for name, text in DEMONSTRATION.items():
+        (folder / name).write_text(text)
+    assert in_house(house, NEW_ONE) == "one two"
