@@ -59,14 +59,13 @@ COMMANDS = {
     "nodes": "search, and rank again over unequal links and nodes as they are",
     "phases": "the layouts of a run whose samples or batches grow, made ahead (also --phases)",
 }
-_FORMER = {
-    "cuts": ("--cuts", "partition"),
-    "micro_split": ("--micro-split", "micro-batches"),
-    "order": ("--order", "order"),
-    "uneven": ("--uneven", "nodes"),
+_DENSE_ONLY = {
+    "partition": "cuts",
+    "micro-batches": "micro_split",
+    "order": "order",
+    "nodes": "uneven",
 }
-"""Flags of before, which a command has replaced; read for one release."""
-_FLAG_OF = {command: name for name, (_, command) in _FORMER.items()}
+"""Commands that know no mixtures of experts, with the attribute of the arguments that each sets."""
 _PLOTTED = 200
 """Configurations of a batch that a figure looks at."""
 _WEIGHED = 64
@@ -90,10 +89,8 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    former: dict[str, Any] = dict.fromkeys(_FORMER, False)
-    p.set_defaults(
-        train_tokens=None, explain=None, hostfile=None, rejected=False, plot=None, top=10, **former
-    )
+    p.set_defaults(train_tokens=None, explain=None, hostfile=None, rejected=False, plot=None)
+    p.set_defaults(top=10, **{name: word == command for word, name in _DENSE_ONLY.items()})
     if command in ("explain", "order"):
         needed = None if command == "explain" else "?"
         words = "such as tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
@@ -107,10 +104,9 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
     out.add_argument("--output", type=Path, help="write the answer to this file")
     if command != "explain":
         out.add_argument("--top", type=int, default=10, help="how many to show per batch")
-    if command in ("order", "nodes", "search"):
+    if command in ("order", "nodes"):
         words = "write the hosts in the order found, one a line"
-        shown = argparse.SUPPRESS if command == "search" else words
-        out.add_argument("--hostfile", type=Path, help=shown)
+        out.add_argument("--hostfile", type=Path, help=words)
     if command == "search":
         words = "name every rejected configuration"
         out.add_argument("--rejected", action="store_true", help=words)
@@ -118,13 +114,8 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         out.add_argument("--train-tokens", type=float, metavar="TOKENS", help=words)
         words = "draw throughput against batch"
         out.add_argument("--plot", type=Path, metavar="FILE.html", help=words)
-        out.add_argument("--explain", help=argparse.SUPPRESS)
-        for flag, _ in _FORMER.values():
-            out.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     elif command == "phases":
         phase_plan.add_flags(p)
-    elif command in _FLAG_OF:
-        p.set_defaults(**{_FLAG_OF[command]: True})
     if command == "partition":
         graph_plan.add_flag(out)
     return p
@@ -185,7 +176,7 @@ def _add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The flags of the command that is named first, or of a search; warns of flags of before.
+    """The flags of the command that is named first, or of a search.
 
     Raises:
         UsageProblem: wrong flags, or flags that exclude each other.
@@ -197,21 +188,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     command = argv[0] if argv and argv[0] in COMMANDS else "search"
     args = parser(command).parse_args(argv[1:] if argv and argv[0] in COMMANDS else argv)
     args.phases = command == "phases"
-    if command == "search":
-        given = [(flag, to) for name, (flag, to) in _FORMER.items() if getattr(args, name)]
-        given += [("--explain", "explain")] if args.explain is not None else []
-        if given:
-            named = ", ".join(f"{flag} is now the command `{to}`" for flag, to in given)
-            tell("plan.py", f"warning: {named}; the flag will be removed in the next release")
-    more = args.cuts or args.micro_split or args.uneven
-    if args.format == "flags" and (more or args.order or args.rejected or args.explain):
+    if args.format == "flags" and args.rejected:
         raise UsageProblem("--format flags goes with a plain search; use a table or --json")
-    if args.explain is not None and (more or args.rejected):
-        raise UsageProblem("`explain` looks at one configuration; drop the flags of a search")
-    if args.uneven and args.order:
-        raise UsageProblem("`nodes` searches the order of nodes, too; drop --order")
-    if args.hostfile is not None and not (args.order or args.uneven):
-        raise UsageProblem("--hostfile goes with the commands `order` and `nodes`; use one")
     return args
 
 
@@ -257,7 +235,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         logits_chunks=logits_chunks_of(args, model),
         pipeline_message_bits=pipeline_message_bits_of(args),
     )
-    for name, (_, command) in _FORMER.items():
+    for command, name in _DENSE_ONLY.items():
         if getattr(args, name):
             model.check_dense(f"`{command}`")
     if args.no_sequence_parallel:

@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from copus_ext.controller.decision_log import NAME, VERSION, read_journal
+from copus_ext.controller.decision_log import NAME, read_journal
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.run_files import run_problem
-from megatron.training.common.program import CommandParser, FormerName, program_name, tell
+from megatron.training.common.program import CommandParser, program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,13 +34,6 @@ def parser() -> argparse.ArgumentParser:
         "--noise-scale-multiplier",
         type=float,
         help="compare with decisions under another noise scale multiplier",
-    )
-    p.add_argument(
-        "--calibration",
-        action=FormerName,
-        now="--noise-scale-multiplier",
-        dest="noise_scale_multiplier",
-        type=float,
     )
     p.add_argument("--objective", help="compare with decisions under another objective")
     return p
@@ -59,21 +52,15 @@ def replayed(record: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, dic
         situation = dataclasses.replace(situation, rules=rules)
     # Through JSON, as the journal's: tuples become lists, floats stay.
     again = json.loads(json.dumps(decide(situation).to_json()))
-    stored = record["decision"]
-    has_doubt = "gain_sd" in stored
-    return _numbers(again, has_doubt) == _numbers(stored, has_doubt), again
+    return _numbers(again) == _numbers(record["decision"]), again
 
 
-def _numbers(decision: dict[str, Any], has_doubt: bool) -> dict[str, Any]:
-    """A decision without its texts, which another version may word in another way, and without the
-    doubt of its gains where the journal is too old to hold it."""
-    no_doubt: dict[str, Any] = {} if has_doubt else {"gain_sd": None}
+def _numbers(decision: dict[str, Any]) -> dict[str, Any]:
+    """A decision without its texts, whose wording may change within a version."""
     candidates = [
-        {**c, "blocked_reason": c["blocked_reason"] == "", **no_doubt}
-        for c in decision["candidates"]
+        {**c, "blocked_reason": c["blocked_reason"] == ""} for c in decision["candidates"]
     ]
-    left_out = {"reason": "", **no_doubt, **({} if has_doubt else {"is_scaled": None})}
-    return {**decision, **left_out, "candidates": candidates}
+    return {**decision, "reason": "", "candidates": candidates}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,29 +85,24 @@ def answer(args: argparse.Namespace) -> int:
         return 5
     names = ("noise_scale_multiplier", "objective")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    same = different = older = 0
+    same = different = 0
     try:
         for record in read_journal(path):
             if record["kind"] != "decision":
                 continue
-            if record["version"] > VERSION:
-                raise ValueError(f"version {record['version']}; this release knows {VERSION}")
             is_same, again = replayed(record, changes)
-            is_older = record["version"] < VERSION
-            older += is_older and not is_same
-            same, different = same + is_same, different + (not is_same and not is_older)
+            same, different = same + is_same, different + (not is_same)
             if args.all or not is_same or again["kind"] != "stay":
-                mark = "same" if is_same else "changed" if is_older else "DIFFERENT"
+                mark = "same" if is_same else "DIFFERENT"
                 print(f"{record['number']:5d}  step {record['iteration']:7d}  {mark:9s}  ", end="")
                 print(f"{again['kind']:8s} {again['reason']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         tell("replay.py", f"error: {path}: {type(error).__name__}: {error}")
         return 5
-    if not same + different + older:
+    if not same + different:
         print("no decisions: the run made none, or ended before its first")
         return 0
-    by_older = f", {older} by the rules of an earlier release, others today" if older else ""
-    print(f"{same} decisions the same, {different} different{by_older}")
+    print(f"{same} decisions the same, {different} different")
     return 1 if different and not changes else 0
 
 

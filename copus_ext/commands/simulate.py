@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.common.program import (
-    FormerName,
     other_command,
     program_name,
     tell,
@@ -78,14 +77,6 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help="the true one: critical batch size over the measured noise scale; default: 8",
     )
-    for name in ("--noise-scale-multiplier", "--true-noise-scale-multiplier"):
-        p.add_argument(
-            name.replace("noise-scale-multiplier", "calibration"),
-            action=FormerName,
-            now=name,
-            dest=name.strip("-").replace("-", "_"),
-            type=float,
-        )
     p.add_argument(
         "--truth",
         choices=(*TRUTHS, _NOISY_QUADRATIC),

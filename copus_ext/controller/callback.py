@@ -18,7 +18,13 @@ from copus_ext.controller import rules
 from copus_ext.controller.conditions_check import have_conditions_changed
 from copus_ext.controller.current_configuration import CurrentConfiguration
 from copus_ext.controller.decision_log import DecisionLog
-from copus_ext.controller.first_step import first_sizes, leave_batch, tell_lengths
+from copus_ext.controller.first_step import (
+    STATE_KEY,
+    first_sizes,
+    leave_batch,
+    restored_state,
+    tell_lengths,
+)
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.headroom_notice import HeadroomNotice
@@ -49,8 +55,6 @@ from megatron.training.config.layout_rules import batch_problems
 from megatron.training.train.callbacks import Callback, CallbackContext
 
 logger = logging.getLogger(__name__)
-
-STATE_KEY = "copus_control"
 
 
 class Controller(Callback):
@@ -137,16 +141,7 @@ class Controller(Callback):
 
     def _restore(self, context: CallbackContext) -> None:
         """Takes the state from the checkpoint. From here on the next checkpoint holds it."""
-        stored = context.state.callbacks.get(STATE_KEY)
-        if stored is not None:
-            try:
-                self.state = ControllerState.from_json(stored)
-            except (ValueError, KeyError, TypeError) as error:
-                if dist.get_rank() == 0:
-                    logger.warning("the controller starts with an empty state: %r", error)
-            else:
-                if stored["version"] != self.state.version and dist.get_rank() == 0:
-                    logger.warning("controller state of an earlier version: read for one release")
+        self.state = restored_state(context)
         context.state.callbacks[STATE_KEY] = self.state
         self.state.layout_costs.forget_failures()
 

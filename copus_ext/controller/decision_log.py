@@ -3,7 +3,6 @@ never changed."""
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from typing import Any
 
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.headroom import Headroom
-from copus_ext.goodput.inputs import PRESENT, Decision, DecisionInputs
+from copus_ext.goodput.inputs import Decision, DecisionInputs
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
 from megatron.training.common.control import PAUSE_FILE
 from megatron.training.common.outside import parse_json
@@ -22,8 +21,9 @@ from megatron.training.common.outside import parse_json
 logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
-VERSION = 4
-"""4: decisions by the rules of docs/decisions/067 and 069; older ones may come out as others."""
+VERSION = 5
+"""Of the records. It changes when a record could not be read, or a decision would be decided in
+another way. No other version is read."""
 _POSITIONS = (
     "consumed_samples",
     "hold_growth_until_samples",
@@ -31,6 +31,13 @@ _POSITIONS = (
 )
 """Fields of a record that are positions of the run. What is inside of a decision stays in samples
 of its phase, so that it can be made again."""
+
+
+class JournalVersionError(ValueError):
+    """A journal of another version; one line that names the file and says what to do."""
+
+    def __init__(self, path: Path, version: Any) -> None:
+        super().__init__(f"{_told(path, version)}; read it with the commit that wrote it")
 
 
 class DecisionLog:
@@ -49,8 +56,11 @@ class DecisionLog:
         self._was_paused = False
 
     def open(self, run_dir: Path | None) -> None:
-        """Writes to the journal of a run from here on."""
+        """Writes to the journal of a run from here on. One of another version is set aside, so that
+        no file mixes two."""
         self.path = None if run_dir is None else run_dir / NAME
+        if self.path is not None:
+            _set_aside(self.path)
 
     def count_from(self, *, ratio: int, rest: int) -> None:
         """Says which samples positions are given in from here on. The journal itself counts as the
@@ -172,12 +182,32 @@ def _ends_well(path: Path) -> bool:
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a journal in order, with today's names; lines that a kill cut short are left
-    out.
+    """The records of a journal in order; lines that a kill cut short are left out.
+
+    Raises:
+        OSError: it cannot be read.
+        JournalVersionError: it is of another version.
+    """
+    for record in _records(path):
+        if record.get("version") != VERSION:
+            raise JournalVersionError(path, record.get("version"))
+        yield record
+
+
+def version_problem(path: Path) -> str:
+    """Why a journal cannot be read, by its first record; empty if it can, or holds none.
 
     Raises:
         OSError: it cannot be read.
     """
+    try:
+        next(read_journal(path), None)
+    except JournalVersionError as error:
+        return str(error)
+    return ""
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(errors="replace") as file:
         for line in file:
             try:
@@ -185,66 +215,23 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
             except ValueError:
                 continue
             if isinstance(record, dict) and "kind" in record:
-                yield upgraded(record)
+                yield record
 
 
-def upgraded(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of any version with today's names, and its own version. Version 1 is read for one
-    release.
-
-    Args:
-        record: a line of a journal; parts of an unknown form stay as they are.
-    """
-    if record.get("version") != 1:
-        return record
-    _warn_of_version_1()
-    new = dict(record)
-    if "obeyed" in new:
-        new["applied"] = new.pop("obeyed")
-    if "sizes" in new:
-        sizes = new.pop("sizes")
-        both = sizes if isinstance(sizes, list) and len(sizes) == 2 else (None, None)
-        new["global_batch_size"], new["micro_batch_size"] = both
-    return new | {
-        part: _renamed(new[part], names)
-        for part, names in _NAMES_OF_VERSION_1.items()
-        if part in new
-    }
+def _set_aside(path: Path) -> None:
+    """Renames a journal of another version; a failure to do so is only a warning."""
+    try:
+        version = next(_records(path), {"version": VERSION}).get("version")
+        if version != VERSION:
+            old = path.with_name(f"{path.stem}.version{version}{path.suffix}")
+            path.replace(old)
+            logger.warning("%s; it is %s now, and a new one begins", _told(path, version), old.name)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("the journal cannot be read: %s", error)
 
 
-_NAMES_OF_VERSION_1: dict[str, Any] = {
-    "decision": {
-        "is_small": "batch_above_optimal",
-        "candidates": {"verdict": "blocked_reason"},
-    },
-    "situation": {
-        "barred_layouts": "blocked_layouts",
-        "small_since_samples": "above_optimal_since_samples",
-        "noise_when_shrunk": "critical_batch_size_when_shrunk",
-        "noise": {"g2": "grad_norm_sq", "v": "grad_variance_trace"},
-        "rules": {"calibration": "noise_scale_multiplier"},
-    },
-}
-_VERDICTS_OF_VERSION_1 = {"chosen": "", "present": PRESENT}
-
-
-def _renamed(value: Any, names: dict[str, Any]) -> Any:
-    """A part of a record, or a list of such, with its keys under their present names."""
-    if isinstance(value, list):
-        return [_renamed(item, names) for item in value]
-    if not isinstance(value, dict):
-        return value
-    new = {}
-    for key, item in value.items():
-        name = names.get(key, key)
-        if isinstance(name, dict):
-            name, item = key, _renamed(item, name)
-        if key == "verdict" and isinstance(item, str):
-            item = _VERDICTS_OF_VERSION_1.get(item, item)
-        new[name] = item
-    return new
-
-
-@functools.cache
-def _warn_of_version_1() -> None:
-    logger.warning("a journal of version 1: the next release will not read its names any more")
+def _told(path: Path, version: Any) -> str:
+    kind = f"version {version}" if isinstance(version, int) else "no version"
+    return f"{path} is a journal of {kind}, and this copus reads version {VERSION}"

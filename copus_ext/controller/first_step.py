@@ -1,7 +1,8 @@
-"""The batch and the micro-batch that a launch begins with."""
+"""What a launch begins with: the controller's state, the batch and the micro-batch."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -18,6 +19,35 @@ from megatron.training.train.callbacks import CallbackContext
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
+
+
+logger = logging.getLogger(__name__)
+
+STATE_KEY = "copus_control"
+"""Name of the controller's state in a checkpoint."""
+
+
+def restored_state(context: CallbackContext) -> ControllerState:
+    """The controller's state of the checkpoint, or an empty one. One that cannot be read does not
+    end the run: rank 0 says in one line what is lost with it.
+
+    Args:
+        context: of the start.
+    """
+    stored = context.state.callbacks.get(STATE_KEY)
+    if stored is None:
+        return ControllerState()
+    try:
+        return ControllerState.from_json(stored)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if dist.get_rank() == 0:
+            logger.warning(
+                "the controller's state in the checkpoint of iteration %d cannot be read: %s; "
+                "weights, data position and batch go on as saved, and the controller measures anew",
+                context.state.iteration,
+                error if type(error) is ValueError else repr(error),
+            )
+    return ControllerState()
 
 
 def first_sizes(

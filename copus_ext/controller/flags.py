@@ -55,7 +55,7 @@ class CopusConfig:
     copus_switch_rule: str = _setting("forward", choices=("forward", "paper"))
     """forward: a change needs a confident gain that pays for its pause over the rest of the run.
     paper: a change needs a gain of 10 %."""
-    copus_noise_scale_multiplier: float | None = option(None, old_strings=("--copus-calibration",))
+    copus_noise_scale_multiplier: float | None = option(None)
     """The critical batch size is this times the measured noise scale. Default: 8; 2 with the
     objective copus and the published policies."""
     copus_interval: float | None = option(None)
@@ -200,15 +200,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(found, Mapping):
         raise UsageError(f"{where}: write one `name: value` in each line")
     known = settings_by_name()
-    old = {
-        text.removeprefix("--copus-").replace("-", "_"): name
-        for name, spec in known.items()
-        for text in spec.old_strings
-    }
     read = {}
     for name, value in found.items():
         plain = str(name).replace("-", "_").removeprefix("copus_")
-        plain = old.get(plain, plain)
         if plain not in known:
             near = nearest_flag(plain, list(known))
             fix = f"did you mean {near}?" if near else f"remove it; there are {', '.join(known)}"

@@ -113,7 +113,8 @@ class GradientNoiseCallback(Callback):
         except (ValueError, KeyError, TypeError) as error:
             if dist.get_rank() == 0:
                 logger.warning(
-                    "the noise scale starts afresh, the checkpoint's is unreadable: %r", error
+                    "the noise scale in the checkpoint cannot be read: %s; it is measured anew",
+                    error if type(error) is ValueError else repr(error),
                 )
 
     def on_phase_start(self, context: CallbackContext) -> None:

@@ -48,7 +48,7 @@ _UNSET: dict[str, Any] = {
     **dict.fromkeys(("clip_group_size", "kfac_interval", "norm", "logits_sharded")),
     **{"logits_bytes": None, "softmax_in_fp32": False},
 }
-"""Values with which the JSON of a model lacks a field, as that of releases without it did."""
+"""Values with which the JSON of a model leaves a field out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,12 +396,6 @@ class ModelSpec:
         Raises:
             SpecError: an unknown or missing key, or a bad value.
         """
-        if isinstance(data, dict) and "local" in data:
-            # As profiles of earlier releases have it.
-            if not isinstance(data["local"], bool) or "implementation" in data:
-                raise SpecError("local is implementation now: te, local or legacy; replace it")
-            data = {**data, "implementation": "local" if data["local"] else "te"}
-            del data["local"]
         unknown = sorted(set(data) - {f.name for f in fields(cls)})
         if unknown:
             raise SpecError(f"unknown model keys: {', '.join(unknown)}")

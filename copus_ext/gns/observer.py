@@ -15,7 +15,8 @@ from copus_ext.gns.smoothing import (
     measuring_interval,
 )
 
-VERSION = 1
+VERSION = 2
+"""Of the record in a checkpoint. No other version is read."""
 CONTROL = "layers"
 _NEW_BATCH_VARIANCE = 2.0
 _PAPER_FACTORS, _PAPER_TOKENS = (0.95, 0.99), 8e6
@@ -44,8 +45,7 @@ class NoiseScale:
     smoothed_tokens_per_sample: float
     """Loss tokens of a sample, averaged as the two numbers above are."""
     step_tokens_per_sample: float | None
-    """Loss tokens of a sample in the last measured step, exact; None before any measurement, and
-    where an older journal does not say."""
+    """Loss tokens of a sample in the last measured step, exact; None before any measurement."""
     effective_steps: float
     """Measured steps that the average is worth."""
     estimator: str
@@ -59,12 +59,7 @@ class NoiseScale:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NoiseScale:
-        """Inverse of `to_json`. An older record has the smoothed tokens alone, under a name that
-        does not say so."""
-        if "tokens_per_sample" in data:
-            data = {**data, "smoothed_tokens_per_sample": data["tokens_per_sample"]}
-            data.setdefault("step_tokens_per_sample", None)
-            del data["tokens_per_sample"]
+        """Inverse of `to_json`."""
         return cls(**data)
 
 
@@ -255,7 +250,9 @@ class NoiseObserver:
                 itself.
         """
         if data.get("version") != VERSION:
-            raise ValueError(f"noise record of version {data.get('version')}, not {VERSION}")
+            raise ValueError(
+                f"it has version {data.get('version')}, and this copus reads {VERSION}"
+            )
         if data["is_broken"]:
             raise ValueError("its measurement had ended with an error")
         new = cls(
@@ -268,7 +265,7 @@ class NoiseObserver:
         new._measured_at = dict(data["measured_at"])
         new._consumed_samples, new._batch = data["consumed_samples"], data["batch"]
         new._tokens_per_sample, new._estimator = data["tokens_per_sample"], data["estimator"]
-        new._step_tokens_per_sample = data.get("step_tokens_per_sample")
+        new._step_tokens_per_sample = data["step_tokens_per_sample"]
         new._last_half_life = data["half_life_tokens"]
         new.num_measured, new.num_skipped = data["num_measured"], data["num_skipped"]
         return new

@@ -335,8 +335,5 @@ class Smoothed:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Smoothed:
-        """Inverse of `to_json`; a record of before knows nothing of the last few measurements."""
-        state = cls(**data)
-        if state.weight and "near_g2" not in data:
-            state = replace(state, near_g2=state.grad_norm_sq, near_v=state.grad_variance_trace)
-        return state
+        """Inverse of `to_json`."""
+        return cls(**data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -37,11 +37,11 @@ class ConfigChange:
     """Throughput that was predicted; None where nothing had been timed that tells how fast this
     machine is."""
     predicted_sd: float | None = None
-    """Relative standard deviation of that; None in journals of before."""
+    """Relative standard deviation of that."""
     gain: float | None = None
     """Relative gain in goodput that was predicted; None where the policy predicts none."""
     gain_sd: float | None = None
-    """Standard deviation of the logarithm of 1 plus that gain; None in journals of before."""
+    """Standard deviation of the logarithm of 1 plus that gain."""
     reason: str = ""
     """Why, in one line."""
     loss_before: float | None = None
@@ -88,6 +88,5 @@ class ConfigChange:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ConfigChange:
-        """Inverse of `to_json`; fields of other versions are left out."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in known})
+        """Inverse of `to_json`."""
+        return cls(**data)

@@ -105,9 +105,9 @@ class LayoutChangeCosts:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> LayoutChangeCosts:
         """Reads what `dataclasses.asdict` gives."""
-        pending = data.get("pending_relaunch")
+        pending = data["pending_relaunch"]
         parts = {
-            "failed": [FailedChange(**change) for change in data.get("failed", [])],
+            "failed": [FailedChange(**change) for change in data["failed"]],
             "pending_relaunch": None if pending is None else PendingRelaunch(**pending),
         }
         return cls(**{**data, **parts})

@@ -348,7 +348,7 @@ def gain_words(gain: float, needed: float | None, sd: float | None, *, is_tried:
     Args:
         gain: predicted goodput over the present one, minus 1.
         needed: the gain that it needs; None if nothing tells.
-        sd: of the logarithm of 1 plus the gain; None in older journals.
+        sd: of the logarithm of 1 plus the gain; None without a gain.
         is_tried: whether it is to be tried, as nobody has timed it.
     """
     doubt = "" if sd is None else f" +- {100 * (1.0 + gain) * sd:.1f}"

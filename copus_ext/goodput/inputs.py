@@ -23,7 +23,7 @@ class ConfigThroughput:
     """Throughput of all ranks."""
     relative_sd: float
     """Relative uncertainty of that over the throughput of the present configuration; 0 for that
-    one. (In older journals: of `samples_per_s` alone.)"""
+    one."""
     source: str
     """`measured` here, `profiled`, `corrected`, `predicted`, or `assumed`."""
 
@@ -91,7 +91,7 @@ _OPTIONS = {
     "use_distributed_optimizer": True,
     "overlap": True,
 }
-"""Memory options of a configuration, with what a row of the journal that lacks them had."""
+"""Memory options of a configuration with their defaults, which the journal leaves out."""
 
 
 EARLY_SHARE = 0.03
@@ -164,7 +164,7 @@ class Rules:
     anneal_share: float
     """Part of the run, at its end, over which the batch grows in place of the rate's decay."""
     seq_length: int | None
-    """Tokens of a sample; None in a journal that does not hold them."""
+    """Tokens of a sample; None if unknown."""
 
 
 def annealing_batch(first: int, part: float, left: int) -> float:
@@ -183,9 +183,6 @@ def annealing_batch(first: int, part: float, left: int) -> float:
 
 
 _INTERVAL_Z = 1.96
-_RETIRED = "above_optimal_since_samples", "decay_exponent"
-"""Fields, one of them of the rules, that journals of 2026 still hold and that no decision depends
-on any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,24 +377,21 @@ class DecisionInputs:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DecisionInputs:
-        """Inverse of `to_json`; `decision_log.upgraded` makes it of an older record.
+        """Inverse of `to_json`.
 
         Raises:
             TypeError, KeyError: a record of another form.
         """
-        # Older journals know no bound, and no annealing by batch.
-        rules = {"early_steps": 0.0, "anneal_share": 0.0, "seq_length": None, **data["rules"]}
-        rules = {name: value for name, value in rules.items() if name not in _RETIRED}
+        rules = dict(data["rules"])
         rules["grid"] = tuple(rules["grid"])
         rules["schedule"] = tuple((int(a), int(b)) for a, b in rules["schedule"])
-        known = {name: value for name, value in data.items() if name not in _RETIRED}
         return cls(
             **{
-                **known,
+                **data,
                 "rules": Rules(**rules),
                 "noise": NoiseScale.from_json(data["noise"]),
                 "rows": tuple(ConfigThroughput.from_json(row) for row in data["rows"]),
-                "blocked_layouts": tuple(map(Layout.from_record, data.get("blocked_layouts", ()))),
+                "blocked_layouts": tuple(map(Layout.from_text, data.get("blocked_layouts", ()))),
                 "left_for_good": tuple(data.get("left_for_good", ())),
             }
         )
@@ -474,7 +468,7 @@ class Candidate:
     """Why the run cannot change to it now, or `PRESENT`; empty if it can."""
     gain_sd: float | None = None
     """Standard deviation of the logarithm of 1 plus the gain: of both throughputs, and of the
-    noise scale. None without a gain, and in older journals."""
+    noise scale. None without a gain."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -499,7 +493,7 @@ class Decision:
     """Whether the present batch is above the optimal one even at the upper end of the noise
     scale's interval."""
     gain_sd: float | None = None
-    """Standard deviation of the logarithm of 1 plus that; None in older journals."""
+    """Standard deviation of the logarithm of 1 plus that; None without a gain."""
     is_scaled: bool = True
     """Whether throughputs are scaled to this machine: this run has timed the present configuration,
     or that of `to`."""

@@ -35,8 +35,8 @@ class LossWatch:
     """Mean loss of the last steps before, nats a token; None if no loss was finite."""
     loss_sd_before: float | None
     """Standard deviation of these losses."""
-    num_losses_before: int = 1
-    """How many they are; 1 in checkpoints of before, which makes the limit wider."""
+    num_losses_before: int
+    """How many they are."""
     rises: list[float] = field(default_factory=list)
     """By how much the last losses were larger than before, nats; `SPIKE_STEPS` at most."""
     steps: int = 0

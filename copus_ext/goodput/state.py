@@ -17,7 +17,6 @@ from copus_ext.goodput.config_change import ConfigChange, config_key
 from copus_ext.goodput.costs import LayoutChangeCosts
 from copus_ext.goodput.loss_watch import LossWatch
 from copus_ext.goodput.lr_scaling import Ramp
-from copus_ext.goodput.state_of_version_1 import RETIRED, upgraded
 from copus_ext.goodput.step_records import (
     MIN_TIMED_STEPS,
     WARM_UP_STEPS,
@@ -30,7 +29,8 @@ from copus_ext.goodput.step_time_watch import FIRST_STEPS, StepTimeShift, StepTi
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 
-VERSION = 2
+VERSION = 3
+"""Of the JSON form. No other version is read."""
 TIMED_STEPS = 20
 """Newest step times that are kept of a configuration."""
 _COLD = 1.5
@@ -124,16 +124,16 @@ class ControllerState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ControllerState:
-        """Inverse of `to_json`. Version 1 is read for one release.
+        """Inverse of `to_json`.
 
         Raises:
             ValueError: a state of another version.
             KeyError, TypeError: a state of another form.
         """
-        if data.get("version") == 1:
-            data = upgraded(data)
         if data.get("version") != VERSION:
-            raise ValueError(f"controller state of version {data.get('version')}, not {VERSION}")
+            raise ValueError(
+                f"it has version {data.get('version')}, and this copus reads {VERSION}"
+            )
         ramp, change = data["ramp"], data["open_change"]
         parts = {
             "ramp": None if ramp is None else Ramp(**ramp),
@@ -141,14 +141,12 @@ class ControllerState:
             "open_change": None if change is None else ConfigChange.from_json(change),
             "changes": [ConfigChange.from_json(c) for c in data["changes"]],
             "layout_costs": LayoutChangeCosts.from_json(data["layout_costs"]),
-            "watch": StepTimeWatch.from_json(data.get("watch", {})),
+            "conditions": Conditions.from_json(data["conditions"]),
+            "watch": StepTimeWatch.from_json(data["watch"]),
         }
-        if data.get("loss_watch") is not None:
+        if data["loss_watch"] is not None:
             parts["loss_watch"] = LossWatch(**data["loss_watch"])
-        if "conditions" in data:
-            parts["conditions"] = Conditions.from_json(data["conditions"])
-        known = {name: value for name, value in data.items() if name != RETIRED}
-        return cls(**{**known, **parts})
+        return cls(**{**data, **parts})
 
     def record_step(
         self,

@@ -27,9 +27,9 @@ class StepRecord:
     """A finished step."""
 
     iteration: int = 0
-    """Steps of the run, this one included; 0 in checkpoints of before."""
+    """Steps of the run, this one included."""
     key: str = ""
-    """Of its configuration, from `config_key`; empty in checkpoints of before."""
+    """Of its configuration, from `config_key`."""
     consumed_samples: int
     """Samples of the run, this step's included."""
     global_batch_size: int

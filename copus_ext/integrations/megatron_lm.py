@@ -16,11 +16,9 @@ checkpoints in `copus_state.jsonl`, as a checkpoint of that trainer has no place
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,13 +62,15 @@ def add_copus_args(parser: Any) -> Any:
 
     section = parser.add_argument_group("copus controller")
     for spec in option_specs(CopusConfig):
-        text = argparse.SUPPRESS if spec.in_file else spec.help.replace("%", "%%")
-        settings: dict[str, Any] = {"dest": spec.dest, "help": text}
+        if spec.in_file is not None:
+            parser.set_defaults(**{spec.dest: spec.default})
+            continue
+        settings: dict[str, Any] = {"dest": spec.dest, "help": spec.help.replace("%", "%%")}
         if spec.kind is bool:
             settings |= {"action": "store_true"}
         else:
             settings |= {"type": spec.kind, "default": spec.default, "choices": spec.choices}
-        section.add_argument(*spec.strings, *spec.old_strings, **settings)
+        section.add_argument(*spec.strings, **settings)
     return parser
 
 
@@ -92,7 +92,6 @@ class CopusCallback:
             self._args = importlib.import_module("megatron.training.global_vars").get_args()
         args = self._args
         from copus_ext.controller.flags import (
-            CopusConfig,
             check_has_copus,
             controller_flags,
             given_by_value,
@@ -101,19 +100,14 @@ class CopusCallback:
         check_has_copus(given_by_value(args), is_on=args.copus)
         if not args.copus or args.copus_mode == "off":
             return
-        import torch.distributed as dist
 
         from copus_ext.controller.callback import Controller
-        from megatron.training.config.flag_names import notes_of_old_ways
 
         class _Controller(Controller):
             changes_micro_batch = False
             changes_layout = False
 
         self._flags = controller_flags(args)
-        if dist.get_rank() == 0:
-            for line in notes_of_old_ways([CopusConfig], sys.argv[1:]):
-                print(f"copus: note: {line}", flush=True)
         check(args, self._flags)
         self._first_batch = args.global_batch_size
         self._inner = context_of(context, args, self._first_batch)

@@ -122,7 +122,7 @@ def controller_status(
         try:
             known = _last_decision(reader.decision_at(standing[-1].place), current)
         except FOREIGN:
-            known["reason"] = "the journal is of another version"
+            known["reason"] = "the record of this decision is damaged"
     if decisions.failure:
         known["reason"] = f"controller disabled: {text(decisions.failure, LINE)}"
     mode, policy = decisions.mode, text(decisions.flags.get("copus_policy"), LINE)

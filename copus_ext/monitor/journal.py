@@ -149,7 +149,7 @@ class DecisionRecord:
     gain: float | None
     """Predicted gain in goodput of the choice, or of the best alternative within reach."""
     gain_sd: float | None
-    """Standard deviation of the logarithm of 1 plus that gain; None in older journals."""
+    """Standard deviation of the logarithm of 1 plus that gain."""
     needed: float | None
     """Gain required to switch there."""
     now: Sizes

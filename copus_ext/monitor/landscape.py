@@ -68,7 +68,7 @@ def landscape(record: dict[str, Any], decided: DecisionRecord) -> dict[str, Any]
         situation = DecisionInputs.from_json(table(record.get("situation")))
         return found | _cells(situation) | {"words": explain(decided, situation)}
     except FOREIGN:
-        unread = "The table of this decision cannot be read by this version."
+        unread = "The record of this decision is damaged, so that its table cannot be read."
         return found | {"words": [*explain(decided, None), unread]}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from copus_ext.controller.decision_log import NAME as JOURNAL
-from copus_ext.controller.decision_log import read_journal, upgraded
+from copus_ext.controller.decision_log import read_journal, version_problem
 from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.monitor.values import measured, number, table, text, whole, written
 from copus_ext.reshard.checked import read_value
@@ -51,6 +51,9 @@ def run_problem(run: Path, *, takes_journal: bool = False) -> str:
         return f"RUN {run} does not exist; {fix}"
     if not run.is_dir() and not takes_journal:
         return f"RUN {run} is no directory; {fix}"
+    journal = run / JOURNAL if run.is_dir() else run
+    if journal.is_file() and (problem := version_problem(journal)):
+        return problem
     if not run.is_dir():
         has_records = run.is_file() and next(read_journal(run), None) is not None
         return "" if has_records else f"RUN {run} holds no record of a run; {fix}, or its {JOURNAL}"
@@ -350,7 +353,7 @@ def _record_of(line: bytes) -> dict[str, Any] | None:
         record = parse_json(line.decode(errors="replace"))
     except ValueError:
         return None
-    return upgraded(record) if isinstance(record, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def _small_json(path: Path) -> dict[str, Any]:

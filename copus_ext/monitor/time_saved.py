@@ -359,7 +359,7 @@ def so_far(run: RunHistory) -> tuple[str, TimeSaved | None]:
         stretches = stretches_of(run)
         found = time_saved(stretches)
     except FOREIGN:
-        return "not known: the journal is of another version", None
+        return "not known: a record of the journal is damaged", None
     first = decisions.first
     if all(s.is_first for s in stretches):
         return _nothing(decisions, first if stretches else None), None

@@ -196,8 +196,7 @@ class ProfileStore:
         self._append(timing.to_json())
 
     def add_attempt(self, attempt: str, **fields: Any) -> None:
-        """Appends what became of an attempt to measure. It is no timing: `read` passes over it, as
-        do releases that do not know it.
+        """Appends what became of an attempt to measure. It is no timing: `read` passes over it.
 
         Args:
             attempt: what became of it.
@@ -224,7 +223,7 @@ class ProfileStore:
         Raises:
             ForeignProfile: the file holds timings, but none of this machine.
         """
-        own, others = _sorted_out(self.path, {self.key, fingerprint(_former(self.parts))})
+        own, others = _sorted_out(self.path, {self.key})
         if others and not own:
             raise ForeignProfile(
                 f"{self.path} was measured with another model, machine or software; measure again "
@@ -264,16 +263,6 @@ def _lines(path: Path) -> Iterable[dict[str, Any]]:
                 continue  # cut short by a kill
             if isinstance(record, dict):
                 yield record
-
-
-def _former(parts: dict[str, Any]) -> dict[str, Any]:
-    """The same machine as the release before named it: its models had no `implementation`."""
-    if not isinstance(parts.get("model"), dict):
-        return parts
-    model = dict(parts["model"])
-    model["local"] = model.pop("implementation", "te") == "local"
-    model.pop("optimizer_bytes", None)
-    return {**parts, "model": model}
 
 
 def _sorted_out(path: Path, keys: Set[str]) -> tuple[list[Timing], int]:

@@ -169,6 +169,13 @@ def test_a_resumed_run_goes_on_with_the_same_decisions(results: dict[str, Any]) 
     assert any(s.startswith("copus: ") and " in this launch; " in s for s in again["told"])
 
 
+def test_a_state_of_another_version_does_not_end_a_resumed_run(results: dict[str, Any]) -> None:
+    whole, again = results["doubling"]["steps"], results["another version"]["steps"]
+    assert len(again) == 2
+    for name in ("consumed_samples", "global_batch_size", "micro", "loss"):
+        assert again[0][name] == whole[10][name], "weights, data position and batch are as saved"
+
+
 def test_a_run_that_is_resumed_with_a_lower_maximum_keeps_to_it(results: dict[str, Any]) -> None:
     narrowed = results["narrowed"]
     before = results["doubling"]["steps"][9]

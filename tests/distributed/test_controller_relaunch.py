@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment"),
 ]
-COPUS = """--copus --copus-layouts all --copus-relayout relaunch --copus-policy static
---copus-switch-cost-s 1 --copus-max-micro-batch-size 1"""
+COPUS = """--copus --copus-layouts all --copus-relayout relaunch --copus-policy static"""
+SETTINGS = "switch_cost_s: 1\nmax_micro_batch_size: 1\n"
 
 SAVE_INTERVAL = 8
 """The first decision comes where a checkpoint is saved anyway."""
@@ -32,7 +32,8 @@ SAVE_INTERVAL = 8
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("relaunch")
     write_profile(folder / "profile.jsonl", 2)
-    flags = [*TINY.split(), *BASE, *COPUS.split()]
+    (folder / "copus.yaml").write_text(SETTINGS)
+    flags = [*TINY.split(), *BASE, *COPUS.split(), "--copus-config", str(folder / "copus.yaml")]
     flags += ["--copus-profile", str(folder / "profile.jsonl")]
     flags += ["--save", str(folder / "saved"), "--run-dir", str(folder / "run")]
     flags += ["--save-interval", str(SAVE_INTERVAL), *TRACED]

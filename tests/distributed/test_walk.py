@@ -14,13 +14,16 @@ from tests.helpers.jobs import losses_of, steps_of, train
 
 STEPS, SAVED = 20, 10
 """At which it ends, and of the first launch; the flags ask for more, so that a change pays."""
-COPUS = "--copus --copus-layouts all --copus-policy static --copus-max-micro-batch-size 1"
+COPUS = "--copus --copus-layouts all --copus-policy static"
 
 
 def test_a_run_trains_measures_changes_its_layout_saves_and_resumes(tmp_path: Path) -> None:
     run, save, profile = (tmp_path / name for name in ("run", "save", "profile.jsonl"))
     write_profile(profile, 4)
-    own = [*BASE, *COPUS.split(), "--copus-profile", str(profile), "--save", str(save)]
+    settings = tmp_path / "copus.yaml"
+    settings.write_text("max_micro_batch_size: 1\n")
+    own = [*BASE, *COPUS.split(), "--copus-config", str(settings)]
+    own += ["--copus-profile", str(profile), "--save", str(save)]
     own += ["--load", str(save), "--exit-interval", str(SAVED)]
     train(own, 4, run).check()
     assert files.read_latest(save) == SAVED

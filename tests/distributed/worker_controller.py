@@ -32,9 +32,9 @@ SHRINKS += ["--lr-warmup-samples", "200"]
 """Takes 4 steps of 32, 9 of 8, then 32 again, while the learning rate warms up over 200 samples."""
 
 
-def controllers() -> tuple[Any, Any, Any]:
-    """The class of a controller that can be looked into, and of two with a bug; what it imports is
-    only there in the processes of a run."""
+def controllers() -> tuple[Any, Any, Any, Any]:
+    """The class of a controller that can be looked into, of two with a bug, and of one that meets a
+    state of another version; what it imports is only there in the processes of a run."""
     from copus_ext.controller.callback import Controller
     from copus_ext.controller.flags import CopusConfig
 
@@ -70,7 +70,14 @@ def controllers() -> tuple[Any, Any, Any]:
         def _open_table(self, context: CallbackContext) -> Any:
             raise LookupError("no such package")
 
-    return Noting, Failing, Unable
+    class Foreign(Noting):
+        """Finds a state of another version in the checkpoint."""
+
+        def _restore(self, context: CallbackContext) -> None:
+            context.state.callbacks["copus_control"]["version"] = 0
+            super()._restore(context)
+
+    return Noting, Failing, Unable, Foreign
 
 
 class Recorder:
@@ -117,12 +124,13 @@ def main(output: Path) -> Any:
 
     from megatron.training.common.errors import TrainingFailure
 
-    noting, failing, unable = controllers()
+    noting, failing, unable, foreign = controllers()
     record = Recorder(output)
     save = ["--save", str(output / "saved"), "--save-interval", "10"]
     record("doubling", [*save, "--log-interval", "1"], noting(**DOUBLING))
     load = ["--load", str(output / "saved"), "--ckpt-step", "10"]
     record("resumed", load, noting(**DOUBLING))
+    record("another version", [*load, "--exit-interval", "12"], foreign(**DOUBLING))
     record("narrowed", load, noting(**DOUBLING, copus_max_global_batch_size=8))
     saved = ["--save", str(output / "shrunk saved"), "--save-interval", "8"]
     record("shrunk", [*SHRINKS, *saved], noting(**SHRINKING))

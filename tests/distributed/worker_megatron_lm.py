@@ -22,9 +22,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "helpers" / "fake_megatron_lm"), str(ROOT)]
-FLAGS = """--copus-policy doubling --copus-doubling-first-tokens 1024 --copus-doubling-ratio 2
---copus-max-global-batch-size 32"""
-RAMP_FLAGS = f"{FLAGS.partition('--copus-max')[0]} --copus-lr-ramp-steps 3"
+FLAGS = "--copus-policy doubling --copus-max-global-batch-size 32"
+SETTINGS = "doubling_first_tokens: 1024\ndoubling_ratio: 2\n"
+RAMP_FLAGS = "--copus-policy doubling"
+RAMP_SETTINGS = f"{SETTINGS}lr_ramp_steps: 3\n"
 RAMP = "4", "4", "64"
 RAMP_SIZE = 16
 
@@ -133,7 +134,11 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     watches = "--copus-mode observe"
     own = {"shrinking": "", "ramp_observed": watches, "watched": watches}
-    words = own.get(kind, RAMP_FLAGS if is_ramp else FLAGS)
+    words = own.get(kind)
+    if words is None:
+        settings = folder / f"{kind}.{os.environ['RANK']}.yaml"
+        settings.write_text(RAMP_SETTINGS if is_ramp else SETTINGS)
+        words = f"{RAMP_FLAGS if is_ramp else FLAGS} --copus-config {settings}"
     is_off = kind in ("plain", "ramp_plain", "ramp_off")
     args = arguments(folder, [] if is_off else ["--copus", *words.split()])
     if kind.endswith("resumed") or kind == "watched":

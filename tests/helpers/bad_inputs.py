@@ -289,7 +289,7 @@ def plan(rng: random.Random, folder: Path) -> str | None:
         path.write_bytes(data)
         words += [flag, str(path)]
     if spoiled == "words":
-        known = ["--fix", "--max", "--recompute", "--explain", "--memory-margin", "--profile"]
+        known = ["--fix", "--max", "--recompute", "--train-tokens", "--memory-margin", "--profile"]
         words = spoil.spoiled_flags(rng, words, known)
     output = folder / "answer.json"
     result = spoil.code_of(tool.main, *words, "--json", "--output", output)

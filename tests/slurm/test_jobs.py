@@ -21,8 +21,8 @@ pytestmark = pytest.mark.timeout(600)
 BATCH, STEPS, FEWER = 8, 100, 40
 BASE = [*TINY.split(), "--use-distributed-optimizer", "--lr-decay-style", "constant"]
 BASE += ["--lr-warmup-samples", str(BATCH)]
-RELAUNCH = """--copus --copus-layouts all --copus-relayout relaunch --copus-policy static
---copus-switch-cost-s 0.1 --copus-max-micro-batch-size 1"""
+RELAUNCH = """--copus --copus-layouts all --copus-relayout relaunch --copus-policy static"""
+SETTINGS = "switch_cost_s: 0.1\nmax_micro_batch_size: 1\n"
 FLAGS = [*BASE, "--train-samples", str(BATCH * STEPS)]
 
 
@@ -83,8 +83,11 @@ def test_another_layout_inside_the_allocation(
 ) -> None:
     run = tmp_path / "run"
     write_profile(tmp_path / "profile.jsonl", 2)
+    (tmp_path / "copus.yaml").write_text(SETTINGS)
+    files_of_copus = ["--copus-config", tmp_path / "copus.yaml"]
+    files_of_copus += ["--copus-profile", tmp_path / "profile.jsonl"]
     length = ["--train-samples", str(BATCH * FEWER)]
-    flags = [*BASE, *length, *RELAUNCH.split(), "--copus-profile", tmp_path / "profile.jsonl"]
+    flags = [*BASE, *length, *RELAUNCH.split(), *files_of_copus]
     job = cluster.submit("pretrain.sbatch", flags, "--nodes=2", COPUS_RUN=run)
     cluster.wait_for_end(job)
     starts = [r for r in read_metrics(run) if r["kind"] == "run.start"]

@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
-import tarfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from copus_ext.controller.decision_log import (
     NAME,
-    VERSION,
     DecisionLog,
     read_journal,
-    upgraded,
 )
 from copus_ext.cost_model.conditions import Timings
 from copus_ext.cost_model.constants import USUAL
 from copus_ext.goodput.conditions import Conditions
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.costs import MOST_FAILURES, LayoutChangeCosts
-from copus_ext.goodput.inputs import Decision, DecisionInputs
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import summary
-from copus_ext.goodput.state import TIMED_STEPS, WINDOW_STEPS, ControllerState, config_key
+from copus_ext.goodput.state import (
+    TIMED_STEPS,
+    VERSION,
+    WINDOW_STEPS,
+    ControllerState,
+    config_key,
+)
 from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.planner.configuration import Configuration
 from megatron.training.common.train_state import TrainState
 from megatron.training.config.layout import Layout
-from tests.helpers.launch import ROOT
 from tests.helpers.recorded import record_decisions
-from tests.unit.test_decide import situation
 
 EIGHT = Configuration(layout=Layout(dp=2), micro_batch_size=1, global_batch_size=8)
-ARCHIVE = ROOT / "tests/distributed/data/run_of_2026_11.tar.xz"
-"""A run and its checkpoint as version 1 wrote them."""
 
 
 def filled(number: int, *, state: ControllerState | None = None, **how: Any) -> ControllerState:
@@ -213,80 +209,10 @@ def test_a_checkpoint_holds_the_state_as_plain_json() -> None:
     train_state = TrainState(callbacks={"copus_control": state})
     stored = json.loads(json.dumps(train_state.to_json()))["callbacks"]["copus_control"]
     assert ControllerState.from_json(stored) == state
-    for broken in ({**stored, "version": 0}, {**stored, "version": 3}):
-        with pytest.raises(ValueError, match="version"):
-            ControllerState.from_json(broken)
-
-
-@pytest.fixture(scope="module")
-def version_1() -> dict[str, bytes]:
-    with tarfile.open(ARCHIVE) as archive:
-        names = ("run/checkpoints/iter_0000040/common.pt", f"run/{NAME}")
-        files = {name: archive.extractfile(name) for name in names}
-        return {Path(name).name: file.read() for name, file in files.items() if file is not None}
-
-
-def test_the_state_of_a_checkpoint_of_version_1_is_read(version_1: dict[str, bytes]) -> None:
-    common = torch.load(io.BytesIO(version_1["common.pt"]), weights_only=False)
-    old = common["copus"]["train_state"]["callbacks"]["copus_control"]
-    assert old["version"] == 1
-    state = ControllerState.from_json(old)
-    assert [state.global_batch_size, state.micro_batch_size] == old["sizes"] == [32, 8]
-    assert state.ramp == Ramp(**old["ramp"]) and state.step_times == old["times"]
-    names = ("consumed_samples", "global_batch_size", "loss", "seconds", "updated")
-    assert [[getattr(step, name) for name in names] for step in state.steps] == [
-        [*step[:4], bool(step[4])] for step in old["steps"]
-    ]
-    kept = ("num_decisions", "last_decision_samples", "answered_batch", "elapsed_s", "num_changes")
-    assert [getattr(state, name) for name in kept] == [old[name] for name in kept]
-    assert state.steps_after_change == old["since_change"]
-    changes = [c.to_json() for c in [*state.changes, state.open_change] if c is not None]
-    olds = [c for c in [*old["changes"], old["open"]] if c is not None]
-    assert len(changes) == len(olds) > 0
-    for new, was in zip(changes, olds):
-        assert {name: new[name] for name in was} == was
-    again = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
-    assert again == state
-    # What such a checkpoint may also hold.
-    more = {"barred": [[None, [1, 2, 1, 2], "crashed"]], "num_failed": 1, "paused_s": 3.0}
-    left = {"number": 4, "start": "tp1.pp1.dp2", "to": "tp1.pp2.dp1", "time": 5.0}
-    costs = ControllerState.from_json({**old, "layouts": {**more, "left": left}}).layout_costs
-    assert costs.blocked_layouts(Layout(dp=2)) == (Layout(pp=2, dp=2),) and costs.paused_s == 3.0
-    assert costs.pending_relaunch is not None and asdict(costs.pending_relaunch) == left
-    without = {name: value for name, value in old.items() if name != "layouts"}
-    assert ControllerState.from_json(without).layout_costs == LayoutChangeCosts()
-
-
-def test_a_journal_of_version_1_is_read_under_todays_names(
-    version_1: dict[str, bytes], tmp_path: Path
-) -> None:
-    (tmp_path / NAME).write_bytes(version_1[NAME])
-    olds = [json.loads(line) for line in version_1[NAME].splitlines()]
-    news = list(read_journal(tmp_path / NAME))
-    assert {r["version"] for r in [*olds, *news]} == {1}
-    start = next(r for r in news if r["kind"] == "start")
-    assert [start["global_batch_size"], start["micro_batch_size"]] == [8, 2]
-    pairs = [(a, b) for a, b in zip(olds, news) if a["kind"] == "decision"]
-    for old, new in pairs:
-        assert new["applied"] is old["obeyed"] and "obeyed" not in new
-        inputs, decision = (
-            DecisionInputs.from_json(new["situation"]),
-            Decision.from_json(new["decision"]),
-        )
-        assert decision.batch_above_optimal is old["decision"]["is_small"]
-        assert inputs.noise.grad_norm_sq == old["situation"]["noise"]["g2"]
-        assert inputs.noise.grad_variance_trace == old["situation"]["noise"]["v"]
-    assert len(pairs) == 3
-    assert upgraded(news[0]) == news[0]
-    todays = {"kind": "start", "version": VERSION}
-    assert upgraded(todays) is todays
-    inputs = situation(16).to_json()
-    inputs["rules"]["calibration"] = inputs["rules"].pop("noise_scale_multiplier")
-    old = {"kind": "decision", "version": 1, "situation": inputs}
-    assert DecisionInputs.from_json(upgraded(old)["situation"]) == situation(16)
-    # Parts of an unknown form stay.
-    for odd in ({"sizes": 3}, {"decision": []}, {"situation": {"noise": 1, "rules": None}}):
-        assert upgraded({"kind": "start", "version": 1, **odd})["version"] == 1
+    for other in (0, VERSION - 1, VERSION + 1, None):
+        words = f"it has version {other}, and this copus reads {VERSION}"
+        with pytest.raises(ValueError, match=words):
+            ControllerState.from_json({**stored, "version": other})
 
 
 def test_a_journal_outlives_a_line_cut_short(tmp_path: Path) -> None:

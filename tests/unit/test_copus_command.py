@@ -15,6 +15,7 @@ import pytest
 
 from copus_ext import __version__
 from copus_ext.commands.main import COMMANDS, first_line, main, module_of
+from copus_ext.controller.decision_log import VERSION
 from megatron.training.common import program
 from megatron.training.common.program import (
     held_back,
@@ -140,7 +141,7 @@ def test_every_command_says_the_same_of_what_is_no_run(
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.txt", "empty", "foreign"]
     # What is left of a run is one where a command can use it.
     journal = tmp_path / "journal.jsonl"
-    journal.write_text('{"kind": "start", "version": 4}\n')
+    journal.write_text(f'{{"kind": "start", "version": {VERSION}}}\n')
     assert main(["report", str(journal), "-o", str(tmp_path / "x.html")]) == 0
     assert main(["replay", str(journal)]) == 0
     for command in ("status", "trace"):

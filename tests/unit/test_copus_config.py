@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from copus_ext.commands import replay, simulate
 from copus_ext.controller.flags import (
     CopusConfig,
     check_has_copus,
@@ -51,14 +50,15 @@ def words_of(spec: Any) -> list[str]:
     return [spec.strings[0], str(value)]
 
 
-OTHERS = [spec for spec in option_specs(CopusConfig) if spec.dest != "copus"]
+SPECS = option_specs(CopusConfig)
+OTHERS = [spec for spec in SPECS if spec.dest != "copus" and spec.in_file is None]
 
 
 @pytest.mark.parametrize("spec", OTHERS, ids=lambda spec: spec.dest)
 def test_a_flag_of_the_controller_needs_the_controller(spec: Any) -> None:
     words = words_of(spec)
     line = f"{spec.strings[0]}: no effect without --copus; add --copus, or remove it"
-    spellings = [words, ["=".join(words)], *([old, *words[1:]] for old in spec.old_strings)]
+    spellings = [words, ["=".join(words)]]
     for spelling in spellings[:1] if spec.kind is bool else spellings:
         args = parse(*spelling)
         with pytest.raises(UsageError) as raised:
@@ -79,10 +79,6 @@ def test_one_line_names_all_flags_that_need_the_controller() -> None:
     own = add_copus_args(argparse.ArgumentParser())
     assert given_by_value(own.parse_args([])) == set()
     assert given_by_value(own.parse_args(["--copus-mode", "off"])) == {"copus_mode"}
-    assert given_by_value(own.parse_args(["--copus-allow-shrink"])) == {"copus_allow_shrink"}
-    # Former names of flags that are no longer the controller's.
-    args = parse("--copus-take-over", "--copus-on-save-failure", "stop")
-    check_has_copus(args.explicit_flags, is_on=args.copus)
 
 
 def test_a_launch_refuses_them_before_anything_else(tmp_path: Path) -> None:
@@ -173,34 +169,22 @@ def test_an_empty_file_and_yaml_words(tmp_path: Path) -> None:
     }
 
 
-def test_ways_of_before_are_read_with_a_note() -> None:
-    args = parse("--copus", "--copus-calibration", "3", "--copus-prebuild=2")
-    assert (args.copus_noise_scale_multiplier, args.copus_prebuild) == (3.0, 2)
-    assert args.flag_notes == (
-        "--copus-calibration is now --copus-noise-scale-multiplier; the next release knows only "
-        "that",
-        "--copus-prebuild belongs in the file of --copus-config as prebuild; the next release "
-        "reads it only there",
+@pytest.mark.parametrize("words", ["--copus-prebuild 2", "--copus-prebuild=2"])
+def test_a_setting_of_the_file_is_no_flag(words: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse("--copus", *words.split())
+    assert str(raised.value) == (
+        "--copus-prebuild is no flag; write prebuild in the file of --copus-config"
     )
-    assert parse("--copus", "--copus-noise-scale-multiplier", "3").flag_notes == ()
-
-
-def test_a_former_name_in_the_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "copus.yaml"
-    path.write_text("calibration: 3\n")
-    assert read_settings(path) == {"copus_noise_scale_multiplier": 3.0}
+    own = add_copus_args(argparse.ArgumentParser())
+    assert own.parse_args([]).copus_prebuild == CopusConfig().copus_prebuild
+    with pytest.raises(SystemExit):
+        own.parse_args(words.split())
 
 
 def test_no_hint_offers_a_flag_that_belongs_in_the_file() -> None:
     with pytest.raises(UsageError, match="unknown flag --copus-prebuilt; remove it"):
         parse("--copus-prebuilt", "2")
-
-
-def test_commands_say_what_a_former_option_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (replay, simulate):
-        args = command.parser().parse_args(["--calibration", "3", *(["x"] * (command is replay))])
-        assert args.noise_scale_multiplier == 3.0
-        assert "note: --calibration is now --noise-scale-multiplier" in capsys.readouterr().err
 
 
 def test_the_flags_join_the_parser_of_a_checkout_with_a_configuration_of_its_own() -> None:

@@ -442,9 +442,6 @@ def test_another_layout_is_weighed_and_taken_where_it_may_and_pays_off() -> None
     late = dataclasses.replace(able, consumed_samples=999_800)
     assert decide(late).kind == "stay"
     assert decide(dataclasses.replace(late, switch_cost_s=0.5)).kind == "relayout"
-    # Journals of before name layouts by their sizes.
-    old = {**failed.to_json(), "blocked_layouts": [list(rows[1].layout.sizes)]}
-    assert DecisionInputs.from_json(old) == failed
     assert DecisionInputs.from_json(json.loads(json.dumps(failed.to_json()))) == failed
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from copus_ext.controller import callback, out_of_memory
+from copus_ext.controller import callback, first_step, out_of_memory
 from copus_ext.controller.callback import Controller
+from copus_ext.controller.first_step import STATE_KEY, restored_state
 from copus_ext.controller.rules import rate_rules_of, rules_of
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.loss_watch import LossWatch
 from copus_ext.goodput.lr_scaling import Ramp
+from copus_ext.goodput.state import VERSION, ControllerState
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.config.arguments import parse_args, resolve
 from tests.helpers.jobs import TINY
@@ -191,3 +193,29 @@ def test_an_error_of_the_table_ends_the_decisions_and_not_the_run(
     monkeypatch.setattr(controller, "_open_table", broken)
     controller._renew_table(SimpleNamespace())  # type: ignore[arg-type]
     assert controller.table is None and "controller disabled: no package" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"version": VERSION - 1}, f"it has version {VERSION - 1}, and this copus reads {VERSION}"),
+        ({"steps": [3]}, "TypeError"),
+    ],
+)
+def test_a_state_that_cannot_be_read_is_one_line_and_starts_empty(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: dict[str, Any],
+    told: str,
+) -> None:
+    monkeypatch.setattr(first_step.dist, "get_rank", lambda: 0)
+    stored = ControllerState(elapsed_s=7.0).to_json()
+    state = SimpleNamespace(iteration=40, callbacks={STATE_KEY: stored})
+    context: Any = SimpleNamespace(state=state)
+    assert restored_state(context).elapsed_s == 7.0 and not caplog.records
+    state.callbacks = {STATE_KEY: {**stored, **change}}
+    assert restored_state(context) == ControllerState()
+    (record,) = caplog.records
+    begin = "the controller's state in the checkpoint of iteration 40 cannot be read: "
+    assert record.getMessage().startswith(begin + told)
+    assert record.getMessage().endswith("go on as saved, and the controller measures anew")

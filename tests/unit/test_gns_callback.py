@@ -154,7 +154,7 @@ def test_only_what_the_layout_measures_is_listed_and_the_last_value_kept() -> No
 def test_a_state_of_another_version_is_refused() -> None:
     record = NoiseObserver().to_json()
     assert NoiseObserver.from_json(record, half_life_tokens=None).to_json() == record
-    with pytest.raises(ValueError, match="version"):
+    with pytest.raises(ValueError, match="it has version 99, and this copus reads 2"):
         NoiseObserver.from_json({**record, "version": 99}, half_life_tokens=None)
 
 

@@ -76,7 +76,9 @@ def test_a_layout_reads_its_own_text(sizes: tuple[int, int, int]) -> None:
     assert Layout.from_text(str(layout(*sizes))) == layout(*sizes)
 
 
-@pytest.mark.parametrize("text", ["", "tp2", "tp2.pp1.dpx", "tp0.pp1.dp1", "tp1.pp1.dp1 x"])
+@pytest.mark.parametrize(
+    "text", ["", "tp2", "tp2.pp1.dpx", "tp0.pp1.dp1", "tp1.pp1.dp1 x", "tp=1 pp=1"]
+)
 def test_other_text_is_no_layout(text: str) -> None:
     with pytest.raises(ValueError):
         Layout.from_text(text)

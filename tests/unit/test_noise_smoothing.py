@@ -154,16 +154,9 @@ def test_what_changes_slowly_does_not_look_skewed() -> None:
     assert interval.high / interval.ratio > interval.ratio / interval.low
 
 
-def test_json_keeps_every_bit_and_an_older_record_is_read() -> None:
+def test_json_keeps_every_bit() -> None:
     state = feed([(1.0, 5.0), (1.2, 5.5), (0.9, 1 / 3)] * 20)
     assert Smoothed.from_json(json.loads(json.dumps(state.to_json()))) == state
-    names = ("sum_g2", "sum_v", "weight", "weight2", "p_gg", "p_vv", "p_gv")
-    old = Smoothed.from_json({name: getattr(state, name) for name in names})
-    assert old.interval().ratio == state.interval().ratio
-    later = old.update(
-        Estimate(grad_norm_sq=1.0, grad_variance_trace=5.0), tokens=100.0, half_life=H
-    )
-    assert later.m_vv < 1.0, "the first measurement after it is not far off"
 
 
 # Each was far to one side with one quantile for both ends, or is an odd length of run.
@@ -270,9 +263,3 @@ def test_the_record_has_the_tokens_of_the_average_and_those_of_the_step() -> Non
     observer.skip(32)
     again = NoiseObserver.from_json(observer.to_json(), half_life_tokens=None)
     assert again.noise().step_tokens_per_sample == 75.0, "of the last measured step"
-    old = noise.to_json()
-    old["tokens_per_sample"] = old.pop("smoothed_tokens_per_sample")
-    del old["step_tokens_per_sample"]
-    read = NoiseScale.from_json(old)
-    assert read.smoothed_tokens_per_sample == noise.smoothed_tokens_per_sample
-    assert read.step_tokens_per_sample is None

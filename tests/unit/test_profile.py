@@ -16,25 +16,6 @@ def timing(count: int, step_s: float, pp: int = 2) -> Timing:
     return Timing.from_json({**sizes, "step_s": step_s, "spread_s": 0.01})
 
 
-def test_times_of_the_release_before_are_read(tmp_path: Path) -> None:
-    """Its models said `local` where ours say whose layers they have."""
-    model = {"num_layers": 8, "implementation": "te", "optimizer_bytes": None}
-    before = {"num_layers": 8, "local": False}
-    one = Timing.from_json(
-        {
-            **dict.fromkeys(("tp", "pp", "dp"), 1),
-            "micro_batch_size": 1,
-            "num_microbatches": 4,
-            "step_s": 1.0,
-        }
-    )
-    ProfileStore(tmp_path / "p.jsonl", {"model": before, "gpu": "x"}).add(one)
-    assert ProfileStore(tmp_path / "p.jsonl", {"model": model, "gpu": "x"}).read() == [one]
-    other = {"model": {**model, "implementation": "local"}, "gpu": "x"}
-    with pytest.raises(ForeignProfile):
-        ProfileStore(tmp_path / "p.jsonl", other).read()
-
-
 def test_what_is_added_is_read_back_and_the_last_wins(tmp_path: Path) -> None:
     store = ProfileStore(tmp_path / "a" / "profile.jsonl", MACHINE)
     assert store.read() == []

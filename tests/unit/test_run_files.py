@@ -17,6 +17,7 @@ from rich.console import Console
 
 from copus_ext.commands import replay, report, status, trace
 from copus_ext.controller.decision_log import NAME as JOURNAL
+from copus_ext.controller.decision_log import VERSION, DecisionLog, read_journal
 from copus_ext.monitor.report import ReportData, script_json
 from copus_ext.monitor.run_status import read_status
 from copus_ext.monitor.terminal import screen
@@ -223,11 +224,47 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["act_run", "slow_link"])
-def test_a_journal_of_version_1_is_read(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recorded_journal_is_read(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "docs" / "results" / f"{name}.journal.jsonl"
-    assert '"obeyed": true' in path.read_text()
     payload = payload_of(path)
     assert len(payload["landscapes"][0]["path"]) > 1, "changes were made"
     assert all(item["layouts"] for item in payload["landscapes"][0]["items"])
-    assert replay.main([str(path)]) == 0
-    assert " by the rules of an earlier release, others today" in capsys.readouterr().out
+    # Its decisions are those of the rules of its day.
+    assert replay.main([str(path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("0 decisions the same")
+
+
+@pytest.mark.parametrize("named", ["version 4", "no version"])
+def test_a_journal_of_another_version_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    path = tmp_path / JOURNAL
+    version = {"version 4": ', "version": 4', "no version": ""}[named]
+    path.write_text(f'{{"kind": "sta\n{{"kind": "start"{version}}}\n')
+    line = (
+        f"error: {path} is a journal of {named}, and this copus reads version {VERSION}; "
+        "read it with the commit that wrote it\n"
+    )
+    commands: dict[str, Any] = {"status": status, "trace": trace, "replay": replay}
+    for command, module in commands.items():
+        assert module.main([str(tmp_path)]) == 5
+        assert capsys.readouterr() == ("", f"{command}.py: {line}")
+    assert report.main([str(path), "-o", str(tmp_path / "report.html")]) == 5
+    assert capsys.readouterr() == ("", f"report.py: {line}")
+
+
+def test_a_run_sets_a_journal_of_another_version_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, old = tmp_path / JOURNAL, tmp_path / "journal.version4.jsonl"
+    path.write_text('{"kind": "start", "version": 4}\n')
+    DecisionLog(tmp_path).append("start", iteration=3)
+    assert [record["version"] for record in read_journal(path)] == [VERSION]
+    assert old.read_text() == '{"kind": "start", "version": 4}\n'
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} is a journal of version 4, and this copus reads version {VERSION}; "
+        "it is journal.version4.jsonl now, and a new one begins"
+    ]
+    caplog.clear()
+    DecisionLog(tmp_path).append("end")
+    assert len(list(read_journal(path))) == 2 and not caplog.records

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import runpy
-import sys
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -367,25 +365,6 @@ def test_the_request_of_this_start_decides(tmp_path: Path) -> None:
         if kind is not None:
             request(run, kind, launch)
         assert should_requeue(run, run, code, JOB, state)[0] is again, (kind, launch, code, state)
-
-
-def test_a_batch_script_of_before_asks_under_the_former_name(
-    tmp_path: Path,
-    commands: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command(commands, "squeue", "echo RUNNING")
-    for name, value in JOB.items():
-        monkeypatch.setenv(name, value)
-    for kind, code in (("requeue", 0), ("done", 1)):
-        request(tmp_path, kind, "5.2.0")
-        words = [str(tmp_path), str(tmp_path), "85"]
-        monkeypatch.setattr(sys, "argv", ["requeue", *words])
-        with pytest.raises(SystemExit) as left:
-            runpy.run_module("copus_ext.launch.requeue", run_name="__main__")
-        assert left.value.code == slurm_job.main(words) == code
-    assert "copus_ext.launch.requeue is now" in capsys.readouterr().err
 
 
 def test_who_stops_a_run_by_hand_gets_no_other(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ _NEW_IN_WEIGHTS = """layernorm_zero_centered_gamma quick_geglu multi_latent_atte
     moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
     moe_router_enable_expert_bias"""
 NEW_IN_WEIGHTS = _NEW_IN_WEIGHTS.split()
-"""Fields that older checkpoints lack, which then had their default. They change the weights."""
+"""Fields that the checkpoints of an older Megatron-LM lack: they count as their default there. They
+change the weights."""
 _NEW_IN_USE = """rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq
     rotary_scaling_factor mscale mscale_all_dim qk_l2_norm softmax_type glu_linear_offset
     activation_func_clamp_value mtp_loss_scaling_factor moe_router_topk moe_router_score_function

@@ -142,26 +142,6 @@ def held_back(*refusals: type[Exception]) -> Iterator[Callable[[], None]]:
             sys.stdout = real
 
 
-class FormerName(argparse.Action):
-    """An option's name of before. It is read for one release, with one line of warning.
-
-    Args:
-        now: the option string that took its place.
-    """
-
-    def __init__(self, *args: Any, now: str, **settings: Any) -> None:
-        super().__init__(*args, **settings | {"help": argparse.SUPPRESS})
-        self.now = now
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
-    ) -> None:
-        """Sets the value and prints the line."""
-        text = f"note: {option} is now {self.now}; the next release knows only that"
-        print(f"{parser.prog}: {text}", file=sys.stderr, flush=True)
-        setattr(namespace, self.dest, values)
-
-
 def run_command(
     script: str,
     run: Callable[[], int],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,7 +15,7 @@ from megatron.training.config import GROUPS, Config, ModelConfig, MoeConfig
 from megatron.training.config.derive import derive
 from megatron.training.config.draft import Draft, Environment
 from megatron.training.config.fields import OptionSpec, option_specs
-from megatron.training.config.flag_names import nearest_flag, notes_of_old_ways
+from megatron.training.config.flag_names import nearest_flag, settings_of_files
 from megatron.training.config.known_flags import (
     KnownFlag,
     known_flags,
@@ -97,7 +96,8 @@ def build_parser(
     for title, group in groups.items():
         section = parser.add_argument_group(title)
         for spec in option_specs(group):
-            _add_option(section, spec)
+            if spec.in_file is None:
+                _add_option(section, spec)
     return parser
 
 
@@ -115,11 +115,7 @@ def _add_option(section: Any, spec: OptionSpec) -> None:
         settings["help"] = f"{text}{required}" + (f" Default: {spec.default}." if shown else "")
         if spec.choices is None:
             settings["metavar"] = {int: "N", float: "X", str: "TEXT"}[spec.kind]
-    if spec.in_file:
-        settings["help"] = argparse.SUPPRESS
     section.add_argument(*spec.strings, **settings)
-    if spec.old_strings:
-        section.add_argument(*spec.old_strings, **settings | {"help": argparse.SUPPRESS})
 
 
 def parse_args(
@@ -137,8 +133,8 @@ def parse_args(
 
     Returns:
         One attribute per flag, named as in Megatron-LM, with the default where the flag is absent;
-        and `explicit_flags` (frozenset of the names given), `ignored_flags` (tuple of option
-        strings without effect) and `flag_notes` (what to write from the next release on).
+        and `explicit_flags` (frozenset of the names given) and `ignored_flags` (tuple of option
+        strings without effect).
 
     Raises:
         UsageError: an unknown flag, a refused flag or a value of the wrong kind.
@@ -149,12 +145,12 @@ def parse_args(
     asked = {known[n]: given.pop(n) for n in list(given) if n in known}
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     names = {s for action in shown for s in action.option_strings if s != "-h"} | set(known)
-    if problems := [*_refusals(asked), *_unknown(rest, names)]:
+    groups = [*GROUPS.values(), *(extra_groups or {}).values()]
+    if problems := [*_refusals(asked), *_unknown(rest, names, settings_of_files(groups))]:
         raise UsageError("\n".join(problems))
     ignored = tuple(flag.name for flag, value in asked.items() if _has_a_say(flag, value))
 
     values: dict[str, Any] = {}
-    groups = [*GROUPS.values(), *(extra_groups or {}).values()]
     for spec in (spec for group in groups for spec in option_specs(group)):
         value = given.get(spec.dest, spec.default)
         values[spec.dest] = tuple(value) if isinstance(value, list) else value
@@ -162,7 +158,6 @@ def parse_args(
         **values,
         explicit_flags=frozenset(given),
         ignored_flags=ignored,
-        flag_notes=tuple(notes_of_old_ways(groups, sys.argv[1:] if argv is None else argv)),
     )
 
 
@@ -199,8 +194,14 @@ def _refusals(given: Mapping[KnownFlag, Any]) -> list[str]:
     ]
 
 
-def _unknown(rest: Sequence[str], names: Collection[str]) -> list[str]:
-    """One line for each unknown flag; a word before all flags is no value of one."""
+def _unknown(rest: Sequence[str], names: Collection[str], in_files: Mapping[str, str]) -> list[str]:
+    """One line for each unknown flag; a word before all flags is no value of one.
+
+    Args:
+        rest: words that the parser left.
+        names: of the flags that there are.
+        in_files: flag -> what to write for a setting that stands in a file.
+    """
     flags = [word.split("=", 1)[0] for word in rest if _is_flag(word)]
     if rest and not flags:
         return [f"unexpected argument {rest[0]!r}; every value follows a --flag, remove it"]
@@ -211,6 +212,9 @@ def _unknown(rest: Sequence[str], names: Collection[str]) -> list[str]:
         )
         if family is not None:
             lines.append(f"{flag} is refused: {family}")
+            continue
+        if flag in in_files:
+            lines.append(f"{flag} is no flag; {in_files[flag]}")
             continue
         near = nearest_flag(flag, names)
         lines.append(f"unknown flag {flag}; " + (f"did you mean {near}?" if near else "remove it"))
@@ -271,7 +275,7 @@ def resolve(
         draft.problem(problem)
     draft.stop_if_problems()
     draft.values["ignored_flags"] = args.ignored_flags
-    draft.values["notes"] = (*args.flag_notes, *notes_of(args.ignored_flags), *draft.notes)
+    draft.values["notes"] = (*notes_of(args.ignored_flags), *draft.notes)
     config = Config.from_flat(draft.values, draft.explicit)
     check_phase_layouts(config)
     return config

@@ -59,7 +59,5 @@ class CheckpointConfig:
     damaged otherwise, because changed bytes would go unnoticed."""
     allow_changed_data: bool = option(False)
     """Resume although the data sets differ from those that the checkpoint was trained on."""
-    on_save_failure: str = option(
-        "stop", choices=("stop", "continue"), old_strings=("--copus-on-save-failure",)
-    )
+    on_save_failure: str = option("stop", choices=("stop", "continue"))
     """What to do after three failed saves in a row."""

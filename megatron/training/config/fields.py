@@ -28,11 +28,8 @@ class Option:
     """Number of values as argparse counts them; None means one."""
     required: bool = False
     """Whether a run needs the flag to be given."""
-    old_strings: tuple[str, ...] = ()
-    """Names of before. They are read for one release, with a note."""
     in_file: str | None = None
-    """Flag of the file where this option belongs. On the command line it is read for one release,
-    with a note, and `--help` does not show it."""
+    """Flag of the file where this option stands; None for the command line."""
 
 
 def option(
@@ -41,7 +38,6 @@ def option(
     choices: tuple[Any, ...] | None = None,
     nargs: int | str | None = None,
     required: bool = False,
-    old_strings: tuple[str, ...] = (),
     in_file: str | None = None,
 ) -> Any:
     """Declares a field that has a command-line option.
@@ -53,15 +49,13 @@ def option(
         choices: allowed values.
         nargs: number of values.
         required: whether a run needs the flag.
-        old_strings: option strings of before.
-        in_file: flag of the file where the option belongs.
+        in_file: flag of the file where the option stands in place of the command line.
     """
     cli = Option(
         strings=strings,
         choices=choices,
         nargs=nargs,
         required=required,
-        old_strings=old_strings,
         in_file=in_file,
     )
     return dataclasses.field(default=default, metadata={_CLI: cli})
@@ -92,10 +86,8 @@ class OptionSpec:
     """Whether a run needs the flag to be given."""
     help: str
     """The docstring below the field."""
-    old_strings: tuple[str, ...] = ()
-    """Option strings of before."""
     in_file: str | None = None
-    """Flag of the file where the option belongs, or None."""
+    """Flag of the file where the option stands; None for the command line."""
 
     def read(self, text: str) -> Any:
         """Reads one value as the command line does.
@@ -144,7 +136,6 @@ def option_specs(group: type) -> tuple[OptionSpec, ...]:
                 nargs=cli.nargs,
                 required=cli.required,
                 help=docs.get(field.name, ""),
-                old_strings=cli.old_strings,
                 in_file=cli.in_file,
             )
         )

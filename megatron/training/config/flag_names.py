@@ -1,4 +1,4 @@
-"""Names of flags: the nearest to a misspelled one, former names, and names of settings in a file.
+"""Names of flags: the nearest to a misspelled one, and names of settings in a file.
 
 Also for a Megatron-LM checkout, which has its own parser and its own groups of flags.
 """
@@ -6,7 +6,7 @@ Also for a Megatron-LM checkout, which has its own parser and its own groups of 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from megatron.training.config.fields import OptionSpec, option_specs
 from megatron.training.config.known_flags import deprecated
@@ -15,23 +15,14 @@ _NEAR = 0.8
 """How alike an unknown flag and a hint must be: difflib's ratio, from 0 to 1."""
 
 
-def notes_of_old_ways(groups: Collection[type], argv: Iterable[str]) -> Iterator[str]:
-    """One line for each flag that has another name now, or belongs in a file.
+def settings_of_files(groups: Iterable[type]) -> dict[str, str]:
+    """What to write for each flag whose setting stands in a file, by the flag's name.
 
     Args:
         groups: dataclasses with `option` fields.
-        argv: the command line.
     """
-    words = {word.split("=", 1)[0] for word in argv}
-    for spec in (spec for group in groups for spec in option_specs(group)):
-        for old in spec.old_strings:
-            if old in words:
-                yield f"{old} is now {spec.strings[0]}; the next release knows only that"
-        if spec.in_file and not words.isdisjoint(spec.strings):
-            yield (
-                f"{spec.strings[0]} belongs in the file of {spec.in_file} as "
-                f"{setting_name(spec)}; the next release reads it only there"
-            )
+    specs = [spec for group in groups for spec in option_specs(group) if spec.in_file]
+    return {s.strings[0]: f"write {setting_name(s)} in the file of {s.in_file}" for s in specs}
 
 
 def setting_name(spec: OptionSpec) -> str:

@@ -17,7 +17,6 @@ _TEXT = re.compile(
     r"tp(?P<tp>\d+)(?:\.cp(?P<cp>\d+))?\.pp(?P<pp>\d+)(?:\.vpp(?P<vpp>\d+))?"
     r"(?:\.ep(?P<ep>\d+))?(?:\.etp(?P<etp>\d+))?\.dp(?P<dp>\d+)(?:\.cut(?P<cut>[\dx-]+))?"
 )
-_OLD_TEXT = re.compile(r"tp=(?P<tp>\d+) pp=(?P<pp>\d+)(?: vpp=(?P<vpp>\d+))? dp=(?P<dp>\d+)")
 _MOST_CHUNKS = 1 << 16
 
 
@@ -151,12 +150,12 @@ class Layout:
 
     @classmethod
     def from_text(cls, text: str) -> Layout:
-        """Inverse of `str`; also reads the older text `tp=2 pp=4 vpp=2 dp=8`.
+        """Inverse of `str`.
 
         Raises:
             ValueError: another form.
         """
-        found = _TEXT.fullmatch(text) or _OLD_TEXT.fullmatch(text)
+        found = _TEXT.fullmatch(text)
         if not found:
             raise ValueError(f"{text!r} is no layout such as tp2.pp1.dp4")
         tp, pp, vpp, dp = (int(found[name] or 1) for name in _SIZES)
@@ -165,17 +164,6 @@ class Layout:
         counts = None if runs is None else _from_runs(runs, pp * vpp)
         further = {"cp": int(more.get("cp") or 1), "ep": ep, "etp": etp and int(etp)}
         return cls(tp=tp, pp=pp, vpp=vpp, dp=dp, layer_partition=counts, **further)
-
-    @classmethod
-    def from_record(cls, value: str | Sequence[int]) -> Layout:
-        """Reads a text, or the list of `sizes` that older journals and checkpoints hold.
-
-        Raises:
-            ValueError: another form.
-        """
-        if isinstance(value, str):
-            return cls.from_text(value)
-        return cls(**dict(zip(_SIZES, value, strict=True)))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the four sizes as plain JSON types; that of context parallelism, those of experts

@@ -16,7 +16,7 @@ class RuntimeConfig:
     run_dir: str | None = option(None)
     """Folder for the resolved configuration and the metrics. Default: --save, else
     --tensorboard-dir, else a folder of runs/ named by the time in UTC."""
-    force_unlock: bool = option(False, old_strings=("--copus-take-over",))
+    force_unlock: bool = option(False)
     """Write into a directory whose lock another run has left behind: one that died on another node
     and has shown no sign of life for two minutes."""
     seed: int = option(1234)

@@ -21,8 +21,6 @@ _BLOCKS, _BLOCK_BYTES = 128, 4096
 """Read of a larger file: half a megabyte. A smaller one is read as a whole."""
 _READERS = 16
 """Data sets that are read at once, since each read of a network file system waits."""
-_IN_OLDER = ("bin_bytes", "idx_bytes", "idx_crc32")
-_CONTENTS = ("bin_blocks_crc32", "idx_blocks_crc32")
 _WORDS = {
     "bin_bytes": "has {now} bytes instead of {before}",
     "idx_bytes": "has {now} bytes instead of {before}",
@@ -84,7 +82,7 @@ def changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str
     lie does not matter.
 
     Args:
-        stored: from a checkpoint; an older one says nothing of the contents.
+        stored: from a checkpoint.
         now: as they are.
     """
     if len(stored) != len(now):
@@ -92,18 +90,8 @@ def changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str
         return [f"{len(now)} data sets instead of {len(stored)} ({names})"]
     found = []
     for before, after in zip(stored, now, strict=True):
-        known = (*_IN_OLDER, *(kind for kind in _CONTENTS if kind in before))
-        kind = next((kind for kind in known if before.get(kind) != after[kind]), None)
+        kind = next((kind for kind in _WORDS if before.get(kind) != after[kind]), None)
         if kind is not None:
             words = _WORDS[kind].format(now=after[kind], before=before.get(kind))
             found.append(f"{after['prefix']}.{kind.partition('_')[0]} {words}")
     return found
-
-
-def without_contents(stored: list[dict[str, Any]]) -> list[str]:
-    """The data sets of whose contents a checkpoint says nothing, since an older release wrote it.
-
-    Args:
-        stored: from a checkpoint.
-    """
-    return [str(entry.get("prefix")) for entry in stored if not entry.keys() >= set(_CONTENTS)]

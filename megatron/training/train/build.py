@@ -21,7 +21,7 @@ from megatron.training.common.signals import StopAsked
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.batch_schedule import BatchSchedule
-from megatron.training.data.fingerprint import changes, identity_of, without_contents
+from megatron.training.data.fingerprint import changes, identity_of
 from megatron.training.data.run_data import RunData, all_prefixes, build_run_data
 from megatron.training.distributed.process_groups import build_groups, destroy_groups
 from megatron.training.distributed.stragglers import RankTimes
@@ -209,12 +209,6 @@ def _settle_data(config: Config, stored: Stored | None) -> list[dict[str, Any]]:
             # A supervisor may start a live run again from nothing, and must not do it here.
             raise TrainingFailure(told) if is_live else UsageError(told)
         log_rank_zero(f"note: {told}")
-    elif unknown := without_contents(stored.data):
-        log_rank_zero(
-            f"note: the content of {unknown[0]}.bin could not be compared"
-            + (f", nor that of {len(unknown) - 1} more" if len(unknown) > 1 else "")
-            + f": an older release wrote {stored.folder}, which has only sizes and the index"
-        )
     return now
 
 
