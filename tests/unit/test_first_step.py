@@ -60,7 +60,12 @@ class Launch:
         one.state.global_batch_size, one.state.micro_batch_size = batch, micro
         one.state.open_change, one.state.num_changes = change, 1
         one.state.loss_watch = LossWatch(
-            decision=3, from_batch=8, to_batch=batch, loss_before=None, loss_sd_before=None
+            decision=3,
+            from_batch=8,
+            to_batch=batch,
+            loss_before=None,
+            loss_sd_before=None,
+            num_losses_before=0,
         )
         one.state.ramp = Ramp(start_iteration=0, num_steps=10, start=1.0, end=self.before)
         settings = StepSettings(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import noise_interval
 from copus_ext.gns.estimators import Estimate
 from copus_ext.gns.observer import CONTROL, NoiseObserver, NoiseScale
 from copus_ext.gns.smoothing import (
@@ -24,6 +23,7 @@ from copus_ext.gns.smoothing import (
     skewed_bounds,
     student_quantile,
 )
+from tests.helpers import noise_interval
 
 H = 1000.0
 
