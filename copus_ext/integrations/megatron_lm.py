@@ -107,7 +107,10 @@ class CopusCallback:
             changes_micro_batch = False
             changes_layout = False
 
-        self._flags = controller_flags(args)
+        flags = controller_flags(args)
+        # The batch of that loop can only grow.
+        shrinks = bool(flags.copus_allow_shrink)
+        self._flags = dataclasses.replace(flags, copus_allow_shrink=shrinks)
         check(args, self._flags)
         self._first_batch = args.global_batch_size
         self._inner = context_of(context, args, self._first_batch)
