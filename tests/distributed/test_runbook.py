@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
 from megatron.training.common import control
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import ROOT, run_ranks
+from tests.helpers.written_runs import usual_run
 
 PAGE = (ROOT / "docs" / "runbook.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
@@ -24,8 +24,7 @@ MODEL = (
 def test_commands_run_on_a_run(tmp_path: Path) -> None:
     run = tmp_path / "RUN"
     make_checkpoint(run)
-    for name in ("metrics.jsonl", "journal.jsonl"):
-        shutil.copy(ROOT / "docs/results/act_run.journal.jsonl", run / name)
+    usual_run(run)
     (run / "control").mkdir()
     (run / control.STOP_FILE.parent / "request.json").write_text("{}")
     told = [" ".join(text.split()) for text in SPOKEN]
