@@ -88,7 +88,8 @@ def test_saved_and_stopped_by_files_it_goes_on_bit_for_bit(
         (path / STOP_FILE).touch()
 
     beside = Beside(save_then_stop)
-    first = run(flags, path, launch="job.0.0")
+    # Slow enough that it is stopped within the steps of `uninterrupted`.
+    first = run(flags, path, launch="job.0.0", COPUS_TEST_STEP_S="0.2")
     beside.check()
     assert first.codes == (85, 85), first.tail()
     stopped, on_request = sorted(files.complete_iterations(save))[::-1]

@@ -9,12 +9,13 @@ from unittest.mock import patch
 
 from tests.distributed.worker_relayout import state_of
 from tests.helpers.jobs import LATENT, MOE, TINY, TINY_GPT2, run
+from tests.helpers.text import lines_prefix
 
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 HEADS = "--num-attention-heads 8 --group-query-attention --num-query-groups 4"
-MASKED = "--eod-mask-loss"
+MASKED = f"--eod-mask-loss --data-path {lines_prefix()}"
 MODELS = {
     "llama": f"{TINY} {HEADS} {MASKED}",
     "per token": f"{TINY} {HEADS} {MASKED} --calculate-per-token-loss",

@@ -126,10 +126,11 @@ def main(output: Path) -> Any:
 
     noting, failing, unable, foreign = controllers()
     record = Recorder(output)
-    save = ["--save", str(output / "saved"), "--save-interval", "10"]
+    save = ["--save", str(output / "saved"), "--save-interval", "5"]
     record("doubling", [*save, "--log-interval", "1"], noting(**DOUBLING))
     load = ["--load", str(output / "saved"), "--ckpt-step", "10"]
-    record("resumed", load, noting(**DOUBLING))
+    # By step 15 the outcome of the first change is known.
+    record("resumed", [*load, "--ckpt-step", "15"], noting(**DOUBLING))
     record("another version", [*load, "--exit-interval", "12"], foreign(**DOUBLING))
     record("narrowed", load, noting(**DOUBLING, copus_max_global_batch_size=8))
     saved = ["--save", str(output / "shrunk saved"), "--save-interval", "8"]

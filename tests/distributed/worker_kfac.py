@@ -173,7 +173,8 @@ def main(output: Path) -> Any:
     for name, (base, flags) in RUNS.items():
         record(name, f"{flags} {KFAC}", base)
     for name, flags in BY_HAND.items():
-        record(name, f"{flags} {KFAC}", hand=True)
+        # The gradients of the first steps of a text are above the limit of the norm.
+        record(name, f"{flags} {KFAC} --clip-grad 0", hand=True)
     early = f"--layout-schedule {(INTERVAL - 1) * BATCH * 32}:tp1.pp2.dp1"
     record("moved early", f"{KFAC} {ZERO} {early}")
     record("off", ZERO)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.helpers.launch import ROOT
 
-STEPS = 2
+STEPS = 4
 """Steps of one launch."""
 GLOBAL_BATCH_SIZE = 8
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"

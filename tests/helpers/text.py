@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ VARIABLE = "COPUS_TEST_TEXT"
 """Environment variable with the prefix, for all processes that a test process starts."""
 _VOCAB_SIZE = 127
 _ROOT = Path(__file__).resolve().parents[2]
-_NAME = "stdlib_text_document"
+_NAME, _LINES = "stdlib_text_document", "stdlib_lines_text_document"
 _NUM_DOCUMENTS, _MAX_BYTES = 1000, 1000
 
 
@@ -43,10 +44,16 @@ def text_prefix() -> str:
         raise RuntimeError(f"ranks share a data set: give its prefix in {VARIABLE}")
     folder = Path(tempfile.mkdtemp(prefix="copus-text-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for file in _made_once().glob(f"{_NAME}.*"):
+    for file in _made_once().glob("*_document.*"):
         shutil.copy(file, folder)
     os.environ[VARIABLE] = str(folder / _NAME)
     return os.environ[VARIABLE]
+
+
+def lines_prefix() -> str:
+    """A data set of the same sources whose documents are single lines, for what depends on the ends
+    of documents: of a sample of some tokens many are masked by `--eod-mask-loss`."""
+    return str(Path(text_prefix()).with_name(_LINES))
 
 
 def tokens() -> torch.Tensor:
@@ -71,16 +78,19 @@ def _made_once() -> Path:
 
 
 def _make(folder: Path) -> None:
-    """Writes the data set as a user would: documents as JSON lines, and the tool."""
+    """Writes the data sets as a user would: documents as JSON lines, and the tool."""
     folder.mkdir()
-    texts = folder / "documents.jsonl"
-    with texts.open("w") as file:
-        for _, block in zip(range(_NUM_DOCUMENTS), _blocks()):
-            file.write(json.dumps({"text": " ".join(map(str, block))}) + "\n")
-    tool = [sys.executable, str(_ROOT / "tools/preprocess_data.py"), "--input", str(texts)]
-    tool += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(_VOCAB_SIZE)]
-    tool += ["--append-eod", "--output-prefix", str(folder / "stdlib")]
-    subprocess.run(tool, check=True, cwd=_ROOT, stdout=subprocess.DEVNULL)
+    blocks = list(itertools.islice(_blocks(), _NUM_DOCUMENTS))
+    lines = [line for block in blocks for line in block.split(b"\n") if line.strip()]
+    for name, documents in (("stdlib", blocks), ("stdlib_lines", lines)):
+        texts = folder / f"{name}.jsonl"
+        with texts.open("w") as file:
+            for document in documents:
+                file.write(json.dumps({"text": " ".join(map(str, document))}) + "\n")
+        tool = [sys.executable, str(_ROOT / "tools/preprocess_data.py"), "--input", str(texts)]
+        tool += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(_VOCAB_SIZE)]
+        tool += ["--append-eod", "--output-prefix", str(folder / name)]
+        subprocess.run(tool, check=True, cwd=_ROOT, stdout=subprocess.DEVNULL)
 
 
 def _blocks() -> Iterator[bytes]:

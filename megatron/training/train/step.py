@@ -364,8 +364,7 @@ def _update(job: Job) -> StepResult:
         with job.trace.span("kfac"):
             job.model.kfac.precondition()
     for feature in job.features:
-        with job.trace.span(type(feature).__name__):
-            feature.before_optimizer(job)
+        feature.before_optimizer(job)
     _empty_cache(job, level=1)
     with job.trace.span("optimizer"):
         result = optimizer_step(job.optimizer)

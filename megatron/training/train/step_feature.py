@@ -57,17 +57,6 @@ class StepFeature:
     def before_save(self, job: Job) -> None:
         """A checkpoint is about to be written from the present state."""
 
-    def relayout_bytes(self, held_share: float) -> tuple[float, float]:
-        """What a change of layout needs and releases on this rank.
-
-        Args:
-            held_share: weights of this rank under the new layout over those under the present one.
-
-        Returns:
-            Bytes that the feature takes anew, and bytes that it lets go of.
-        """
-        return 0.0, 0.0
-
     def remove_hooks(self) -> None:
         """The layout ends: lets go of the model, so that its memory can be freed."""
 
