@@ -88,8 +88,14 @@ def test_a_loss_that_is_no_number_is_a_spike_where_others_were_known() -> None:
     watch = watched(0, steps=3)
     watch.add(math.nan)
     assert watch.has_spiked
-    sizes = {"decision": 1, "from_batch": 4, "to_batch": 8, "num_losses_before": 1}
-    unknown = LossWatch(**sizes, loss_before=None, loss_sd_before=None)
+    unknown = LossWatch(
+        decision=1,
+        from_batch=4,
+        to_batch=8,
+        loss_before=None,
+        loss_sd_before=None,
+        num_losses_before=1,
+    )
     for loss in (math.nan, 5.0, 100.0):
         unknown.add(loss)
     assert not unknown.has_spiked and unknown.steps == 3
