@@ -31,6 +31,7 @@ setup(
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.training*", "copus_ext*"]),
     package_data={
+        "": ["README.md"],  # of extras
         "megatron.training.config": ["*.yaml"],
         "copus_ext.cost_model": ["data/*.json"],
         "copus_ext.simulate": ["data/*.json"],

@@ -160,12 +160,11 @@ def test_a_long_run_is_a_page_of_a_few_megabytes(
     assert f"of {LONG_STEPS // LONG_EVERY + 3}" in chromium.run(chosen)
 
 
-@pytest.mark.parametrize("steps", [None, 0, 1])
-def test_a_run_that_has_hardly_begun(chromium: Browser, tmp_path: Path, steps: int | None) -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_has_hardly_begun(chromium: Browser, tmp_path: Path, steps: int) -> None:
     folder = tmp_path / "young"
     folder.mkdir()
-    if steps is not None:
-        WrittenRun(folder).step(steps)
+    WrittenRun(folder).step(steps)
     chromium.look(*PHONE)
     chromium.open(page_of(tmp_path, folder))
     assert chromium.errors() == []
