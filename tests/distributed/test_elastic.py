@@ -171,9 +171,10 @@ def test_data_that_changed_since_the_copy_is_refused_as_at_a_resume(
     begin: Callable[..., Run], tmp_path: Path
 ) -> None:
     (own := tmp_path / "own").mkdir()
-    for file in Path(text_prefix()).parent.glob("*_document.*"):
+    prefix = Path(text_prefix())
+    for file in prefix.parent.glob(f"{prefix.name}.*"):
         shutil.copy(file, own)
-    tokens = next(own.glob("*.bin"))
+    (tokens,) = own.glob("*.bin")
     run = begin((2,), "", pause_s=0.2, data=str(tokens.with_suffix("")))
     run.wait_for(lambda: run.last_step() > 20)
     # Another file in its place: the ranks still read the one that they have open.
