@@ -24,7 +24,6 @@ _SCRIPT = "convert_checkpoint.py"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = Parser(
         prog=program_name(_SCRIPT),
         description=(__doc__ or "").splitlines()[0],
@@ -60,7 +59,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts and prints the outcome."""
     from megatron.training.resilience.env_checks import import_core
 
     import_core()

@@ -32,7 +32,6 @@ _JSON_KEYS = ("text", "prompt")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = Parser(
         prog=program_name(_SCRIPT),
         description=(__doc__ or "").splitlines()[0],

@@ -28,7 +28,6 @@ _SCRIPT = "inspect_checkpoint.py"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = Parser(
         prog=program_name(_SCRIPT),
         description=(__doc__ or "").splitlines()[0],
@@ -51,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def text_of(record: dict[str, Any]) -> str:
-    """The report for people."""
     lines = [
         f"{record['folder']}: iteration {record['iteration']}, "
         f"{record['consumed_samples']} samples, saved under {record['layout']}"
@@ -85,7 +83,6 @@ def text_of(record: dict[str, Any]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report."""
     from megatron.training.resilience.env_checks import import_core
 
     import_core()

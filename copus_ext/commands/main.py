@@ -44,7 +44,6 @@ def of_extras() -> dict[str, str]:
 
 
 def names() -> tuple[str, ...]:
-    """All commands, those of the core first."""
     return *COMMANDS, *of_extras()
 
 

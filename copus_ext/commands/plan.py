@@ -194,7 +194,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def planner_of(args: argparse.Namespace) -> Any:
-    """The planner with all limits."""
     from copus_ext.cost_model.constants import Constants
     from copus_ext.cost_model.model_spec import STAND_INS
     from copus_ext.planner.configuration import RECOMPUTE
@@ -479,7 +478,6 @@ def headroom_of(
 
 
 def draw(plotted: list[Any], path: Path) -> None:
-    """Writes the figure."""
     from copus_ext.planner import report
 
     try:

@@ -32,7 +32,6 @@ _LIMIT = 0.02
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = Parser(
         prog=program_name(_SCRIPT),
         description=(__doc__ or "").splitlines()[0],
@@ -151,7 +150,6 @@ def described(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def source_of(args: argparse.Namespace) -> Any:
-    """The checkpoint."""
     from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
     set_process_defaults()

@@ -20,7 +20,6 @@ from megatron.training.common.program import CommandParser, program_name
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = CommandParser(
         prog=program_name("preprocess_data.py"),
         description="Make an indexed data set (.bin and .idx) from text.",

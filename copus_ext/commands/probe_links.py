@@ -45,7 +45,6 @@ class Stopped(BaseException):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = CommandParser(
         prog=program_name("probe_links.py"),
         description=(__doc__ or "").splitlines()[0],
@@ -142,7 +141,6 @@ def expected_of(text: str | None) -> float | None:
 
 
 def say(line: str) -> None:
-    """Prints for the person who waits."""
     tell("probe_links.py", line)
 
 

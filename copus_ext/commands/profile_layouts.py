@@ -278,7 +278,6 @@ def _environment() -> dict[str, bool]:
 
 
 def machine(model: Any, world: int) -> dict[str, Any]:
-    """What the times belong to."""
     import platform
 
     import torch

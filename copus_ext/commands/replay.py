@@ -23,7 +23,6 @@ from megatron.training.common.program import CommandParser, program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = CommandParser(
         prog=program_name("replay.py"),
         description=(__doc__ or "").splitlines()[0],
@@ -72,7 +71,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def answer(args: argparse.Namespace) -> int:
-    """Replays what the flags ask for."""
     path = args.journal / NAME if args.journal.is_dir() else args.journal
     try:
         problem = run_problem(args.journal, takes_journal=True)

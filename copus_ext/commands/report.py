@@ -29,7 +29,6 @@ _LEAST_S = 1.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = CommandParser(
         prog=program_name("report.py"),
         description=(__doc__ or "").splitlines()[0],

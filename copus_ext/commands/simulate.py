@@ -44,7 +44,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = _Parser(
         prog=program_name("simulate.py"),
         description=(__doc__ or "").splitlines()[0],
@@ -93,7 +92,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def scenario_of(args: argparse.Namespace) -> Any:
-    """The preset with what the flags change."""
     from copus_ext.planner.request import timings_of
     from copus_ext.simulate.noise_trajectory import TrajectoryError, load
     from copus_ext.simulate.scenario import preset
@@ -147,7 +145,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def listed() -> int:
-    """Prints what there is."""
     from copus_ext.simulate.contenders import ORACLE, contenders
     from copus_ext.simulate.scenario import preset, presets
 

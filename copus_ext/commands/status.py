@@ -32,7 +32,6 @@ class _Served(argparse.Action):
     """A flag of the page server that was removed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        """Says what to use instead."""
         parser.error(
             f"{'/'.join(self.option_strings)} was removed; use `{other_command('report.py')} RUN "
             "-o FILE --follow` for a page that updates itself, and `python -m http.server --bind "
@@ -41,7 +40,6 @@ class _Served(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = CommandParser(
         prog=program_name("status.py"),
         description=(__doc__ or "").splitlines()[0],

@@ -20,7 +20,6 @@ from megatron.training.common.program import CommandParser, program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = CommandParser(
         prog=program_name("trace.py"),
         description=(__doc__ or "").splitlines()[0],

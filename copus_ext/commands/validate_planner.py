@@ -21,7 +21,6 @@ NAME = "validate_planner.py"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     p = CommandParser(
         prog=program_name(NAME),
         description="Holds the planner against measured step times.",
@@ -82,7 +81,6 @@ def _number(value: float | None) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Reads, predicts, compares and prints."""
     from copus_ext.cost_model.spec_file import SpecError
     from copus_ext.planner import validation
 

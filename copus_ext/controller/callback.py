@@ -94,7 +94,6 @@ class Controller(Callback):
         return self.flags.copus_mode == "act"
 
     def settings(self) -> dict[str, Any]:
-        """The controller's flags."""
         return dataclasses.asdict(self._given)
 
     def tensor_parallel_sizes(self, config: Any) -> list[int]:
@@ -227,7 +226,6 @@ class Controller(Callback):
         )
 
     def on_relayout_start(self, context: CallbackContext) -> None:
-        """Removes the gradient hooks."""
         self.gns.on_relayout_start(self._present.of(context))
 
     def on_relayout_end(self, context: CallbackContext) -> None:
@@ -268,11 +266,9 @@ class Controller(Callback):
     # A step.
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Prepares the measurement of a step."""
         self.gns.on_train_step_start(self._present.of(context))
 
     def on_grads_ready(self, context: CallbackContext) -> None:
-        """Reads the reduced gradients."""
         self.gns.on_grads_ready(context)
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
@@ -527,7 +523,6 @@ class Controller(Callback):
         return rules.rates_at(self.rates, self.flags, context)
 
     def _wanted_settings(self, context: CallbackContext) -> StepSettings:
-        """The settings of the next step."""
         batch, micro = self.state.global_batch_size, self.state.micro_batch_size
         if batch is None or micro is None or not self._acts:
             return context.state.settings
@@ -555,7 +550,6 @@ class Controller(Callback):
             self._log_text = ""
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
-        """Notes how old the last checkpoint is."""
         context = self._present.of(context)
         if self.layout_changes is not None:
             self.layout_changes.on_checkpoint_saved(context)

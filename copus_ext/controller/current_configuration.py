@@ -24,7 +24,6 @@ class CurrentConfiguration:
 
     @classmethod
     def of(cls, context: CallbackContext) -> CurrentConfiguration:
-        """After a step."""
         settings, step = context.state.settings, context.step
         assert step is not None
         return cls(

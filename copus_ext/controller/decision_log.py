@@ -170,7 +170,6 @@ class DecisionLog:
             logger.warning("a number of the controller is left out: %r", error)
 
     def take_scalars(self) -> dict[str, float]:
-        """Numbers by tag since the last call."""
         taken, self._scalars = self._scalars, {}
         return taken
 

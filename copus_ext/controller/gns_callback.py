@@ -247,7 +247,6 @@ class GradientNoiseCallback(Callback):
         context.log_fields += noise_fields(self.observer.noise(), ended=ended)
 
     def on_relayout_start(self, context: CallbackContext) -> None:
-        """Removes the hooks."""
         self.on_train_end(context)
 
     def on_relayout_end(self, context: CallbackContext) -> None:
@@ -261,7 +260,6 @@ class GradientNoiseCallback(Callback):
                 logger.warning("the noise scale ages under this layout: %s", error)
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Removes the hooks."""
         if self.hooks is not None:
             self.hooks.close()
             self.hooks = None

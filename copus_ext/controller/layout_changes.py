@@ -47,12 +47,9 @@ def _tokens(samples: int, context: CallbackContext) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutChange:
-    """A change that is to be made."""
-
     number: int | None
     """Of the decision; None for a change that the flags ask for."""
     to: Layout
-    """Layout to change to."""
     settings: StepSettings
     """How steps are taken there."""
     reason: str

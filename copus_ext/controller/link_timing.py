@@ -33,8 +33,6 @@ def ranks_of_a_node(world_size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """The network of a node."""
-
     bytes_per_s: float
     """Of the slowest node, one direction, in a ring through all ranks."""
     ranks: int

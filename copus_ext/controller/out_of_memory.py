@@ -67,7 +67,6 @@ class TooLarge:
 
     @classmethod
     def of(cls, c: Configuration, seq_length: int, *, of_host: bool = False) -> TooLarge:
-        """What ran out of memory, or might."""
         return cls(
             configuration=_REPLICAS.sub("", str(replace(c, micro_batch_size=1))),
             replicas=c.layout.dp,
@@ -195,11 +194,9 @@ class OutOfMemoryCallback(Callback):
                 print(f"copus: ran out of memory before, and is not changed to: {one}", flush=True)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """A step begins."""
         self._trains = True
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """A step has ended."""
         self._trains = False
 
     def on_train_error(self, context: CallbackContext, error: BaseException) -> None:

@@ -127,7 +127,6 @@ class PeakMemoryCallback(Callback):
     """Writes down the peak of each configuration that the run trains in, on rank 0."""
 
     def on_setup_start(self, context: CallbackContext) -> None:
-        """Begins to count steps."""
         self._run_dir = broadcast_from_rank0(context.run_dir)
         self._present, self._steps = PresentSamples(), 0
         self._now: tuple[Any, ...] | None = None

@@ -71,8 +71,6 @@ class _ContextView:
 
 
 class PresentSamples:
-    """Views of the contexts of one run."""
-
     def __init__(self) -> None:
         self._config: Any = None
         self._seen: Any = None

@@ -277,7 +277,6 @@ def _schedule(flags: CopusConfig, config: Config) -> tuple[tuple[int, int], ...]
 
 
 def first_batch_of(flags: CopusConfig, config: Config) -> int:
-    """The batch of the first step, samples."""
     if schedule := _schedule(flags, config):
         return schedule[0][1]
     ramp = ramp_of(config)

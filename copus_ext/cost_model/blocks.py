@@ -71,7 +71,6 @@ class Blocks:
 
     @property
     def num_layers(self) -> int:
-        """Layers between embedding and head."""
         return self.forward_s.shape[-1] - 2
 
 
@@ -80,7 +79,6 @@ class StageCosts:
     """What a configuration costs besides its blocks."""
 
     blocks: Blocks
-    """Costs by block."""
     hop_s: Any
     """[pp] seconds of a message from stage r to r + 1; the last from the last to the first."""
     fixed_bytes: float

@@ -17,12 +17,9 @@ from copus_ext.cost_model.spec_file import SpecError, checked, is_positive, quan
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpec:
-    """One kind of GPU (or CPU rank)."""
-
     name: str
     """What to call it."""
     memory_bytes: float
-    """Memory of one."""
     peak_flops: float
     """Dense bf16 peak, FLOP/s."""
     hbm_bytes_per_s: float
@@ -42,7 +39,6 @@ class GpuSpec:
                 raise SpecError(f"gpu.{field.name} {str(value)[:60]!r} must be positive")
 
     def peak(self, precision: str) -> float:
-        """Dense peak at a precision."""
         if precision != "fp32":
             return self.peak_flops
         return self.fp32_peak_flops or self.peak_flops / 2
@@ -237,7 +233,6 @@ class Links:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that were measured."""
         return len(self.bytes_per_s)
 
     def name(self, node: int) -> str:
@@ -245,7 +240,6 @@ class Links:
         return self.hosts[node] if self.hosts else str(node)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         data = {n: [list(row) for row in getattr(self, n)] for n in ("bytes_per_s", "latency_s")}
         more = {"hosts": list(self.hosts)} if self.hosts else {}
         return {**data, **more, **({"duplex": self.duplex} if self.duplex != 1 else {})}
@@ -323,9 +317,7 @@ class ClusterSpec:
     gpu: GpuSpec
     """What a rank runs on."""
     num_nodes: int
-    """Nodes."""
     gpus_per_node: int
-    """GPUs of a node."""
     intra_bytes_per_s: float
     """Link of a GPU to the others of its node, one direction."""
     nic_bytes_per_s: float
@@ -366,7 +358,6 @@ class ClusterSpec:
 
     @property
     def world_size(self) -> int:
-        """GPUs in all."""
         return self.num_nodes * self.gpus_per_node
 
     def network_bytes_per_s(self, c: Constants) -> float:
@@ -441,7 +432,6 @@ class ClusterSpec:
         return replace(self, num_nodes=world_size // self.gpus_per_node, links=None, nodes=())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         data = asdict(self)
         del data["links"], data["nodes"]
         if self.links is not None:

@@ -21,8 +21,6 @@ Predict = Callable[[PartFactors], float]
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """One way in which conditions change."""
-
     parts: tuple[str, ...]
     """What becomes slower by one factor."""
     weight: float

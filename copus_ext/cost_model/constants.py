@@ -29,7 +29,6 @@ class PartFactors:
     """A byte between nodes."""
 
     def times(self, other: PartFactors) -> PartFactors:
-        """Both together."""
         names = (f.name for f in fields(self))
         return PartFactors(**{name: getattr(self, name) * getattr(other, name) for name in names})
 
@@ -83,7 +82,6 @@ class Constants:
         return USUAL
 
     def under(self, factors: PartFactors) -> Constants:
-        """The same machine under other conditions."""
         own = {f.name: getattr(self, f.name) for f in fields(Constants)}
         return Constants(**own) if factors == USUAL else _ConstantsNow(**own, now=factors)
 
@@ -94,7 +92,6 @@ class Constants:
                 raise ValueError(f"constant {field.name} must be positive, got {value!r}")
 
     def to_json(self) -> dict[str, float]:
-        """Plain JSON types."""
         return asdict(self)
 
     @classmethod

@@ -51,7 +51,6 @@ class PartSpread:
     dp: float = 0.4
     """Of what goes among the replicas, besides `across`."""
     optimizer: float = 0.4
-    """Of the optimizer."""
     across: float = 0.3
     """Of pipeline messages and of what goes among the replicas, where they go between nodes."""
 
@@ -120,8 +119,6 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """What measurements say about predictions."""
-
     factor: Any
     """[n]: multiply the predicted seconds by this."""
     relative_sd: Any
@@ -208,7 +205,6 @@ class Steps:
         return self.seconds.sum(axis=1)
 
     def take(self, at: Any) -> Steps:
-        """Some of them."""
         return Steps(**{f.name: getattr(self, f.name)[at] for f in fields(Steps)})
 
     def and_(self, other: Steps) -> Steps:
@@ -320,7 +316,6 @@ class _Parts:
 
     @property
     def sd(self) -> Any:
-        """Of theta."""
         spread = replace(PartSpread(), compute=self.compute_sd)
         return np.array([*(getattr(spread, name) for name in _NAMES), 1.0])
 

@@ -32,7 +32,6 @@ _SCORE = 4.0
 
 
 def experts_of(rows: Rows) -> ExpertRows:
-    """The sizes of a mixture of experts."""
     assert rows.experts is not None
     return rows.experts
 

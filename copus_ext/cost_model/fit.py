@@ -26,7 +26,6 @@ class Fit:
     """Fitted constants and how well they are known."""
 
     constants: Constants
-    """The constants."""
     covariance: Any
     """[k, k]: of the logarithms of the constants, in the order of their fields."""
     residuals: Any

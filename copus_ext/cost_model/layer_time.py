@@ -52,7 +52,6 @@ class Pass:
     """Seconds of one micro-batch through one layer or part, without communication."""
 
     forward: Any
-    """Forward pass."""
     backward: Any
     """Backward pass without recomputation."""
     recompute: Any
@@ -64,7 +63,6 @@ class Pass:
     behind which collectives can hide."""
 
     def times(self, factor: float) -> Pass:
-        """The same, so much slower."""
         return Pass(
             forward=factor * self.forward,
             backward=factor * self.backward,
@@ -236,7 +234,6 @@ def head(rows: Rows, c: Constants) -> Pass:
 
 
 def embedding(rows: Rows, c: Constants) -> Pass:
-    """Look-up, and its gradient."""
     once = moved_s(rows, c, 6.0 * rows.tokens * rows.hidden_size)
     return Pass(forward=once, backward=once, recompute=0.0 * once)
 
@@ -338,7 +335,6 @@ class MicroBatch:
     layer: Pass
     """Computation of one layer."""
     embedding: Pass
-    """Of the embedding."""
     head: Pass
     """Of final norm, output layer and loss."""
     tp_layer: Pass
@@ -356,7 +352,6 @@ class MicroBatch:
 
     @classmethod
     def of(cls, rows: Rows, c: Constants) -> MicroBatch:
-        """Of every row."""
         (first, last), slow = tp_ends_s(rows, c), c.factors
         rows_s, inner = ep_layer(rows, c), layer(rows, c)
         return cls(

@@ -374,7 +374,6 @@ class ModelSpec:
         }
 
     def with_seq_length(self, seq_length: int) -> ModelSpec:
-        """The same with another sample length."""
         positions = self.learned_positions and max(self.learned_positions, seq_length)
         return replace(self, seq_length=seq_length, learned_positions=positions)
 

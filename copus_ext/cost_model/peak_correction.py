@@ -57,8 +57,6 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakCorrection:
-    """What measured peaks say about predicted ones."""
-
     moving: float = 1.0
     """Factor on activations, logits and buffers, which depend on the implementation."""
     fixed_bytes: float = 0.0

@@ -125,7 +125,6 @@ class Rows:
     num_microbatches: Any
     """Micro-batches of a replica and step."""
     recompute: Any
-    """`RECOMPUTE_*`."""
     sequence_parallel: Any
     """Whether activations are split over the sequence."""
     use_distributed_optimizer: Any
@@ -237,7 +236,6 @@ class Rows:
         return self._each(lambda values: np.broadcast_to(values, (num, *np.shape(values)[1:])))
 
     def take(self, at: Any) -> Rows:
-        """Some of the rows."""
         return self._each(lambda values: np.asarray(values)[at])
 
     def _each(self, change: Callable[[Any], Any]) -> Rows:
@@ -251,7 +249,6 @@ class Rows:
         return Rows(**changed, experts=experts)
 
     def change(self, **values: Any) -> Rows:
-        """The same with other values."""
         return replace(self, **values)
 
     def of_stages(self, stage: Any) -> Rows:

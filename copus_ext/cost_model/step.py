@@ -62,7 +62,6 @@ class StepTime:
         )
 
     def put(self, at: Any, found: StepTime) -> None:
-        """Fills in some of them."""
         self.step_s[at] = found.step_s
         self.hiding[..., at] = found.hiding
         self.launch_s[at] = found.launch_s
@@ -71,7 +70,6 @@ class StepTime:
             self.parts[name][at] = found.parts[name]
 
     def take(self, at: Any) -> StepTime:
-        """Some of them."""
         parts = {name: values[at] for name, values in self.parts.items()}
         return StepTime(
             step_s=self.step_s[at],

@@ -54,12 +54,10 @@ class NoiseScale:
     """Tokens trained since the last measurement."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NoiseScale:
-        """Inverse of `to_json`."""
         return cls(**data)
 
 

@@ -335,5 +335,4 @@ class Smoothed:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Smoothed:
-        """Inverse of `to_json`."""
         return cls(**data)

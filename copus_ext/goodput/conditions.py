@@ -45,7 +45,6 @@ class Conditions:
         return cls(**{**data, **parts})
 
     def add_step(self, seconds: float) -> None:
-        """Counts a step."""
         self.steps_since_timed += 1
         self.seconds_since_timed += seconds
 

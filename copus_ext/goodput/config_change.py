@@ -16,7 +16,6 @@ class ConfigChange:
     """A change of configuration and its outcome, as the journal's `outcome` records hold it."""
 
     decision: int
-    """Number of the decision."""
     iteration: int = 0
     """Steps done before the change."""
     consumed_samples: int = 0
@@ -83,10 +82,8 @@ class ConfigChange:
         return config_key(str(self.to_layout), self.to_micro_batch, self.to_batch)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ConfigChange:
-        """Inverse of `to_json`."""
         return cls(**data)

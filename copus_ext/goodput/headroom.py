@@ -261,7 +261,6 @@ class Headroom:
         return self.batch.high >= WORTH
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return {**asdict(self), "batch_is_worth_it": self.batch_is_worth_it}
 
     @classmethod
@@ -276,7 +275,6 @@ class Headroom:
         return cls(**{**values, **savings})
 
     def __str__(self) -> str:
-        """The headroom in one line."""
         cost, others = self._cost_words(), self._other_words()
         if not self.batch_is_worth_it:
             why = f"the batch can save at most {_percent(self.batch.high)} % here{cost}"

@@ -29,17 +29,14 @@ class ConfigThroughput:
 
     @property
     def layout(self) -> Layout:
-        """How the ranks share the model."""
         return self.configuration.layout
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples of a micro-batch."""
         return self.configuration.micro_batch_size
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step."""
         return self.configuration.global_batch_size
 
     @property
@@ -187,8 +184,6 @@ _INTERVAL_Z = 1.96
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionInputs:
-    """All that a decision depends on."""
-
     rules: Rules
     """How to decide."""
     noise: NoiseScale
@@ -471,7 +466,6 @@ class Candidate:
     noise scale. None without a gain."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "row": self.row.to_json()}
 
 
@@ -520,7 +514,6 @@ class Decision:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Decision:
-        """Inverse of `to_json`."""
         candidates = tuple(
             Candidate(**{**c, "row": ConfigThroughput.from_json(c["row"])})
             for c in data["candidates"]

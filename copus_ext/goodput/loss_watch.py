@@ -26,7 +26,6 @@ class LossWatch:
     """The losses after one change of the batch."""
 
     decision: int
-    """Number of the decision."""
     from_batch: int
     """Global batch size before."""
     to_batch: int

@@ -29,9 +29,7 @@ class RateRules:
     lr: LrRule
     """Of the learning rate."""
     weight_decay: PerTokenRule
-    """Of the weight decay."""
     beta2_rule: PerTokenRule
-    """Of beta2."""
     ramp_steps: int
     """Steps of the learning rate's way up."""
 

@@ -24,8 +24,6 @@ WINDOW_STEPS = 50
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """A finished step."""
-
     iteration: int = 0
     """Steps of the run, this one included."""
     key: str = ""

@@ -55,8 +55,6 @@ def _is_ours(s: DecisionInputs) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a trial is expected to do."""
-
     needed: float
     """Predicted goodput over the present one, minus 1, from which it pays. Mostly below 0."""
     net: float

@@ -86,7 +86,6 @@ class CopusCallback:
         self._controller: Any = None
 
     def on_train_start(self, context: Any) -> None:
-        """Model, optimizer and schedule exist."""
         _join_packages()
         if self._args is None:
             self._args = importlib.import_module("megatron.training.global_vars").get_args()
@@ -139,7 +138,6 @@ class CopusCallback:
         optimizer.step = watched
 
     def on_train_step_start(self, context: Any) -> None:
-        """A step is about to start."""
         if self._controller is None:
             return
         from megatron.core import num_microbatches_calculator as calculator

@@ -85,7 +85,6 @@ class Failure(JsonRecord):
 
     @property
     def line(self) -> str:
-        """One line for a person."""
         who = f"rank {self.rank}" if self.rank >= 0 else "the launcher"
         how = f"left with {self.code}"
         if self.code < 0:

@@ -30,8 +30,6 @@ COPY_INTERVAL = 25
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line of one node's supervisor."""
-
     nnodes: int
     """Nodes of the job, at most."""
     min_nodes: int

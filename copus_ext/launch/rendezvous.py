@@ -142,7 +142,6 @@ class LaunchResult(JsonRecord):
     launch: str
     """Its name."""
     node: int
-    """Where."""
     code: int
     """Exit code of the rank that failed first there, 128 + N after signal N; 0 if none failed."""
     was_killed: bool = False

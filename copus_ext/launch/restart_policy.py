@@ -163,8 +163,6 @@ class LayoutHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a launch came."""
-
     step: int | None = None
     """Last step that was done; None if there was none."""
     entered: list[tuple[Layout, int]] = field(default_factory=list)
@@ -208,7 +206,6 @@ class LaunchEnd:
 
     @property
     def why(self) -> str:
-        """One line for a person."""
         if self.failure is not None:
             return self.failure.line
         return f"the ranks ended with {self.code}"
@@ -216,8 +213,6 @@ class LaunchEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class NextLaunch:
-    """A launch, or the end."""
-
     flags: list[str] = field(default_factory=list)
     """Of the program."""
     num_ranks: int = 0
@@ -405,7 +400,6 @@ class RestartPolicy:
         )
 
     def _save_mark(self) -> tuple[int, ...] | None:
-        """Changes with every save."""
         try:
             found = (self.save or Path()).joinpath(files.TRACKER).stat()
         except OSError:

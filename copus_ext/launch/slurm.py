@@ -50,13 +50,10 @@ class Step:
     restarts: int
     """How often the job was put back into the queue."""
     number: int
-    """Of the step."""
     nodes: str
     """Its nodes as SLURM writes them, such as n[1-4]."""
     num_nodes: int
-    """Nodes of the step."""
     node_rank: int
-    """Of this node."""
     num_tasks: int
     """Processes that srun started on all nodes."""
     rank: int
@@ -68,7 +65,6 @@ class Step:
 
     @property
     def head(self) -> str:
-        """Name of the first node."""
         return expand_nodes(self.nodes)[0]
 
     @property

@@ -59,12 +59,10 @@ class Meeting(RendezvousHandler):
         self._store: Any = None
 
     def get_backend(self) -> str:
-        """Its name."""
         return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use the store of the launcher."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -94,11 +92,9 @@ class Meeting(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Name of the launch."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """The store ends with the process."""
         return True
 
 

@@ -65,7 +65,6 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def say(line: str) -> None:
-    """Prints a line for the operator."""
     tell("supervisor", line)
 
 
@@ -90,7 +89,6 @@ class StopSignals:
         """Whether a second one ended the ranks."""
 
     def install(self) -> None:
-        """Starts to note signals."""
         for number in _STOP_SIGNALS:
             signal.signal(number, self._note)
 
@@ -426,7 +424,6 @@ class LeaderNode(Node):
             time.sleep(min(left_s, _TICK_S))
 
     def _available(self) -> dict[int, int]:
-        """Ranks that can be started, by node."""
         there = self.rendezvous.there
         return {node: one.num_ranks for node, one in there.items() if node not in self._lost}
 

@@ -56,12 +56,8 @@ _LEFT_TO_OTHERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What to start on this node."""
-
     name: str
-    """Of the launch."""
     node: int
-    """Number of this node."""
     nodes: list[int]
     """Nodes that take part, in the order of their ranks."""
     num_ranks: int
@@ -154,7 +150,6 @@ class Workers:
 
 
 def _module_of(launch: Launch) -> str:
-    """The program of the launcher."""
     return "copus_ext.launch.workers" if launch.shared is None else "copus_ext.elastic.node"
 
 

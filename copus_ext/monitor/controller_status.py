@@ -71,8 +71,6 @@ class ChangeStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerStatus:
-    """The controller."""
-
     mode: str
     """`act` or `observe`."""
     policy: str

@@ -81,7 +81,6 @@ def difference(before: Sizes, after: Sizes) -> str:
 
 
 def headline(d: DecisionRecord) -> str:
-    """What was decided, in one line."""
     if not d.is_change:
         return f"Stay at {d.now if d.now.batch is not None else d.to}"
     change = difference(d.now, d.to)
@@ -91,7 +90,6 @@ def headline(d: DecisionRecord) -> str:
 
 
 def result(d: DecisionRecord) -> str:
-    """Its outcome, in one line."""
     parts = []
     if d.undone:
         parts.append("undone: a restart went back to before it")
@@ -105,7 +103,6 @@ def result(d: DecisionRecord) -> str:
 
 
 def switch_result(s: SwitchRecord) -> str:
-    """How a change of layout went."""
     took = f"the change took {seconds(s.pause_s)}"
     if s.predicted_s is not None:
         took += f" ({seconds(s.predicted_s)} predicted)"
@@ -122,7 +119,6 @@ def switch_result(s: SwitchRecord) -> str:
 
 
 def outcome_result(o: OutcomeRecord) -> str:
-    """The outcome of a change."""
     parts = []
     if o.speed is not None:
         parts.append(f"{o.speed:.3g} samples/s{_steps(o.timed_after)}")
@@ -141,7 +137,6 @@ def outcome_result(o: OutcomeRecord) -> str:
 
 
 def predicted_speed(o: OutcomeRecord) -> str:
-    """A predicted throughput with its doubt."""
     assert o.predicted is not None
     doubt = "" if o.predicted_sd is None else f" +- {o.predicted * o.predicted_sd:.2g}"
     return f"the {o.predicted:.3g}{doubt}"

@@ -76,7 +76,6 @@ class _Series:
         return found | style | self._about(name, color, picked)
 
     def points(self, name: str, color: int, points: Sequence[Any], **style: Any) -> Figure:
-        """Marks at some steps or evaluations."""
         return {"type": "scatter", "mode": "markers"} | style | self._about(name, color, points)
 
     def band(self, name: str, steps: Sequence[Any], *, top: float) -> Figure:
@@ -116,7 +115,6 @@ class _Series:
 
 
 def _positions(run: RunHistory, points: Sequence[Any]) -> dict[str, list[Any]]:
-    """The positions of points on each axis."""
     begin = run.begin
     hours: list[float | None] = [None] * len(points)
     if begin is not None:
@@ -135,7 +133,6 @@ def _all_series(runs: Sequence[RunHistory]) -> list[_Series]:
 
 
 def loss_figure(runs: Sequence[RunHistory]) -> Figure:
-    """Training loss, its mean, evaluations and changes."""
     data: list[Figure] = []
     for series in _all_series(runs):
         losses = [step.finite_loss for step in series.run.steps]
@@ -178,7 +175,6 @@ def _evaluations(series: _Series) -> Figure:
 
 
 def _changes(series: _Series, mean: Column) -> Figure:
-    """Marks of changes on the mean loss."""
     run = series.run
     index = {step.iteration: i for i, step in enumerate(run.steps)}
     made = [d for d in run.decisions.made if d.iteration in index]
@@ -226,7 +222,6 @@ def experts_figure(runs: Sequence[RunHistory]) -> Figure | None:
 
 
 def course_figure(runs: Sequence[RunHistory]) -> Figure:
-    """Batch, layout, learning rate and throughput."""
     data: list[Figure] = []
     stairs = {"shape": "hv", "width": 2}
     for series in _all_series(runs):
@@ -422,7 +417,6 @@ def pauses_figure(runs: Sequence[RunHistory]) -> Figure:
 
 
 def prediction_figure(runs: Sequence[RunHistory]) -> Figure:
-    """Predicted against measured throughput of every change."""
     data: list[Figure] = []
     both: list[float] = []
     for series in _all_series(runs):

@@ -33,7 +33,6 @@ def add_flag(group: argparse._ArgumentGroup) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
     p = Parser(
         prog=f"{program_name('plan.py')} partition",
         description="Lay the nodes of a graph out over stages that run at the same time.",

@@ -133,8 +133,6 @@ class OutcomeRecord:
 
 @dataclass(kw_only=True)
 class DecisionRecord:
-    """One decision."""
-
     place: int
     """Offset of its line in the journal."""
     number: int | None

@@ -43,8 +43,6 @@ _LATEST = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class RunLiveness:
-    """What can be seen of a run."""
-
     state: State
     why: str
     """Why it is over, or what else to know; empty if nothing."""

@@ -140,7 +140,6 @@ def script_json(value: Any) -> str:
 
 @functools.cache
 def plotly_code() -> str:
-    """The whole of plotly.js, from the package."""
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()

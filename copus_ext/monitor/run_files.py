@@ -99,13 +99,10 @@ class Step(NamedTuple):
 
     @property
     def finite_loss(self) -> float | None:
-        """The loss if it is finite."""
         return number(self.loss)
 
 
 class Evaluation(NamedTuple):
-    """One evaluation."""
-
     iteration: int
     samples: int
     t: float | None
@@ -116,8 +113,6 @@ class Evaluation(NamedTuple):
 
 @dataclass(kw_only=True)
 class Launch:
-    """One start of the processes."""
-
     name: str
     t: float | None
     iteration: int
@@ -138,8 +133,6 @@ class Launch:
 
 
 class Event(NamedTuple):
-    """Any other record."""
-
     kind: str
     t: float | None
     iteration: int | None
@@ -149,14 +142,11 @@ class Event(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The event in words."""
         named = (self.about.get(key) for key in ("line", "reason", "name", "alert", "fault"))
         return next((text(value) for value in named if value), "")
 
 
 class LayoutAt(NamedTuple):
-    """The layout from some step on."""
-
     iteration: int
     samples: int
     t: float | None
@@ -219,7 +209,6 @@ class RunHistory:
 
     @property
     def since_start(self) -> list[Event]:
-        """Events of the last launch."""
         starts = [i for i, event in enumerate(self.events) if event.kind == "run.start"]
         return self.events[starts[-1] if starts else 0 :]
 
@@ -299,7 +288,6 @@ class RunReader:
         return _record_of(self._journal.line_at(place)) or {}
 
     def history(self) -> RunHistory:
-        """All that is known by now."""
         config = self._config or _small_json(self.run / CONFIG_FILE) or self._decisions.flags
         found = RunHistory(path=self.run, name=self.name, config=config)
         found.decisions, found.last = self._decisions, self._last
@@ -409,7 +397,6 @@ def _loss(record: dict[str, Any]) -> float | None:
 
 
 def _seconds_of(records: list[dict[str, Any]]) -> float:
-    """Of all steps among them."""
     steps = (r["value"] for r in records if isinstance(r["value"], Step))
     # Whole microseconds, so that a sum is never less than its parts.
     return sum(round(1e6 * (step.seconds or 0.0)) for step in steps) / 1_000_000

@@ -50,8 +50,6 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The last committed checkpoint."""
-
     iteration: int
     age_s: float
     """Seconds since it was committed."""
@@ -60,8 +58,6 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """Something an operator should look at."""
-
     name: str
     line: str
     iteration: int | None = None

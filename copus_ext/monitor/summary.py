@@ -92,7 +92,6 @@ def _left(run: RunHistory) -> str:
 
 
 def model(config: dict[str, Any]) -> str:
-    """Its size and shape."""
     try:
         size = ModelSpec.from_arguments(SimpleNamespace(**config)).num_parameters
     except (AttributeError, TypeError, ValueError, ArithmeticError):
@@ -148,7 +147,6 @@ def _share(done: int, of: Any) -> str:
 
 
 def final_loss(run: RunHistory) -> float | None:
-    """Mean of the last steps."""
     losses = (s.finite_loss for s in run.steps[-WINDOW_STEPS:])
     known = [loss for loss in losses if loss is not None]
     return sum(known) / len(known) if known else None
@@ -319,7 +317,6 @@ CHANGED = (
 
 
 def changes(runs: Sequence[RunHistory]) -> list[list[str]]:
-    """Predicted and measured values of every change."""
     return [_change(run, o) for run in runs for o in run.decisions.outcomes]
 
 

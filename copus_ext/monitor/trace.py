@@ -59,7 +59,6 @@ class Events:
         self._add(track, name, t, args, ph="i", s="t")
 
     def span(self, track: str, name: str, t: float | None, end: float | None, **args: Any) -> None:
-        """An event from one time to another."""
         if t is not None and end is not None:
             dur = max(round(1e6 * (end - t), 3), 0.0)
             self._add(track, name, t, args, ph="X", dur=dur)

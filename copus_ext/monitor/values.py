@@ -33,7 +33,6 @@ def measured(value: Any) -> float | None:
 
 
 def whole(value: Any) -> int | None:
-    """The value if it is a whole number."""
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return value if is_number and abs(value) < _ENDLESS else None
 
@@ -57,7 +56,6 @@ def table(value: Any) -> dict[str, Any]:
 
 
 def rows(value: Any) -> list[dict[str, Any]]:
-    """The objects of a list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 

@@ -65,7 +65,6 @@ class Configuration:
         return is_single and self.num_microbatches == 1
 
     def to_flags(self) -> list[str]:
-        """Megatron's flags."""
         layout = self.layout
         flags = ["--tensor-model-parallel-size", str(layout.tp)]
         if layout.cp > 1:

@@ -31,8 +31,6 @@ Pause = Callable[[Layout, Layout], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of a run."""
-
     phase: int
     """Number of its length of samples, from 0."""
     seq_length: int
@@ -42,7 +40,6 @@ class Stage:
     start_tokens: int
     """Tokens of the run before it."""
     num_steps: int
-    """Steps."""
 
     @property
     def tokens(self) -> int:
@@ -123,8 +120,6 @@ def _pieces(schedule: BatchSchedule, start: int, end: int) -> list[tuple[int, in
 
 @dataclass(frozen=True)
 class RunWide:
-    """What stays through a run."""
-
     recompute: int
     """Code of `rows.RECOMPUTE_*`."""
     use_distributed_optimizer: bool
@@ -135,8 +130,6 @@ class RunWide:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How a stage runs."""
-
     configuration: Configuration
     """What it runs under."""
     step_s: float
@@ -176,9 +169,7 @@ class StagePlan:
     """A stage, how it runs, and the move into it."""
 
     stage: Stage
-    """Which."""
     choice: Choice
-    """How."""
     pause_s: float
     """Seconds of the move into it; 0 where the layout stays."""
 
@@ -190,8 +181,6 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePlan:
-    """A run from beginning to end."""
-
     stages: list[StagePlan]
     """In order."""
 

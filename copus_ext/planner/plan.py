@@ -35,7 +35,6 @@ class Prediction:
     peak_bytes: float
     """Bytes of the stage that needs most."""
     worst_stage: int
-    """Which stage that is."""
     limit_bytes: float
     """Bytes that may be used."""
     fit_probability: float
@@ -44,7 +43,6 @@ class Prediction:
     """Bytes by kind, for every stage."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         data = asdict(self)
         names = ("peak_bytes", "worst_stage", "limit_bytes", "fit_probability")
         memory = {name: data.pop(name) for name in names}
@@ -59,7 +57,6 @@ class Rejected:
     code: str
     """One of `REJECTION_CODES`."""
     count: int
-    """How many."""
     example: Configuration
     """One of them; with `memory` the one that needs least."""
     detail: str
@@ -70,7 +67,6 @@ class Rejected:
     """All of them, where they were asked for."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         data: dict[str, Any] = {"code": self.code, "count": self.count, "detail": self.detail}
         data |= {"fix": self.fix, "example": self.example.to_json()}
         if self.members is not None:
@@ -85,7 +81,6 @@ class Ranked:
     configuration: Configuration
     """How to run."""
     prediction: Prediction
-    """What it gives."""
     against_rel_sd: float | None = None
     """Relative uncertainty of its step over that of the configuration that all were compared with,
     if any."""
@@ -93,7 +88,6 @@ class Ranked:
     """Which node goes where, if that was asked for."""
 
     def to_json(self, rank: int) -> dict[str, Any]:
-        """Plain JSON types."""
         answer = {
             "rank": rank,
             "flags": self.configuration.to_flags(),
@@ -108,8 +102,6 @@ class Ranked:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer for one global batch."""
-
     global_batch_size: int
     """Samples of a step."""
     ranked: list[Ranked]

@@ -196,7 +196,6 @@ def configuration_of(
 
 
 def add_model_flags(group: Any) -> None:
-    """Flags of `model_of`."""
     group.add_argument("--model", help="a name such as gpt3-175b, or a Hugging Face config.json")
     group.add_argument("--megatron-args", metavar="FLAGS", help="Megatron's flags in one text")
     words = "tokens of a sample (default: the context of a named model)"

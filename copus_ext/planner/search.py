@@ -71,7 +71,6 @@ class _Space:
 
     @functools.cached_property
     def candidates(self) -> Points:
-        """The points that fit."""
         return self.points.take(np.flatnonzero(self.fits))
 
 
@@ -165,7 +164,6 @@ class Planner:
 
     @property
     def timings(self) -> Sequence[Timing]:
-        """The measured times that correct predictions."""
         return self._measured.timings
 
     def rank(
@@ -273,7 +271,6 @@ class Planner:
         )
 
     def _fitted(self, batch_sizes: Sequence[int], limits: Limits) -> _Space:
-        """All points of some batches, judged."""
         known = self._measured.points
         parts = [enumerate_points(self.model, self.cluster, b, limits, known) for b in batch_sizes]
         points = joined(parts)

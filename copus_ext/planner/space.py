@@ -60,8 +60,6 @@ NARROW = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a search leaves out."""
-
     fixed: dict[str, int] = field(default_factory=dict)
     """Sizes (`tp`, `pp`, `vpp`, `ep`, `etp`, `cp`, `dp`, `micro_batch`, `recompute_num_layers`)
     that must have a value."""
@@ -163,11 +161,9 @@ class Points:
         return self.global_batch_size // (self.dp * self.micro_batch_size)
 
     def take(self, at: Any) -> Points:
-        """Some of the points."""
         return Points(**{f.name: getattr(self, f.name)[at] for f in fields(self)})
 
     def configuration(self, i: int) -> Configuration:
-        """One point as a value."""
         sizes: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in LAYOUT}
         return Configuration(
             layout=Layout(**sizes),
@@ -216,7 +212,6 @@ def points_of(configurations: Sequence[Configuration]) -> Points:
 
 
 def joined(parts: Sequence[Points]) -> Points:
-    """All points of several tables."""
     names = [f.name for f in fields(Points)]
     return Points(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 

@@ -54,7 +54,6 @@ class ReshardContext:
     renew_group: Callable[[], None]
     """Replaces that group. Collective."""
     plan: Callable[[Config, Layout], ReshardPlan]
-    """The plan of a change to a layout."""
     store: GroupStore
     """Process groups of other layouts."""
     note: Callable[..., None]

@@ -70,7 +70,6 @@ class JsonRecord:
         return cls(**check_fields(data, [f.name for f in own], needed))
 
     def to_json(self: Any) -> dict[str, Any]:
-        """Plain JSON types."""
         return asdict(self)
 
 

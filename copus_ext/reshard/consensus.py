@@ -204,7 +204,6 @@ class Deadline:
         self._topic = topic
 
     def __enter__(self) -> Deadline:
-        """Starts to watch."""
         self._thread.start()
         return self
 

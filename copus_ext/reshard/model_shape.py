@@ -24,8 +24,6 @@ WORDS = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """Sizes of a mixture of experts."""
-
     layers: tuple[int, ...]
     """[num_layers] 1 for every layer with experts, else 0."""
     num_experts: int
@@ -223,7 +221,6 @@ class Parameter(NamedTuple):
     is_shared: bool = False
     """A tied embedding of which another stage has a copy."""
     is_copy: bool = False
-    """This is that copy."""
     is_expert: bool = False
     """Part of a routed expert: cut over the ranks that share an expert, and reduced over its
     copies. `layer` and `layers` end with the number of the expert and their count."""

@@ -161,7 +161,6 @@ class PausePredictor:
 
 @functools.lru_cache(maxsize=16)
 def predictor_of(shape: ModelShape, machine: Machine) -> PausePredictor:
-    """The one predictor of a model on a machine."""
     return PausePredictor(shape, machine)
 
 

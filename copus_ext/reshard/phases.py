@@ -49,7 +49,6 @@ class ReshardResult:
     """Messages of this rank."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return asdict(self)
 
 

@@ -43,7 +43,6 @@ class TransferOp(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return volume(self.lo, self.hi)
 
 
@@ -64,7 +63,6 @@ class ReshardPlan:
 
     @property
     def keys(self) -> list[str]:
-        """Names of all global tensors."""
         return sorted({record.key for own in self.source for record in own})
 
     @property
@@ -118,8 +116,6 @@ class ReshardPlanCache:
 
 
 class _Place(NamedTuple):
-    """A record and whose it is."""
-
     rank: int
     number: int
     lo: tuple[int, ...]
@@ -128,8 +124,6 @@ class _Place(NamedTuple):
 
 @dataclass
 class _Choice:
-    """Elements that several ranks could send."""
-
     holders: list[_Place]
     """Equal records, by rank."""
     target: _Place
@@ -138,8 +132,6 @@ class _Choice:
 
 @dataclass
 class _Draft:
-    """What is decided so far."""
-
     ranks_per_node: int
     ops: list[TransferOp] = field(default_factory=list)
     choices: list[_Choice] = field(default_factory=list)
@@ -147,7 +139,6 @@ class _Draft:
     received: list[int] = field(default_factory=list)
 
     def node_of(self, rank: int) -> int:
-        """The node of a rank."""
         return rank // self.ranks_per_node
 
     def take(self, source: _Place, target: _Place, box: Box) -> None:

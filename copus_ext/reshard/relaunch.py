@@ -146,7 +146,6 @@ class Request(JsonRecord):
             raise ValueError(f"relayout after {self.iteration} steps needs a checkpoint")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return {**vars(self), "layout": self.layout and self.layout.to_json()}
 
     @classmethod

@@ -71,7 +71,6 @@ class _Channel(Generic[_Any]):
             self.under_way.append((work, prepared[1]))
 
     def finish_one(self, timeout: timedelta) -> None:
-        """Waits for the first under way."""
         if self.under_way:
             work, finish = self.under_way.popleft()
             work.wait(timeout)

@@ -55,7 +55,6 @@ class LayerPartition:
 
     @property
     def stages(self) -> list[list[int]]:
-        """Layers of every chunk of every stage."""
         return [list(self.layers[r :: self.pp]) for r in range(self.pp)]
 
     @property
@@ -92,7 +91,6 @@ class LayerPartition:
         return replace(self, step_s=factor * self.step_s, least_step_s=factor * self.least_step_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return {
             "layers": list(self.layers),
             "layout": self.layout,
@@ -267,7 +265,6 @@ class Repartition:
         return [*flags[:2], *own, *flags[2:]]
 
     def __str__(self) -> str:
-        """One line for a table."""
         surely = "" if self.partition.proved else f", at best {self.partition.least_step_s:.4g} s"
         return (
             f"rank {self.rank} partition {self.partition}: {self.partition.step_s:.4g} s instead "
@@ -276,7 +273,6 @@ class Repartition:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return {
             "rank": self.rank,
             "even_step_s": self.even_step_s,

@@ -24,8 +24,6 @@ _LARGEST = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Micro-batches of a replica."""
-
     sizes: tuple[int, ...]
     """Samples of each, largest first."""
     seconds: float
@@ -141,7 +139,6 @@ class UnequalMicroBatches:
         return [*c.to_flags(), "--allow-uneven-micro-batches"]
 
     def __str__(self) -> str:
-        """One line for a table."""
         return (
             f"rank {self.rank} micro-batches {self.split}: {self.step_s - self.saved_s:.4g} s "
             f"instead of {self.step_s:.4g} s ({100 * self.saved_s / self.step_s:.1f} % less): "
@@ -149,7 +146,6 @@ class UnequalMicroBatches:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return {
             "rank": self.rank,
             "sizes": list(self.split.sizes),

@@ -77,7 +77,6 @@ class Priced:
     """[pp, n] parameters that a rank of a stage holds."""
 
     def take(self, at: Any) -> Priced:
-        """Some of them."""
         return Priced(
             forward_s=self.forward_s[..., at],
             backward_s=self.backward_s[..., at],
@@ -177,7 +176,6 @@ class PartitionProblem:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the whole model."""
         return self.pp * self.vpp
 
     @property

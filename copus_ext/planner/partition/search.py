@@ -36,8 +36,6 @@ _MOST_ROUNDS, _CLIMBED = 200, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The end of a search."""
-
     partition: Any
     """[chunks] layers of every chunk: the fastest that fits, else the one that lacks least."""
     step_s: float
@@ -54,8 +52,6 @@ class Found:
 
 @dataclass(kw_only=True)
 class _Best:
-    """The fastest partition so far."""
-
     problem: PartitionProblem
     work: float
     """What may still be computed."""

@@ -181,7 +181,6 @@ class FileThreads:
 
     @property
     def written(self) -> int:
-        """A number that grows with every piece."""
         return sum(self._counts)
 
     def is_done(self, wait_s: float = 0.0) -> bool:
@@ -198,7 +197,6 @@ class FileThreads:
         return self._error or self._results
 
     def end(self) -> None:
-        """Gives up what is still being written."""
         self._is_given_up.set()
         if not self.is_done(_END_S):
             _given_up.extend(thread for thread in self._threads if thread.is_alive())

@@ -233,7 +233,6 @@ def share(names: list[str], rank: int, world_size: int) -> list[str]:
 
 
 def write_manifest(folder: Path, iteration: int, sums: dict[str, tuple[int, int]]) -> None:
-    """Writes the manifest of a finished checkpoint."""
     files = {name: {"bytes": size, "crc32": crc} for name, (size, crc) in sorted(sums.items())}
     write_atomically(
         folder / MANIFEST, json.dumps({"iteration": iteration, "files": files}, indent=1)
@@ -336,7 +335,6 @@ def unverified(folder: Path, common: Mapping[str, Any], names: Collection[str] =
 
 
 def stored_bytes(folder: Path) -> int:
-    """Total size of a checkpoint's files."""
     return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
 
 

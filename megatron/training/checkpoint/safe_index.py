@@ -90,7 +90,6 @@ class _Unpickler(pickle.Unpickler):
         self._before: dict[type, dict[str, Any]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The thing of an allowed name."""
         if (module, name) == ("builtins", "getattr"):
             return _member_of
         is_dtype = module == "torch" and name in _DTYPES

@@ -47,7 +47,6 @@ class FailedSaves:
         return on_failure == "stop" and self.in_a_row >= MAX_IN_A_ROW
 
     def times(self) -> str:
-        """How often, for messages."""
         return f"{self.in_a_row} times in a row" if self.in_a_row > 1 else "once"
 
 
@@ -123,7 +122,6 @@ def agree_on_finalization(request: AsyncRequest) -> None:
 
 
 def _join_broadcast() -> None:
-    """The broadcast that the others wait in."""
     dist.broadcast(torch.ones(1, dtype=torch.int, device=torch.cuda.current_device()), src=0)
 
 

@@ -42,7 +42,6 @@ tensors."""
 
 
 def _files_of(buckets: Sequence[_Bucket]) -> list[tuple[Any, list[Any]]]:
-    """Path and contents of each file."""
     return [
         (path, [*(data.getvalue() for _, data in data_items), *(t for _, t in tensor_items)])
         for path, _, (data_items, tensor_items) in buckets

@@ -59,11 +59,9 @@ class SharedMemory:
         _COUNT.pack_into(self._map, place, _COUNT.unpack_from(self._map, place)[0] + written)
 
     def clear(self) -> None:
-        """Sets all counts to zero."""
         self._map[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
 
     def total(self) -> int:
-        """Sum of all counts."""
         return sum(number for (number,) in _COUNT.iter_unpack(self._map[:_HEADER_BYTES]))
 
     def tensor(self, like: Any, start: int) -> Any:
@@ -140,7 +138,6 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     def is_free(self) -> bool:
@@ -248,7 +245,6 @@ class WriterProcess:
 
 
 def _resolve(plan: Sequence[Any], memory: SharedMemory) -> list[tuple[Any, list[Any]]]:
-    """Files with tensors in the memory."""
     return [
         (path, [p if isinstance(p, bytes) else memory.tensor(*p) for p in places])
         for path, places in plan

@@ -115,7 +115,6 @@ class Control:
         self._save = self._sees_save and SAVE_FILE.name in names
 
     def stop_obeyed(self) -> None:
-        """Takes the stop file away."""
         if self._run_dir is not None:
             _remove(self._run_dir / STOP_FILE)
 

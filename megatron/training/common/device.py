@@ -28,8 +28,6 @@ _NAMED_DEVICE = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The accelerator of this rank."""
-
     kind: str
     """`cuda` or `cpu`."""
     torch_device: torch.device
@@ -105,7 +103,6 @@ class _CpuEvent:
         self._s = 0.0
 
     def record(self) -> None:
-        """Takes the time."""
         self._s = time.perf_counter()
 
     def synchronize(self) -> None:

@@ -55,7 +55,6 @@ class Extra:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
         return self.package.rpartition(".")[2]
 
     def get(self, what: str) -> Any:

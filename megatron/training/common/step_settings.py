@@ -85,7 +85,6 @@ class StepInfo:
 
     @property
     def losses(self) -> dict[str, float]:
-        """All losses by the names of Megatron-LM."""
         further = {f"mtp_{i} loss": loss for i, loss in enumerate(self.further_losses, start=1)}
         balance = self.load_balancing_loss
         further |= {} if balance is None else {"load_balancing_loss": balance}
@@ -147,5 +146,4 @@ def _least_rate(group: dict[str, Any], scheduler: Any) -> float:
 
 
 def learning_rate(optimizer: Any) -> float:
-    """The current learning rate, for the log."""
     return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0

@@ -56,7 +56,6 @@ class TrainState:
         self.skipped_samples += samples
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return dataclasses.asdict(self)
 
     @classmethod

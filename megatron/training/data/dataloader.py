@@ -22,8 +22,6 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class SampleSource(Sized, Protocol):
-    """A data set addressed by sample number."""
-
     def __getitem__(self, index: int, /) -> dict[str, Any]:
         """One sample; at least the tensors of `BATCH_KEYS`, each [seq_length]."""
         ...
@@ -42,7 +40,6 @@ class _Position:
     block: int | None = None
 
     def rows(self) -> list[list[int]]:
-        """See `micro_batch_indices`."""
         return micro_batch_indices(**vars(self))
 
 
@@ -90,7 +87,6 @@ class BatchReader:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the data set."""
         return self._num_samples
 
     def read(

@@ -53,7 +53,6 @@ class Corpus:
         return slice(begin, end)
 
     def num_tokens(self, share: tuple[float, float] = (0.0, 1.0)) -> int:
-        """Tokens in the documents of a split."""
         return int(self.lengths[self.span(share)].sum(dtype=numpy.int64))
 
     def fingerprint(self) -> int:

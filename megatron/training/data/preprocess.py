@@ -88,7 +88,6 @@ class Job:
             raise UsageError(f"--json-keys {' '.join(self.json_keys)} names a key twice")
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the flags name."""
         return build_tokenizer(
             tokenizer_type=self.tokenizer_type,
             tokenizer_model=self.tokenizer_model,
@@ -127,7 +126,6 @@ class Result:
     """What was written around each text."""
 
     def summary(self) -> str:
-        """One line about it."""
         return (
             f"{self.data_path}: {self.num_documents} documents, {self.num_tokens} tokens, "
             f"{self.num_bytes} bytes in {self.seconds:.1f} s; left out: {self.num_empty} empty "
@@ -148,10 +146,7 @@ class Encoded:
 
 
 class Encoder:
-    """Turns documents into tokens."""
-
     def __init__(self, job: Job) -> None:
-        """Loads the tokenizer."""
         self._keys = job.json_keys
         self._append_eod = job.append_eod
         self._tokenizer = job.tokenizer()
@@ -276,7 +271,6 @@ class _Outputs:
         return list(self._prefixes)
 
     def result(self, key: str, *, num_bad: int, num_broken: int, seconds: float) -> Result:
-        """What was written for a key."""
         prefix = self._prefixes[key]
         return Result(
             data_path=prefix,

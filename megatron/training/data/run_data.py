@@ -35,8 +35,6 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:
-    """Readers of the samples of one phase."""
-
     train: BatchReader
     """Training samples, the first of the phase has number 0."""
     valid: BatchReader | None
@@ -63,7 +61,6 @@ class RunData:
     """One line per thing the user should know."""
 
     def open(self, phase: Phase) -> Readers:
-        """Opens readers of a phase."""
         length = phase.seq_length
         valid, test = self.valid[length], self.test[length]
         return Readers(

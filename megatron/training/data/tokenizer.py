@@ -67,13 +67,9 @@ class Tokenizer(Protocol):
         them, unless the tokenizer's own template has it."""
         ...
 
-    def detokenize(self, ids: list[int]) -> str:
-        """Text of token numbers."""
-        ...
+    def detokenize(self, ids: list[int]) -> str: ...
 
-    def name_of(self, token: int) -> str:
-        """Spelling of a token, for messages."""
-        ...
+    def name_of(self, token: int) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +204,6 @@ class ByteLevelTokenizer:
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """See `Tokenizer`."""
         return OrderedDict(type=BYTE_LEVEL, vocab_size=self.vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
@@ -220,7 +215,6 @@ class ByteLevelTokenizer:
         return bytes(token for token in ids if token < self.eod).decode("utf-8", errors="replace")
 
     def name_of(self, token: int) -> str:
-        """See `Tokenizer`."""
         return "<eod>" if token == self.eod else ascii(chr(token))
 
 
@@ -236,19 +230,15 @@ class NullTokenizer:
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, Any]:
-        """See `Tokenizer`."""
         return OrderedDict(type="NullTokenizer", vocab_size=self.vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
-        """The numbers in the text."""
         return [int(word) for word in text.split()]
 
     def detokenize(self, ids: list[int]) -> str:
-        """The numbers, separated by blanks."""
         return " ".join(map(str, ids))
 
     def name_of(self, token: int) -> str:
-        """See `Tokenizer`."""
         return "<eod>" if token == self.eod else str(token)
 
 
@@ -285,16 +275,13 @@ class LibraryTokenizer:
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """See `Tokenizer`."""
         ids = self.library.encode(text)
         return ids if self.adds else [*self.around.before, *ids, *self.around.after]
 
     def detokenize(self, ids: list[int]) -> str:
-        """See `Tokenizer`."""
         return self.library.decode(ids)
 
     def name_of(self, token: int) -> str:
-        """See `Tokenizer`."""
         return self.library.name_of(token)
 
 

@@ -50,7 +50,6 @@ def _in_order(by_rank: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _by_rank(whole: torch.Tensor, size: int) -> torch.Tensor:
-    """Inverse of `_in_order`."""
     return _permuted(whole.contiguous(), _order_of_chunks(size, whole.device)[1])
 
 
@@ -150,5 +149,4 @@ def sequence_to_heads(own: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def heads_to_sequence(whole: torch.Tensor, group: Any) -> torch.Tensor:
-    """Inverse of `sequence_to_heads`."""
     return _HeadsToSequence.apply(whole, group)  # pyright: ignore[reportReturnType]

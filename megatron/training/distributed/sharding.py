@@ -32,12 +32,10 @@ class Record(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return volume(self.lo, self.hi)
 
 
 def volume(lo: Iterable[int], hi: Iterable[int]) -> int:
-    """Elements of a rectangle."""
     return math.prod(b - a for a, b in zip(lo, hi))
 
 

@@ -18,11 +18,9 @@ class _Alone:
     """Stands for a group of this rank alone, over which megatron-core exchanges nothing."""
 
     def size(self) -> int:
-        """One."""
         return 1
 
     def rank(self) -> int:
-        """The only one."""
         return 0
 
 

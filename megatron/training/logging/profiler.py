@@ -122,7 +122,6 @@ class StepTrace(Bystander):
         self._profiler, self._named = profiler, record_function
 
     def write(self) -> None:
-        """Writes the trace, if there is one."""
         if self._profiler is not None:
             self._try(self._close)
 

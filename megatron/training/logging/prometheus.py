@@ -92,7 +92,6 @@ class PrometheusSink:
     def scalars(
         self, values: Mapping[str, float], *, iteration: int, consumed_samples: int
     ) -> None:
-        """Writes what came with the records."""
         self._write()
 
     def close(self) -> None:

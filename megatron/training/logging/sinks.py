@@ -47,7 +47,6 @@ class TensorBoardSink:
             self._writer.add_scalar(f"{tag} vs samples", value, consumed_samples)
 
     def close(self) -> None:
-        """Writes what is queued."""
         self._writer.close()
 
 
@@ -93,11 +92,9 @@ class WandbSink:
     def scalars(
         self, values: Mapping[str, float], *, iteration: int, consumed_samples: int
     ) -> None:
-        """Logs all values as one step."""
         self._run.log({**values, "samples": consumed_samples}, step=iteration)
 
     def close(self) -> None:
-        """Finishes the run."""
         self._run.finish()
 
 

@@ -43,22 +43,16 @@ class Sink(Protocol):
 
     def scalars(
         self, values: Mapping[str, float], *, iteration: int, consumed_samples: int
-    ) -> None:
-        """Writes tag to value."""
-        ...
+    ) -> None: ...
 
-    def close(self) -> None:
-        """Flushes and lets go."""
-        ...
+    def close(self) -> None: ...
 
 
 @runtime_checkable
 class RecordSink(Protocol):
     """A sink that wants all records, too."""
 
-    def record(self, record: Mapping[str, Any]) -> None:
-        """Takes in what was just recorded."""
-        ...
+    def record(self, record: Mapping[str, Any]) -> None: ...
 
 
 class NullTracker:

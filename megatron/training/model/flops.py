@@ -89,7 +89,6 @@ class ExpertWidths:
     moe_router_topk: int
     """Experts of a token."""
     moe_ffn_hidden_size: int
-    """Width of an expert."""
     moe_shared_expert_intermediate_size: int = 0
     """Width of the shared expert; 0: there is none."""
     moe_shared_expert_gate: bool = False
@@ -128,8 +127,6 @@ class ExpertWidths:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentWidths:
-    """Widths of multi-latent attention."""
-
     q_lora_rank: int | None
     """Of the compressed query; None: it is not compressed."""
     kv_lora_rank: int

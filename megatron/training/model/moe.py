@@ -307,7 +307,6 @@ class Balance:
         return _shares(sums[:, CHOICES]).tolist()
 
     def load(self, sums: torch.Tensor) -> ExpertLoad:
-        """Reads the sums of a global batch."""
         counts, scores, routed = sums.unbind(dim=1)
         losses = _shares(counts) * _shares(scores)
         return ExpertLoad(

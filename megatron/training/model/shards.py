@@ -25,8 +25,6 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """What a rank holds."""
-
     records: list[Record]
     """Rectangles of global tensors; each names its shard."""
     tensors: list[dict[str, torch.Tensor]]
@@ -34,12 +32,8 @@ class Shards:
 
 
 class HasChunks(Protocol):
-    """A model, or what holds its chunks."""
-
     @property
-    def chunks(self) -> list[Any]:
-        """This rank's wrapped chunks."""
-        ...
+    def chunks(self) -> list[Any]: ...
 
 
 class UnknownState(ValueError):
@@ -52,7 +46,6 @@ def is_expert(key: str) -> bool:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that megatron-core has chained."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 

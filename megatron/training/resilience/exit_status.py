@@ -30,7 +30,6 @@ class RunOutcome:
 
     @property
     def line(self) -> str:
-        """One line for a person."""
         if self.failure is not None:
             return str(self.failure)
         return "training is complete" if self.reason is None else f"stopped: {self.reason}"

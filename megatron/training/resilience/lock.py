@@ -47,14 +47,11 @@ _CLEARING_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds a lock."""
-
     host: str = "an unknown host"
     """Name of the node."""
     pid: int = 0
     """Process."""
     launch: str = "unknown"
-    """Launch."""
     machine: str = ""
     """Tells whether process numbers of there mean anything here."""
     started: str = ""
@@ -179,7 +176,6 @@ class Lock:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Lets go of it."""
         self._ended.set()
         self._thread.join(_JOIN_S)
         with contextlib.suppress(OSError):

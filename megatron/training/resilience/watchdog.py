@@ -119,11 +119,9 @@ class Watchdog:
         ]
 
     def beat(self) -> None:
-        """Progress was made."""
         self._beats += 1
 
     def step(self, iteration: int, seconds: float) -> None:
-        """A step is done."""
         self.iteration = iteration
         self._steps_s.append(seconds)
         self._doing = "training"
@@ -151,14 +149,12 @@ class Watchdog:
             self._beats += 1
 
     def __enter__(self) -> Watchdog:
-        """Starts to watch."""
         if self._limits.stall_s > 0:
             for thread in self._threads:
                 thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Stops watching and deletes the heartbeat."""
         self._ended.set()
         self._to_write.put(None)
         for thread in self._threads:

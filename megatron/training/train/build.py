@@ -213,7 +213,6 @@ def _settle_data(config: Config, stored: Stored | None) -> list[dict[str, Any]]:
 
 
 def _open_checkpointer(job: Job) -> Checkpointer | None:
-    """For the layout that the job has."""
     config, context, tracker = job.config, job.context, job.tracker
     if config.checkpoint.save is None:
         return None

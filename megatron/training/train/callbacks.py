@@ -180,7 +180,6 @@ class Callbacks:
         self._callbacks = tuple(callbacks)
 
     def settings(self) -> dict[str, Any]:
-        """The flags of all of them."""
         return {name: value for c in self._callbacks for name, value in c.settings().items()}
 
     def tensor_parallel_sizes(self, config: Any) -> set[int]:

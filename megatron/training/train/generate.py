@@ -242,7 +242,6 @@ class OpenedModel:
     model: Model
     """With its weights."""
     groups: ProcessGroupCollection
-    """Of the one process."""
     tokenizer: Tokenizer
     """That the model was trained with."""
     stored: Stored

@@ -119,12 +119,10 @@ class Job:
 
     @property
     def watchdog(self) -> Watchdog:
-        """Told of all progress."""
         return self.outside.watchdog
 
     @property
     def trace(self) -> Trace:
-        """Told of all phases."""
         return self.outside.trace
 
     def detach_hooks(self) -> None:
@@ -208,7 +206,6 @@ class Job:
 
     @property
     def seq_length(self) -> int:
-        """Tokens per sample of the next step."""
         return self.config.phase.seq_length
 
     @property
@@ -227,7 +224,6 @@ class Job:
         self.test_data = readers.test
 
     def close_readers(self) -> None:
-        """Ends the worker processes of the readers."""
         for reader in (self.train_data, self.valid_data, self.test_data):
             if reader is not None:
                 reader.close()
@@ -244,7 +240,6 @@ class Job:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of the next step."""
         return self._sizes[0]
 
     @property

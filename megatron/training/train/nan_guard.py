@@ -48,7 +48,6 @@ class BadSteps:
 
     @property
     def in_a_row(self) -> int:
-        """Bad steps up to the last one."""
         return len(self._row)
 
     def add(self, info: StepInfo, *, bad: bool) -> list[StepInfo]:

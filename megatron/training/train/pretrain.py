@@ -238,7 +238,6 @@ def _local_stop(
 
 
 def _state_at_start(config: Config, stored: Stored | None, callbacks: Callbacks) -> TrainState:
-    """The counters of the checkpoint, or zeros."""
     if stored is None or config.checkpoint.finetune:
         return TrainState()
     state = stored.state

@@ -44,8 +44,6 @@ def parameter_norm(job: Job) -> float:
 
 @dataclass
 class _Interval:
-    """What happened since the last log line."""
-
     losses: list[dict[str, float]] = field(default_factory=list)
     """Losses by name of the steps that updated the weights."""
     steps: int = 0
@@ -60,7 +58,6 @@ class _Interval:
     """Wall time of the steps."""
 
     def add(self, info: StepInfo, flops: float) -> None:
-        """Counts one step and its model FLOPs."""
         self.steps += 1
         self.flops += flops
         self.skipped += not info.updated

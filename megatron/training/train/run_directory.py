@@ -42,7 +42,6 @@ class RunDirectory:
     """A run directory that is ours; the same on every rank."""
 
     path: Path
-    """Where it is."""
     launch: str
     """Name of this launch; see `metrics.launch_id`."""
 

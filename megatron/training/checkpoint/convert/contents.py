@@ -79,7 +79,6 @@ def weight_of(key: str) -> str:
 
 
 def state_key(kind: str, weight: str) -> str:
-    """Key of one state of one weight."""
     return f"{STATE}{kind}.{weight}"
 
 

@@ -58,7 +58,6 @@ class ConversionResult:
     layout: str | None
     """Layout the flags of the result name."""
     num_tensors: int
-    """Tensors of the result."""
     num_rewritten: int
     """Tensors that were written anew; 0 where files were copied."""
     num_bytes: int
@@ -69,7 +68,6 @@ class ConversionResult:
     """What the user should know."""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as a JSON-safe dictionary."""
         return {**asdict(self), "notes": list(self.notes)}
 
 

@@ -23,7 +23,6 @@ class ExpertFields:
     count: tuple[str, ...]
     """Fields with the number of experts: the one that is written, and one that is read too."""
     width: str
-    """Field with the width of an expert."""
     block: str
     """Name of the experts and their router in a layer."""
     projections: tuple[str, str, str]
@@ -322,7 +321,6 @@ class UnstackedExperts:
         return {*self._parts, *self._plain}
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """As `SafetensorsFolder`."""
         if name not in self._parts:
             return self._stored.describe(self._plain[name])
         stored, _, first, last = self._parts[name]

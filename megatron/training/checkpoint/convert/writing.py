@@ -58,7 +58,6 @@ class Piece:
     def whole(
         cls, key: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]
     ) -> Piece:
-        """All of a tensor."""
         return cls(key=key, dtype=dtype, shape=shape, part=Chunk.whole(shape), make=make)
 
     @property
@@ -76,7 +75,6 @@ class _Planner(DefaultSavePlanner):
         self.blobs = blobs
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The data of one item."""
         index = write_item.index
         if index.offset is None:
             return io.BytesIO(self.blobs[index.fqn]())
