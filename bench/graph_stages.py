@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.support import arguments, launch, origin, write
-from copus_ext.planner.partition.graph import GraphPartition, GraphProblem, best_graph_partition
+from copus_ext.extras.graph_stages.search import GraphPartition, GraphProblem, best_graph_partition
 
 BRANCHES = 4
 COUNTS = (2, 4, 8, 16)

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 
 from bench.support import balanced_rows, block, ratio_summary
-from copus_ext.planner.partition.graph import GraphPartition, GraphProblem, best_graph_partition
-from megatron.training.distributed.process_groups import destroy_groups
-from megatron.training.model.branches import BranchedShape, build_nodes
-from megatron.training.train.branches import (
+from copus_ext.extras.graph_stages.model import BranchedShape, build_nodes
+from copus_ext.extras.graph_stages.search import GraphPartition, GraphProblem, best_graph_partition
+from copus_ext.extras.graph_stages.train import (
     BranchedTraining,
     TextWindows,
     config_of,
@@ -29,6 +28,7 @@ from megatron.training.train.branches import (
     shape_of_json,
     whole_nodes,
 )
+from megatron.training.distributed.process_groups import destroy_groups
 
 MESSAGES = 30
 

@@ -16,9 +16,9 @@ import io
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from copus_ext.monitor import graph_plan, phase_plan
+from copus_ext.monitor import phase_plan
 from copus_ext.monitor.phase_plan import TOKENS_A_PARAMETER
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
@@ -48,6 +48,7 @@ from megatron.training.common.program import (
     other_command,
     program_name,
     tell,
+    with_hint,
 )
 
 COMMANDS = {
@@ -74,6 +75,13 @@ _AT_ONCE = 16
 """Batches searched together: enough to share work, few enough for the memory."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises `UsageProblem` for what it cannot read."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageProblem(with_hint(self, message))
+
+
 def parser(command: str = "search") -> argparse.ArgumentParser:
     """The flags of one of `COMMANDS`."""
     name = program_name("plan.py")
@@ -81,7 +89,7 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         command, f"{command} "
     )
     others = [f"  {word:{max(map(len, COMMANDS))}}  {text}" for word, text in COMMANDS.items()]
-    p = graph_plan.Parser(
+    p = _Parser(
         prog=name,
         usage=f"%(prog)s {usage}--model MODEL --cluster CLUSTER --global-batch-size SIZES [flags]",
         description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".",
@@ -116,8 +124,6 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         out.add_argument("--plot", type=Path, metavar="FILE.html", help=words)
     elif command == "phases":
         phase_plan.add_flags(p)
-    if command == "partition":
-        graph_plan.add_flag(out)
     return p
 
 
@@ -522,16 +528,6 @@ def put(text: str, output: Path | None) -> None:
         raise UsageProblem(f"--output {output}: {error}") from error
 
 
-def graph_answer(argv: list[str]) -> int:
-    """Plans the stages of a graph; returns the exit code."""
-    text, output, problem = graph_plan.answer(argv)
-    if problem is not None:
-        tell("plan.py", f"error: {problem}")
-        return 4
-    put(text, output)
-    return 0
-
-
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, answers, and turns problems into one line and an exit code."""
     from copus_ext.cost_model.spec_file import SpecError
@@ -539,7 +535,7 @@ def main(argv: list[str] | None = None) -> int:
 
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return graph_answer(argv[1:]) if graph_plan.is_asked(argv) else answer(parse(argv))
+        return answer(parse(argv))
     except (UsageProblem, SpecError, UsageError) as error:
         tell("plan.py", f"error: {error}")
         return 2

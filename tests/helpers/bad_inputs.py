@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import json
 import random
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.training.common.extras import extras
 from tests.helpers import bad_files, spoil
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT
@@ -318,6 +320,16 @@ def texts(rng: random.Random, folder: Path) -> str | None:
     return problem
 
 
+def of_extras() -> list[tuple[str, Check]]:
+    """`KINDS` of `bad_files.py` beside the tests of each extra that is there."""
+    found = []
+    for extra in extras():
+        if (Path(__file__).parents[1] / "extras" / extra.name / "bad_files.py").is_file():
+            module = importlib.import_module(f"tests.extras.{extra.name}.bad_files")
+            found += module.KINDS.items()
+    return found
+
+
 _CHECKPOINTS = Checkpoints()
 KINDS: dict[str, tuple[int, Check]] = {
     "flags": (24, flags),
@@ -332,7 +344,7 @@ KINDS: dict[str, tuple[int, Check]] = {
     "profile": (8, profile),
     "plan": (4, plan),
     "texts": (2, texts),
-    **{kind: (8, check) for kind, check in bad_files.KINDS.items()},
+    **{kind: (8, check) for kind, check in [*bad_files.KINDS.items(), *of_extras()]},
 }
 """What can be wrong: how often, compared with the others, and the check."""
 

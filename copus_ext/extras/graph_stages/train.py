@@ -1,7 +1,7 @@
 """Trains a GPT decoder behind branches, whose stages are a graph: one rank for each stage of each
 replica.
 
-    torchrun --nproc-per-node 2 -m megatron.training.train.branches --text FILE --plan PLAN.json
+    torchrun --nproc-per-node 2 -m copus_ext.extras.graph_stages.train --text FILE --plan PLAN.json
 
 The text is real: each sample is a window of its bytes. The first bytes are what the branches read,
 as tokens or as grey levels of patches, and the decoder learns the bytes behind them.
@@ -21,6 +21,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from copus_ext.extras.graph_stages.link import GraphLink
+from copus_ext.extras.graph_stages.model import Batch, Branch, BranchedShape, build_nodes
+from copus_ext.extras.graph_stages.schedule import GraphSchedule
+from copus_ext.extras.graph_stages.stage_graph import StageGraph
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common.device import Device, use_device
 from megatron.training.common.errors import UsageError
@@ -28,17 +32,13 @@ from megatron.training.common.outside import parse_json
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
-from megatron.training.config.stage_graph import StageGraph
-from megatron.training.distributed.graph_link import GraphLink
 from megatron.training.distributed.process_groups import (
     build_groups,
     destroy_groups,
     init_distributed,
     random_seed_at,
 )
-from megatron.training.model.branches import Batch, Branch, BranchedShape, build_nodes
 from megatron.training.model.gpt import parameter_dtype
-from megatron.training.train.graph_schedule import GraphSchedule
 
 VOCAB_SIZE = 256
 """Every byte is a token."""
@@ -242,7 +242,7 @@ def shape_of_json(raw: Any) -> BranchedShape:
 
 
 def stages_of_plan(raw: Any) -> list[list[str]]:
-    """Names of the nodes of every stage, from the JSON of `copus plan partition --graph`.
+    """Names of the nodes of every stage, from the JSON of `copus plan-graph`.
 
     Raises:
         UsageError: it is something else.
@@ -253,14 +253,14 @@ def stages_of_plan(raw: Any) -> list[list[str]]:
             isinstance(name, str) for nodes in stages for name in nodes
         ):
             return stages
-    raise UsageError("--plan is no answer of `copus plan partition --graph ... --json`")
+    raise UsageError("--plan is no answer of `copus plan-graph ... --json`")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, and prints the loss of every step on rank 0."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     p.add_argument("--shape", type=Path, required=True, help="JSON: branches and decoder")
-    words = "answer of `copus plan partition --graph ... --json`; without it one rank has all"
+    words = "answer of `copus plan-graph ... --json`; without it one rank has all"
     p.add_argument("--plan", type=Path, help=words)
     p.add_argument("--text", type=Path, required=True, help="file whose bytes are trained on")
     p.add_argument("--steps", type=int, default=20)

@@ -146,7 +146,7 @@ class BranchedShape:
         """The stage of every node.
 
         Args:
-            stages: names of the nodes of every stage, as `copus plan partition --graph` gives them.
+            stages: names of the nodes of every stage, as `copus plan-graph` gives them.
 
         Raises:
             ValueError: a node that is on no stage or on two, or that this model does not have.

@@ -1,14 +1,16 @@
-"""`copus plan partition --graph FILE.json`: what it reads, tells and refuses."""
+"""`copus plan-graph FILE.json`: what it reads, tells and refuses."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from copus_ext.commands.plan import main
+from copus_ext.extras.graph_stages.plan import main
 
 COST = {"forward_s": 0.004, "static_bytes": 5e8, "saved_bytes": 2e8, "message_bytes": 8e6}
 VIEWS = ("front", "left", "right", "rear")
@@ -31,7 +33,7 @@ def graph(layers: int = 1, **more: Any) -> dict[str, Any]:
 def run(capsys: Any, folder: Path, raw: Any, *flags: str) -> tuple[int, str, str]:
     file = folder / "graph.json"
     file.write_text(json.dumps(raw))
-    code = main(["partition", "--graph", str(file), *flags])
+    code = main([str(file), *flags])
     return code, *capsys.readouterr()
 
 
@@ -113,8 +115,14 @@ def test_what_is_wrong_is_one_line(
 
 
 def test_a_file_that_is_none_is_refused(capsys: Any, tmp_path: Path) -> None:
-    assert main(["partition", "--graph", str(tmp_path / "none.json")]) == 5
+    assert main([str(tmp_path / "none.json")]) == 1
     assert "No such file" in capsys.readouterr().err
     (tmp_path / "bad.json").write_text("{")
-    assert main(["partition", f"--graph={tmp_path / 'bad.json'}"]) == 2
-    assert main(["partition", "--graph", "x", "--cluster", "y"]) == 2
+    assert main([str(tmp_path / "bad.json")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["x", "--cluster", "y"])
+
+
+def test_the_planning_needs_no_torch() -> None:
+    program = "import copus_ext.extras.graph_stages.plan, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.cost_model.graph_schedule import problems, simulate
 from copus_ext.cost_model.schedule import pipeline_time
-from copus_ext.planner.partition.graph import (
+from copus_ext.extras.graph_stages.search import (
     GraphPartition,
     GraphProblem,
     best_graph_partition,
     closed_sets,
 )
+from copus_ext.extras.graph_stages.stage_graph import StageGraph, check_series_parallel
+from copus_ext.extras.graph_stages.timeline import problems, simulate
 from copus_ext.planner.partition.layers import LayerPartition, NoPartition, best_partition
-from megatron.training.config.stage_graph import StageGraph, check_series_parallel
 
 Edges = tuple[tuple[int, int], ...]
 numbers = st.integers(1, 9).map(lambda x: x / 4)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.training.config.stage_graph import Message, StageGraph
+from copus_ext.extras.graph_stages.stage_graph import Message, StageGraph
 
 _Expected = tuple[int, int]
 """Number of a message of the graph, and micro-batch."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron.training.config.stage_graph import Pass, StageGraph
-from megatron.training.distributed.graph_link import GraphLink
+from copus_ext.extras.graph_stages.link import GraphLink
+from copus_ext.extras.graph_stages.stage_graph import Pass, StageGraph
 
 Batch = dict[str, torch.Tensor]
 

@@ -23,9 +23,9 @@ def main(output: Path) -> Any:
     """Returns for every plan the losses, and some of the gradients of the first step."""
     import torch.distributed as dist
 
+    from copus_ext.extras.graph_stages.train import whole_nodes
     from megatron.training.common.device import use_device
     from megatron.training.distributed.process_groups import destroy_groups
-    from megatron.training.train.branches import whole_nodes
 
     shape, _ = model([])
     alone = {"one rank": [list(shape.nodes)]}
@@ -41,8 +41,8 @@ def main(output: Path) -> Any:
 
 def model(stages: list[list[str]], *, is_sequential: bool = False) -> Any:
     """An image of eight patches and twelve tokens, one beside the other; their stages."""
-    from megatron.training.config.stage_graph import StageGraph
-    from megatron.training.model.branches import Branch, BranchedShape
+    from copus_ext.extras.graph_stages.model import Branch, BranchedShape
+    from copus_ext.extras.graph_stages.stage_graph import StageGraph
 
     shape = BranchedShape(
         branches=(
@@ -67,7 +67,7 @@ def train(name: str, stages: list[list[str]], text: bytes, device: Any, groups: 
     """Losses of all steps, and gradients of the first."""
     import torch.distributed as dist
 
-    from megatron.training.train.branches import BranchedTraining, config_of
+    from copus_ext.extras.graph_stages.train import BranchedTraining, config_of
 
     shape, graph = model(stages, is_sequential=name == "a plain pipeline")
     training = BranchedTraining(config_of(SIZES.split()), shape, graph, text, device, groups)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_graph_stages import PLANS, REPLICAS, STEPS
+from tests.extras.graph_stages.worker import PLANS, REPLICAS, STEPS
 from tests.helpers.on_ranks import on_ranks
 
 CLOSE = 1e-6
@@ -17,7 +17,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for ranks in (1, 3, 4):
         folder = tmp_path_factory.mktemp("graph")
-        found |= on_ranks("worker_graph_stages", folder, ranks, timeout_s=240)
+        found |= on_ranks("tests.extras.graph_stages.worker", folder, ranks, timeout_s=240)
     return found
 
 

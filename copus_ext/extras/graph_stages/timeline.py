@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.training.config.stage_graph import Pass, StageGraph
+from copus_ext.extras.graph_stages.stage_graph import Pass, StageGraph
 
 
 @dataclass(frozen=True, kw_only=True)
