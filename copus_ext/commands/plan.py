@@ -204,7 +204,7 @@ def planner_of(args: argparse.Namespace) -> Any:
     from copus_ext.cost_model.model_spec import STAND_INS
     from copus_ext.planner.configuration import RECOMPUTE
     from copus_ext.planner.search import Planner
-    from copus_ext.planner.space import Limits
+    from copus_ext.planner.space import Limits, may_overlap
 
     kinds = tuple(args.recompute.split(","))
     if not set(kinds) <= set(RECOMPUTE):
@@ -233,7 +233,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         recompute=kinds,
         cross_node_tp=args.allow_cross_node_tp,
         round_down=args.decrease_batch_size_if_needed,
-        overlap=not args.no_overlap and model.clip_group_size is None,
+        overlap=not args.no_overlap and may_overlap(model),
         use_tp_pp_dp_mapping=uses_tp_pp_dp_mapping(args),
         sequence_parallel=not args.no_sequence_parallel,
         cp_comm_types=cp_comm_types_of_flags(args),

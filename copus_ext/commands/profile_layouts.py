@@ -68,7 +68,7 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
     """One configuration per layout and micro-batch."""
     from copus_ext.planner.configuration import Configuration
     from copus_ext.planner.request import cp_comm_types_of_flags, megatron_flag, sizes
-    from copus_ext.planner.space import LEGAL, Limits, enumerate_points
+    from copus_ext.planner.space import LEGAL, Limits, enumerate_points, may_overlap
 
     fixed, largest = sizes("--fix", args.fix), sizes("--largest", args.largest)
     if "cp" not in {**fixed, **largest}:
@@ -82,7 +82,7 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
         cross_node_tp=True,
         cross_node_ep=True,
         narrow_experts=True,
-        overlap=not args.no_overlap and model.clip_group_size is None,
+        overlap=not args.no_overlap and may_overlap(model),
         use_tp_pp_dp_mapping=args.use_tp_pp_dp_mapping,
         sequence_parallel=not args.no_sequence_parallel,
         use_distributed_optimizer=(not args.no_distributed_optimizer,),

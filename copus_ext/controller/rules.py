@@ -26,6 +26,7 @@ from copus_ext.goodput.state import (
     ControllerState,
 )
 from megatron.training.common.errors import UsageError
+from megatron.training.common.extras import problems_of
 from megatron.training.config.batch_schedule import make_schedule, parse_steps
 from megatron.training.config.draft import flag_of
 from megatron.training.config.layout import Layout
@@ -133,12 +134,8 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         )
     moves = flags.copus_layouts == "all" and flags.copus_mode == "act"
     flat = config.flat()
-    if flat.get("clip_group_size") is not None:
-        # In observe mode, too: what it would report is of another gradient.
-        raise UsageError(
-            "--copus measures the noise of the mean gradient, and --clip-group-size changes it "
-            "before it is reduced; drop one"
-        )
+    if found := problems_of("controller_problems", flat, moves):
+        raise UsageError("\n".join(found))
     lossy = [name for name in _LOSSY_BY_LAYOUT if flat.get(name)]
     if moves and lossy:
         # Under the present layout the factor is in every batch's goodput, and cancels.

@@ -15,6 +15,7 @@ import numpy as np
 
 from copus_ext.cost_model import kfac, layer_time
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.extras import terms_of
 from copus_ext.cost_model.layer_time import MicroBatch
 from copus_ext.cost_model.memory import (
     FRAGMENTATION,
@@ -120,6 +121,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = No
     parameters = of(first, layer_parameters(rows), last)
     share = 1.0 / rows.copies[0] if rows.use_distributed_optimizer[0] else 1.0
     owned = rows.optimizer_bytes[0] * share
+    of_extras = terms_of(rows).parameter_bytes
     resting = float(process_bytes(rows)[0]) if context_bytes is None else context_bytes
     own_message = FRAGMENTATION * message_bytes(rows)[0]
 
@@ -135,7 +137,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = No
             forward_s=forward,
             backward_s=of(*micro_batch.backward),
             parameters=parameters,
-            static_bytes=(rows.element_bytes[0] + rows.gradient_bytes[0] + owned) * parameters
+            static_bytes=(rows.element_bytes + rows.gradient_bytes + owned + of_extras) * parameters
             + of(0.0, kfac.held_bytes(rows) / kfac.layers(rows), 0.0),
             saved_bytes=FRAGMENTATION * of(0.0, kept, 0.0),
             working_bytes=FRAGMENTATION * of(0.0, working, head_bytes(rows)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from copus_ext.cost_model.extras import priced_flags
 from copus_ext.cost_model.model_spec import ATTENTION, EXPERT_FIELDS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from megatron.training.config.phase_flags import parse_lengths
@@ -61,7 +62,7 @@ def spec_of(args: Any) -> ModelSpec:
         dropout=args.hidden_dropout > 0,
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         gradient_bytes=_gradient_bytes(args),
-        clip_group_size=getattr(args, "clip_group_size", None),
+        extras=priced_flags(args),
         kfac_interval=args.kfac_interval if getattr(args, "kfac", False) else None,
         **ATTENTION[attention_of(args)],
         implementation="local" if is_local else "te",

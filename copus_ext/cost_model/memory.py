@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model import context, experts, kfac
+from copus_ext.cost_model.extras import terms_of
 from copus_ext.cost_model.peak_correction import AS_PREDICTED, MOVING, Memory, PeakCorrection
 from copus_ext.cost_model.rows import RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, Rows
 
@@ -193,17 +194,6 @@ def in_flight(rows: Rows, stage: Any) -> Any:
     return np.where(rows.vpp > 1, chunks / rows.vpp, plain)
 
 
-def clipping_copies(rows: Rows) -> Any:
-    """Copies of its gradients that a rank keeps to clip groups of samples: the sum, and one for
-    each group whose norm may be under way over tensor and pipeline ranks. 0 without groups."""
-    size = np.maximum(rows.clip_group_size, 1)
-    under_way = -(-rows.pp * rows.micro_batch_size // size)
-    groups = rows.num_microbatches * rows.micro_batch_size // size
-    is_alone = np.equal(rows.tp * rows.pp, 1)
-    copies = 1 + np.where(is_alone, 0, np.minimum(under_way, groups))
-    return np.where(np.greater(rows.clip_group_size, 0), copies, 0)
-
-
 def process_bytes(rows: Rows) -> Any:
     """[n] bytes of a process before it has any tensor: context, libraries, and buffers of NCCL for
     each kind of group it is in."""
@@ -278,8 +268,8 @@ def _of_stages(
     # Sent outputs are given up on a GPU; on a CPU rank `buffer_bytes` covers the few of plain 1F1B.
     stages = {
         "weights": rows.element_bytes * held,
-        "grads": rows.gradient_bytes * held * (1 + clipping_copies(rows)),
-        "optimizer": rows.optimizer_bytes * owned,
+        "grads": rows.gradient_bytes * held,
+        "optimizer": rows.optimizer_bytes * owned + terms_of(rows).parameter_bytes * held,
         "activations": activations,
         "logits": head,
         "buffers": np.broadcast_to(buffer_bytes(rows), held.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model import model_size
+from copus_ext.cost_model.extras import is_number
 from copus_ext.cost_model.rows import ExpertRows
 from copus_ext.cost_model.spec_file import SpecError
 from megatron.training.config.layout_rules import ExpertSizes
@@ -43,10 +45,11 @@ EXPERT_FIELDS = (
 _KINDS = {
     **{"str": (str,), "bool": (bool,), "int": (int,), "int | None": (int, type(None))},
     **{"str | None": (str, type(None)), "bool | None": (bool, type(None))},
+    "Mapping[str, Any]": (Mapping,),
 }
 _UNSET: dict[str, Any] = {
-    **dict.fromkeys(("clip_group_size", "kfac_interval", "norm", "logits_sharded")),
-    **{"logits_bytes": None, "softmax_in_fp32": False},
+    **dict.fromkeys(("kfac_interval", "norm", "logits_sharded", "logits_bytes")),
+    **{"softmax_in_fp32": False, "extras": {}},
 }
 """Values with which the JSON of a model leaves a field out."""
 
@@ -126,8 +129,6 @@ class ModelSpec:
     """Bytes of a gradient element as it is kept and reduced: 4, or 2 in half precision."""
     fused_attention: bool = True
     """Attention runs as one kernel (flash)."""
-    clip_group_size: int | None = None
-    """Samples of a group whose gradient is clipped by itself; None: there are no groups."""
     kfac_interval: int | None = None
     """Steps between two covariances of K-FAC; None: it is off."""
     optimizer_bytes: int | None = None
@@ -148,6 +149,9 @@ class ModelSpec:
     """Bytes of a logit and what the loss makes of it. None: in half precision 6, which are the
     logit and an fp32 copy that the loss overwrites; 4 in fp32; 14 with `legacy`, which are the
     logit, and an fp32 copy, softmax and gradient."""
+    extras: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """By field name, the flags of extras that are on, as far as they are numbers: those of
+    `extras.priced_flags`."""
     implementation_given: bool = field(default=False, compare=False)
     """Whether somebody said how layers are implemented; else what they keep is less sure."""
 
@@ -162,6 +166,8 @@ class ModelSpec:
                 if not least <= value <= _LARGEST:
                     shown = value if abs(value) <= _LARGEST else "(a number too large)"
                     raise SpecError(f"{one.name} {shown} must be at least {least}")
+        if not all(map(is_number, self.extras.values())):
+            raise SpecError(f"extras {dict(self.extras)!s:.60} must be numbers by field name")
         if self.precision not in ("bf16", "fp16", "fp32"):
             raise SpecError(f"precision {self.precision!r} must be bf16, fp16 or fp32")
         if self.implementation not in IMPLEMENTATIONS:
@@ -332,6 +338,11 @@ class ModelSpec:
         if self.num_experts is not None:
             raise SpecError(f"{what} does not know mixtures of experts yet; use a plain search")
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What extras read of a model to say which layouts and batches it cannot have."""
+        return {"num_experts": self.num_experts, **self.extras}
+
     def row_fields(self, tp: Any) -> dict[str, Any]:
         """The model's fields of `Rows` under some tensor sizes.
 
@@ -368,7 +379,7 @@ class ModelSpec:
             "norm_vectors": 1 if self.normalization == "RMSNorm" else 2,
             "element_bytes": 4 if wide else 2,
             "gradient_bytes": self.gradient_bytes,
-            "clip_group_size": self.clip_group_size or 0,
+            "extras": self.extras,
             "kfac_interval": self.kfac_interval or 0,
             "optimizer_bytes": self.optimizer_bytes or (8 if wide else 12),
         }
@@ -378,8 +389,8 @@ class ModelSpec:
         return replace(self, seq_length=seq_length, learned_positions=positions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; those of experts, groups, K-FAC and parts of the implementation only
-        where they are set."""
+        """Plain JSON types; those of experts, extras and parts of the implementation only where
+        they are set."""
         unset = [name for name, value in _UNSET.items() if getattr(self, name) == value]
         unset.append("implementation_given")
         data = {name: value for name, value in asdict(self).items() if name not in unset}

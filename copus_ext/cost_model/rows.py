@@ -6,8 +6,8 @@ scalars; nothing here knows where they come from (a search, a fit, a single ques
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -171,12 +171,13 @@ class Rows:
     computed twice."""
     message_bits: Any = 0
     """Bits of a number that a stage sends to another; 0: those it has."""
-    clip_group_size: Any = 0
-    """Samples of a group whose gradient is clipped by itself; 0: there are no groups."""
     kfac_interval: Any = 0
     """Steps between two covariances of K-FAC; 0: it is off."""
     cp_comm_type: Any = 0
     """Index into `context.CP_COMM_TYPES`, where `cp` is above 1."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """By field name, the flags of extras that are numbers; those of extras that are off are not
+    there, or 0."""
     experts: ExpertRows | None = None
     """Sizes of a mixture of experts; None: a dense model."""
 
@@ -240,8 +241,9 @@ class Rows:
 
     def _each(self, change: Callable[[Any], Any]) -> Rows:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        experts = values.pop("experts")
+        experts, extras = values.pop("experts"), values.pop("extras")
         changed: dict[str, Any] = {name: change(value) for name, value in values.items()}
+        changed["extras"] = {name: change(value) for name, value in extras.items()}
         if experts is not None:
             of = {f.name: getattr(experts, f.name) for f in fields(experts)}
             some = {n: None if value is None else change(value) for n, value in of.items()}
@@ -290,9 +292,11 @@ def concatenate(parts: list[Rows]) -> Rows:
     """All rows of several tables, as a fit to several clusters needs them."""
     if any(part.experts is not None for part in parts):
         parts = [part.change(experts=part.experts or _NO_EXPERTS) for part in parts]
-    full = [part.full() for part in parts]
-    names = [f.name for f in fields(Rows) if f.name != "experts"]
+    of_extras = {name: 0 for part in parts for name in part.extras}
+    full = [part.change(extras={**of_extras, **part.extras}).full() for part in parts]
+    names = [f.name for f in fields(Rows) if f.name not in ("experts", "extras")]
     values: dict[str, Any] = {n: np.concatenate([getattr(p, n) for p in full]) for n in names}
+    values["extras"] = {n: np.concatenate([p.extras[n] for p in full]) for n in of_extras}
     experts = [p.experts for p in full if p.experts is not None]
     if not experts:
         return Rows(**values)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from copus_ext.cost_model.model_spec import ModelSpec, divisors
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.space import extra_problems
 from megatron.training.common.program import other_command
 from megatron.training.config.layout_rules import expert_problems
 
@@ -78,10 +79,13 @@ def reason(
             f"{c.global_batch_size} gives {c.num_microbatches}",
             f"use global batch {_interleaved_batch(c)} or vpp=1",
         ),
-        **_of_gradient_flags(model, c, replicas),
+        **_of_gradient_flags(c),
     }
     if code in EXPERT_RULES:
         return _of_experts(code, model, c)
+    if code == "extra":
+        detail, _, fix = extra_problems(model, c)[0].partition("; ")
+        return detail, fix
     if code == "dominated":
         less = f"{c}: less recomputation fits and is never slower"
         return less, f"price it with `{other_command('plan.py')} explain {c}`"
@@ -96,17 +100,9 @@ def reason(
     return texts[code]
 
 
-def _of_gradient_flags(
-    model: ModelSpec, c: Configuration, replicas: str
-) -> dict[str, tuple[str, str]]:
+def _of_gradient_flags(c: Configuration) -> dict[str, tuple[str, str]]:
     """By code, what flags that change the gradients ask of a configuration."""
     return {
-        "clip_group": (
-            f"--clip-group-size {model.clip_group_size} needs a dense model, cp=1, and whole groups"
-            f" on each replica; here cp={c.layout.cp}, {replicas}, global batch "
-            f"{c.global_batch_size}",
-            "use another batch, dp or micro-batch",
-        ),
         "kfac": (
             f"--kfac needs a dense model and whole layers on a rank; here tp={c.layout.tp}",
             "use tp=1 and a dense model",

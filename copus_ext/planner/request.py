@@ -16,6 +16,7 @@ from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, PRESETS,
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.profile import read_profile
+from copus_ext.planner.space import may_overlap
 from megatron.training.config.draft import flag_of
 from megatron.training.config.known_flags import notes_of
 from megatron.training.config.layout import Layout
@@ -302,14 +303,14 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
         unpriced.append(f"--optimizer {args.optimizer}")
     searched = [flag_of(name) for name in _SEARCHED if name in given]
     notes = []
-    if "clip_group_size" in given:
-        notes.append(
-            "--clip-group-size: priced without --overlap-grad-reduce, which it excludes, and "
-            "without the time that clipping takes"
-        )
+    model, has_overlap = ModelSpec.from_arguments(args), not no_overlap
+    if model.extras and has_overlap and not may_overlap(model):
+        flags = ", ".join(flag_of(name) for name in model.extras if name in given)
+        notes.append(f"{flags}: priced without --overlap-grad-reduce, which does not go with it")
+        has_overlap = False
     if "kfac" in given:
         notes.append("--kfac needs one tensor parallel rank: others are rejected")
-    if "clip_group_size" not in given and "overlap_grad_reduce" not in given and not no_overlap:
+    if has_overlap and "overlap_grad_reduce" not in given:
         notes.append(
             "priced with --overlap-grad-reduce, as the flags of the answer have it; give "
             "--no-overlap for a run without"

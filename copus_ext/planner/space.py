@@ -24,6 +24,7 @@ from copus_ext.cost_model.rows import (
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.sharing import Sharing, can_exchange, has_engine
+from megatron.training.common.extras import problems_of
 from megatron.training.config.layout import Layout
 
 REJECTION_CODES = (
@@ -37,7 +38,7 @@ REJECTION_CODES = (
     "virtual",
     "batch",
     "interleave_microbatches",
-    "clip_group",
+    "extra",
     "kfac",
     "cross_node_tp",
     "experts",
@@ -415,14 +416,40 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     reject("virtual", model.num_layers // p.pp % p.vpp != 0)
     reject("batch", p.global_batch_size % (p.dp * p.micro_batch_size) != 0)
     reject("interleave_microbatches", (p.vpp > 1) & (p.num_microbatches % p.pp != 0))
-    if (size := model.clip_group_size) is not None:
-        is_cut = (size % p.micro_batch_size != 0) | (p.global_batch_size % (size * p.dp) != 0)
-        reject("clip_group", is_cut | (p.cp > 1) | (model.num_experts is not None))
     if model.kfac_interval is not None:
         reject("kfac", (p.tp > 1) | (model.num_experts is not None))
     for name, broken in _broken_by_experts(model, cluster, p).items():
         reject(name, broken)
+    if model.extras:
+        reject("extra", _refused_by_extras(model, p, code == LEGAL))
     return Points(**{**{f.name: getattr(p, f.name) for f in fields(p)}, "code": code})
+
+
+def may_overlap(model: ModelSpec) -> bool:
+    """Whether no extra of a model forbids that gradients are reduced while passes compute."""
+    arguments = {**model.arguments, "overlap_grad_reduce": True}
+    return not (model.extras and problems_of("layout_problems", arguments, Layout()))
+
+
+def extra_problems(model: ModelSpec, c: Configuration) -> list[str]:
+    """What the extras of a model say against a configuration: the sentences of a launch."""
+    arguments = {**model.arguments, "overlap_grad_reduce": c.overlap}
+    sizes = c.layout, c.micro_batch_size, c.global_batch_size
+    return problems_of("layout_problems", arguments, c.layout) + problems_of(
+        "batch_problems", arguments, *sizes
+    )
+
+
+def _refused_by_extras(model: ModelSpec, points: Points, is_asked: Any) -> Any:
+    """[n] which of some points the extras of a model cannot have. Each layout and batch is asked
+    for once."""
+    refused, names = np.zeros(len(points), dtype=bool), (*SIZES, "global_batch_size", "overlap")
+    at = np.flatnonzero(is_asked)
+    table = np.stack([getattr(points, name)[at] for name in names], axis=1)
+    _, first, number = np.unique(table, axis=0, return_index=True, return_inverse=True)
+    found = [bool(extra_problems(model, points.configuration(int(at[i])))) for i in first]
+    refused[at] = np.array(found, dtype=bool)[number.reshape(-1)]
+    return refused
 
 
 def _broken_by_experts(model: ModelSpec, cluster: ClusterSpec, p: Points) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megatron.training.common.extras import PACKAGES, Extra, extras
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {extra.name: ROOT / extra.package.replace(".", "/") for extra in extras()}
 REFERENCES = ("flags", "check", "feature", "layout_problems", "batch_problems")
+REFERENCES += ("controller_problems", "cost_terms")
 ALL_CORE = """
 import importlib, json, pathlib, sys
 from megatron.training.common.extras import extras
@@ -110,11 +111,14 @@ EXTRA = Extra(
     check="parts:check",
     feature="parts:counter",
     layout_problems="parts:layout_problems",
+    controller_problems="parts:controller_problems",
+    cost_terms="parts:cost_terms",
     commands={"count": "parts"},
 )
 ''',
     "parts.py": '''"""Says how far it counts."""
 from dataclasses import dataclass
+from megatron.training.common.extras import CostTerms
 from megatron.training.config.fields import option
 
 
@@ -134,6 +138,15 @@ def layout_problems(arguments, layout):
     return ["--count-to needs --tensor-model-parallel-size 1"] if too_many else []
 
 
+def controller_problems(arguments, moves):
+    is_there = moves and arguments.get("count_to") is not None
+    return ["--count-to depends on the layout; use --copus-layouts current"] if is_there else []
+
+
+def cost_terms(candidates):
+    return CostTerms(parameter_bytes=candidates.extras["count_to"])
+
+
 def counter(config, model, groups):
     return None
 
@@ -145,6 +158,12 @@ def main(argv):
 }
 NEW_ONE = """
 from copus_ext.commands.main import main, names
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.rules import check_run
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.memory import memory
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.planner.space import REJECTION_CODES, Limits, enumerate_points, to_rows
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import build_parser, parse_args, resolve
 
@@ -160,6 +179,24 @@ for flags, said in (("13", "use 14"), ("3 --tensor-model-parallel-size 2", "need
         assert said in str(error), error
     else:
         raise AssertionError(flags)
+planned = ModelSpec.from_megatron_flags((base + "--count-to 3").split())
+plain = ModelSpec.from_megatron_flags(base.split())
+assert planned.extras == {"count_to": 3} and not plain.extras
+points = enumerate_points(planned, preset("cpu:2"), 4, Limits(overlap=False))
+codes = {(int(tp), REJECTION_CODES[code]) for tp, code in zip(points.tp, points.code) if code >= 0}
+assert (2, "extra") in codes and not any(tp == 1 and code == "extra" for tp, code in codes)
+first = points.take(points.tp == 1)
+grown, usual = (memory(to_rows(m, preset("cpu:2"), first)).stages for m in (planned, plain))
+held = usual["weights"] / 4
+assert abs(grown["optimizer"] - usual["optimizer"] - 3 * held).max() < 1
+config = resolve(parse_args((base + "--count-to 3").split()), 2)
+check_run(CopusConfig(copus=True, copus_layouts="current"), config)
+try:
+    check_run(CopusConfig(copus=True, copus_layouts="all"), config)
+except UsageError as error:
+    assert "--count-to depends" in str(error)
+else:
+    raise AssertionError("moved")
 assert "--count-to N" in build_parser().format_help() and "count" in names()
 assert main(["count"]) == 0
 """

@@ -1,9 +1,9 @@
 """Extras: abilities beside the core, each in a folder of its own. The core never imports one.
 
 An extra is a package with a module `extra` whose `EXTRA` names what it adds: flags, checks, a part
-in each step, limits of layouts, commands. The folders of `PACKAGES` are searched, and so is the
-entry point group `copus.extras` of installed packages. Without its folder an extra is gone, and the
-rest works on. `docs/decisions/071` says why.
+in each step, limits of layouts, costs for the planner, commands. The folders of `PACKAGES` are
+searched, and so is the entry point group `copus.extras` of installed packages. Without its folder
+an extra is gone, and the rest works on. `docs/decisions/071` says why.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,13 @@ class Extra:
     batch_problems: str | None = None
     """Reference to a function (arguments, layout, micro_batch_size, global_batch_size) -> list of
     sentences: why a layout cannot cut a batch so."""
+    cost_terms: str | None = None
+    """Reference to a function (candidates) -> `CostTerms`, which the planner calls where a flag of
+    the extra is not its default. Candidates have the columns of `copus_ext.cost_model.rows.Rows`,
+    each [n] or a scalar, and in `extras` those of the flags that are numbers. No torch."""
+    controller_problems: str | None = None
+    """Reference to a function (arguments, moves) -> list of sentences: why `--copus` cannot read
+    the gradients of such a run or, with `moves`, compare its layouts."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Sub-commands of `copus`: name -> module with a `main`, counted from the package."""
     package: str = ""
@@ -70,6 +77,14 @@ class Extra:
         return getattr(importlib.import_module(f"{self.package}.{module}"), attribute)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CostTerms:
+    """What an extra adds to a training step on each rank: [n] candidates, or scalars."""
+
+    parameter_bytes: Any = 0.0
+    """Bytes that a rank keeps for each parameter that it holds."""
+
+
 @functools.cache
 def extras() -> tuple[Extra, ...]:
     """All extras that are there, in the order of their names."""
@@ -88,14 +103,26 @@ def extras_with(what: str) -> list[tuple[Extra, Any]]:
 
 
 def problems_of(what: str, arguments: Mapping[str, Any], *values: Any) -> list[str]:
-    """All sentences of `layout_problems` or `batch_problems` of the extras.
+    """All sentences of a field `..._problems` of the extras.
 
     Args:
-        what: which of the two.
+        what: which field.
         arguments: flags by field name, as derived or as stored.
         values: what the functions take besides.
     """
     return [line for _, find in extras_with(what) for line in find(arguments, *values)]
+
+
+def defaults_of(extra: Extra) -> dict[str, Any]:
+    """The flags of an extra by field name, each with its default."""
+    flags = extra.get("flags")
+    return {} if flags is None else {f.name: f.default for f in fields(flags)}
+
+
+def without_extras(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of the core alone, by field name."""
+    own = {name for extra in extras() for name in defaults_of(extra)}
+    return {name: value for name, value in arguments.items() if name not in own}
 
 
 def _folders(packages: Iterable[str]) -> Iterable[str]:

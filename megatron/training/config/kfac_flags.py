@@ -12,7 +12,6 @@ MOST_WIDE = 8192
 _EXCLUDED = (
     ("num_experts", "experts see few tokens each, and nobody has tried it"),
     ("fp16", "gradients of outputs have the loss scale in them; use --bf16"),
-    ("clip_group_size", "nobody has run both together"),
     ("grad_compression_rank", "nobody has run both together"),
 )
 

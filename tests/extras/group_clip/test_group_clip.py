@@ -4,7 +4,9 @@ flags."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,18 +19,22 @@ from hypothesis import strategies as st
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
+from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.memory import memory
 from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.rows import concatenate
 from copus_ext.gns.hooks import CONTROL_SET, GROUPS, measured_parameters
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Rejected
+from copus_ext.planner.request import notes_on
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import (
     LEGAL,
     REJECTION_CODES,
     Limits,
     enumerate_points,
+    may_overlap,
     points_of,
     to_rows,
 )
@@ -238,7 +244,7 @@ def test_the_planner_rejects_what_a_launch_would() -> None:
     model, cluster = ModelSpec.from_megatron_flags(FLAGS), preset("cpu:4")
     limits = Limits(overlap=False, recompute=("none",), cross_node_tp=True)
     points = enumerate_points(model, cluster, 16, limits)
-    code = REJECTION_CODES.index("clip_group")
+    code = REJECTION_CODES.index("extra")
     legal, rejected = (np.flatnonzero(points.code == c) for c in (LEGAL, code))
     for at in legal:
         resolve(parse_args([*FLAGS, *points.configuration(int(at)).to_flags()]), 4)
@@ -249,7 +255,7 @@ def test_the_planner_rejects_what_a_launch_would() -> None:
     some = [points.configuration(int(i)) for i in rejected]
     assert any(c.micro_batch_size == 8 for c in some) and any(c.layout.cp == 2 for c in some)
     found = Planner(model, cluster, limits=limits).explain(some[0])
-    assert isinstance(found, Rejected) and found.code == "clip_group"
+    assert isinstance(found, Rejected) and found.code == "extra"
     assert "--clip-group-size 4" in found.detail
     mixture = dataclasses.replace(model, num_experts=4)
     assert not (enumerate_points(mixture, cluster, 16, limits).code == LEGAL).any()
@@ -267,11 +273,42 @@ def test_the_planner_counts_the_copies_of_gradients(
     c = Configuration(layout=layout, micro_batch_size=micro, global_batch_size=16)
     cluster = preset(f"cpu:{tp * pp}")
 
-    def grads(spec: ModelSpec) -> Any:
-        return memory(to_rows(spec, cluster, points_of([c]))).stages["grads"]
+    def stages(spec: ModelSpec) -> Any:
+        return memory(to_rows(spec, cluster, points_of([c]))).stages
 
-    plain = grads(dataclasses.replace(model, clip_group_size=None))
-    np.testing.assert_allclose(grads(model), (1 + copies) * plain)
+    plain, own = stages(dataclasses.replace(model, extras={})), stages(model)
+    np.testing.assert_allclose(own["optimizer"] - plain["optimizer"], copies * plain["grads"])
+    np.testing.assert_array_equal(own["grads"], plain["grads"])
+
+
+def test_plans_are_made_without_what_clipping_excludes() -> None:
+    model, text = ModelSpec.from_megatron_flags(FLAGS), shlex.join(FLAGS)
+    assert model.extras == {"clip_group_size": 4} and not may_overlap(model)
+    assert ModelSpec.from_json(json.loads(json.dumps(model.to_json()))) == model
+    plain = dataclasses.replace(model, extras={})
+    assert may_overlap(plain) and "extras" not in plain.to_json()
+    (note,) = [n for n in notes_on(text, no_overlap=False) if "--clip-group-size" in n]
+    assert "priced without --overlap-grad-reduce" in note
+    assert not any("overlap" in n for n in notes_on(text, no_overlap=True))
+
+
+def test_rows_with_and_without_groups_can_be_fitted_together() -> None:
+    c = Configuration(layout=Layout(dp=2), micro_batch_size=2, global_batch_size=16)
+    model, cluster = ModelSpec.from_megatron_flags(FLAGS), preset("cpu:2")
+    specs = model, dataclasses.replace(model, extras={})
+    parts = [to_rows(spec, cluster, points_of([c])) for spec in specs]
+    together = memory(concatenate(parts)).peak_bytes
+    np.testing.assert_allclose(together, [memory(part).peak_bytes[0] for part in parts])
+    assert together[0] > together[1]
+
+
+def test_stages_of_unlike_layers_count_the_copies_too() -> None:
+    c = Configuration(layout=Layout(pp=2), micro_batch_size=2, global_batch_size=16, overlap=False)
+    rows = to_rows(ModelSpec.from_megatron_flags(FLAGS), preset("cpu:2"), points_of([c])).full()
+    found = memory(rows).stages
+    whole = sum(float(found[kind].sum()) for kind in ("weights", "grads", "optimizer"))
+    costs = costs_by_block(rows, preset("cpu:2").load_constants())
+    assert costs.blocks.static_bytes.sum() == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("mode", ["act", "observe"])

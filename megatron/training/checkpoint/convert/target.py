@@ -15,6 +15,7 @@ from megatron.training.checkpoint.convert import contents
 from megatron.training.checkpoint.convert.checks import Contents, optimizers_of
 from megatron.training.checkpoint.files import OUR_KEY
 from megatron.training.common.errors import Refused, UsageError
+from megatron.training.common.extras import without_extras
 from megatron.training.config.batch_schedule import make_schedule
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import further_sizes, layout_problems
@@ -109,9 +110,14 @@ def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
 
 def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> list[str]:
     """Why a model cannot be laid out this way; the sentences of a launch. A launch may choose other
-    kernels, another way to exchange keys and values and no K-FAC, so the stored ones do not
-    count."""
-    arguments = {**arguments, "cp_comm_type": None, "transformer_impl": None, "kfac": False}
+    kernels, another way to exchange keys and values, no K-FAC and no extras, so the stored ones
+    do not count."""
+    arguments = {
+        **without_extras(arguments),
+        "cp_comm_type": None,
+        "transformer_impl": None,
+        "kfac": False,
+    }
     return layout_problems(
         layout,
         num_layers=arguments["num_layers"],

@@ -15,9 +15,11 @@ from megatron.training.config.phase_flags import has_phases
 
 ADAPTIVE = "adaptive"
 """Value of `--clip-group-norm`: the smallest norm of a step."""
-_EXCLUDED = (
+_EXCLUDED_BY_LAYOUT = (
     ("overlap_grad_reduce", "the last group's scale would come after the reduction has begun"),
     ("num_experts", "ranks see parts of the gradient of an expert"),
+)
+_EXCLUDED = (
     (
         "calculate_per_token_loss",
         "a group's mean needs its number of tokens, which the last stage alone knows",
@@ -26,6 +28,7 @@ _EXCLUDED = (
     ("grad_reduce_in_bf16", "sums of groups would be rounded once more for each"),
     ("allow_uneven_micro_batches", "groups are whole micro-batches"),
     ("grad_compression_rank", "residuals would keep what was not clipped"),
+    ("kfac", "nobody has run both together"),
 )
 
 
@@ -79,13 +82,9 @@ def check_group_clipping(draft: Draft, environment: Environment) -> None:
         return
     flag = f"--clip-group-size {size}"
     for name, why in _EXCLUDED:
-        draft.require(not draft[name], f"{flag} excludes {flag_of(name)}: {why}; drop one")
-    cp = draft["context_parallel_size"]
-    draft.require(
-        cp == 1,
-        f"{flag} excludes --context-parallel-size {cp}: ranks that share a sample each see a part "
-        "of its gradient; drop one",
-    )
+        # Flags of other extras are not there without their folder.
+        is_given = draft.values.get(name)
+        draft.require(not is_given, f"{flag} excludes {flag_of(name)}: {why}; drop one")
     draft.require(
         not draft["gradient_accumulation_fusion"],
         f"{flag} excludes fused gradient accumulation, with which nobody has run it; give "
@@ -101,6 +100,36 @@ def check_group_clipping(draft: Draft, environment: Environment) -> None:
             f"{flag} --clip-group-norm {norm} changes the training: the mean of clipped gradients "
             "is not the mean gradient"
         )
+
+
+def layout_problems(arguments: Mapping[str, Any], layout: Layout) -> list[str]:
+    """See `Extra.layout_problems`."""
+    size = arguments.get("clip_group_size")
+    if size is None:
+        return []
+    flag = f"--clip-group-size {size}"
+    found = [
+        f"{flag} excludes {flag_of(name)}: {why}; drop one"
+        for name, why in _EXCLUDED_BY_LAYOUT
+        if arguments.get(name)
+    ]
+    if layout.cp > 1:
+        found.append(
+            f"{flag} excludes --context-parallel-size {layout.cp}: ranks that share a sample each "
+            "see a part of its gradient; drop one"
+        )
+    return found
+
+
+def controller_problems(arguments: Mapping[str, Any], moves: bool) -> list[str]:
+    """See `Extra.controller_problems`. In observe mode, too: what `--copus` would report is of
+    another gradient."""
+    if arguments.get("clip_group_size") is None:
+        return []
+    return [
+        "--copus measures the noise of the mean gradient, and --clip-group-size changes it before "
+        "it is reduced; drop one"
+    ]
 
 
 def batch_problems(

@@ -1,0 +1,44 @@
+"""What extras add to the cost of a step: their flags in a model, and the sum of their terms."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from copus_ext.cost_model.rows import Rows
+from megatron.training.common.extras import CostTerms, defaults_of, extras_with
+
+_NOTHING = CostTerms()
+
+
+def priced_flags(args: Any) -> dict[str, Any]:
+    """The flags that are numbers of each extra with `cost_terms` and a flag that is not its
+    default.
+
+    Args:
+        args: parsed flags, or anything with the same attributes.
+    """
+    found: dict[str, Any] = {}
+    for extra, _ in extras_with("cost_terms"):
+        defaults = defaults_of(extra)
+        own = {name: getattr(args, name, default) for name, default in defaults.items()}
+        if own != defaults:
+            found |= {name: value for name, value in own.items() if is_number(value)}
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether a flag can be a column of `Rows.extras`."""
+    return isinstance(value, (bool, int, float))
+
+
+def terms_of(rows: Rows) -> CostTerms:
+    """The terms of all extras that some rows have on, added up."""
+    if not rows.extras:
+        return _NOTHING
+    terms = [
+        cost_terms(rows)
+        for extra, cost_terms in extras_with("cost_terms")
+        if not rows.extras.keys().isdisjoint(defaults_of(extra))
+    ]
+    return CostTerms(**{f.name: sum(getattr(t, f.name) for t in terms) for f in fields(CostTerms)})
