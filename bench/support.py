@@ -192,8 +192,8 @@ def open_job(flags: list[str]) -> Iterator[Any]:
         config = merge_resume_config(config, None, vocab_size=tokenizer.vocab_size)
         state = TrainState()
         with hold_run(config) as run, open_run(config, run, None, state) as tracker:
-            outside = RunServices(tracker=tracker)
-            job = build_job(config, None, state, tokenizer, device, Callbacks(()), outside)
+            services = RunServices(tracker=tracker)
+            job = build_job(config, None, state, tokenizer, device, Callbacks(()), services)
             yield job
             tear_down(job)
         torch.distributed.destroy_process_group()

@@ -124,7 +124,7 @@ def _prompt_in(line: str, where: str) -> str:
     try:
         value = parse_json(line)
     except ValueError as error:
-        raise UsageError(f"{where} is no JSON: {error}") from error
+        raise UsageError(f"{where} is not valid JSON: {error}") from error
     if isinstance(value, dict):
         value = next((value[key] for key in _JSON_KEYS if key in value), None)
     if not isinstance(value, str):

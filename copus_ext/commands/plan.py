@@ -137,7 +137,7 @@ def _add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool) -> None:
     where.add_argument("--gpus-per-node", type=int, help=words)
     where.add_argument("--gpu", help="such as H100-80GB")
     where.add_argument("--nic", help="network of a node, one direction, such as 400GB/s")
-    words = "--nic was measured, and is no number of a data sheet"
+    words = "--nic was measured, and is not a number of a data sheet"
     where.add_argument("--nic-is-measured", action="store_true", help=words)
     where.add_argument("--intra", help="link of a GPU inside its node, such as 450GB/s")
     search = p.add_argument_group("search")
@@ -302,7 +302,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         records = [a.to_json(1) if code == 0 else a.to_json() for a, code in answers]
         inputs = {"model": planner.model.to_json(), "seq_length_from": length_from(args)}
         record = {"schema": report.EXPLAINED, "inputs": inputs, "explained": records}
-        put(report.dump(record), args.output)
+        write_output(report.dump(record), args.output)
     else:
         head = length_line(args, planner.model)
         texts = [
@@ -311,7 +311,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
             else f"{a.example}, global batch {b}: {a.code}: {a.detail}; {a.fix}"
             for (a, code), b in zip(answers, wanted)
         ]
-        put("\n\n".join([head, *texts]), args.output)
+        write_output("\n\n".join([head, *texts]), args.output)
     return max(code for _, code in answers)
 
 
@@ -418,9 +418,11 @@ def answer(args: argparse.Namespace) -> int:
             top=args.top,
             headroom=headroom and headroom[1],
         )
-        put(report.dump(record), args.output)
+        write_output(report.dump(record), args.output)
     elif args.format == "flags":
-        put("\n".join(" ".join(one.configuration.to_flags()) for one in firsts), args.output)
+        write_output(
+            "\n".join(" ".join(one.configuration.to_flags()) for one in firsts), args.output
+        )
     else:
         text = io.StringIO()
         console = report.console_for(sys.stdout if args.output is None else text)
@@ -443,7 +445,7 @@ def answer(args: argparse.Namespace) -> int:
         if timing := timing_line(found.worth_timing, is_mixture=is_mixture):
             console.print(timing, highlight=False, markup=False)
         if args.output is not None:
-            put(text.getvalue().rstrip("\n"), args.output)
+            write_output(text.getvalue().rstrip("\n"), args.output)
     fits = [bool(best) for best in found.nodes or [[]] * len(found.plans)]
     failed = [p for p, also in zip(found.plans, fits) if p.status != "ok" and not also]
     for plan in failed:
@@ -459,7 +461,7 @@ def answer(args: argparse.Namespace) -> int:
 
 def phases(args: argparse.Namespace, planner: Any) -> int:
     """Plans a run whose samples or batches grow; returns the exit code."""
-    code = phase_plan.answer(args, planner, put)
+    code = phase_plan.answer(args, planner, write_output)
     has_lengths = args.seq_length_schedule or megatron_flag(args, "seq_length_schedule")
     # With an answer alone: a refusal is the only line that is printed.
     if code == 0 and not has_lengths:
@@ -517,7 +519,7 @@ def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[An
     return plans
 
 
-def put(text: str, output: Path | None) -> None:
+def write_output(text: str, output: Path | None) -> None:
     """Prints an answer, or writes it where that is asked for."""
     if output is None:
         print(text)

@@ -80,7 +80,7 @@ def _train_in_generation(start: "Start", *, started_s: float) -> int:
         start.flags,
         stored=start.stored,
         more=start.callbacks,
-        tell=start.tell,
+        on_exit=start.tell,
         start_fields=start.fields,
         started_s=started_s,
     )
@@ -91,7 +91,7 @@ def _train(
     *,
     stored: "Stored | None" = None,
     more: "Sequence[Callback]" = (),
-    tell: "Callable[[RunOutcome], None] | None" = None,
+    on_exit: "Callable[[RunOutcome], None] | None" = None,
     start_fields: "Mapping[str, Any]" = MappingProxyType({}),
     started_s: float | None = None,
 ) -> int:
@@ -101,7 +101,7 @@ def _train(
         argv: flags; None for those of the process.
         stored: where to go on from; None as the flags say.
         more: callbacks besides those of the flags.
-        tell: told how the run ends; None for the supervisor.
+        on_exit: told how the run ends; None for the supervisor.
         start_fields: more fields of the record of the start.
         started_s: when the process started, on the monotonic clock; None: now.
     """
@@ -145,7 +145,7 @@ def _train(
     outcome = pretrain(
         config,
         callbacks,
-        tell or relaunch.report_exit,
+        on_exit or relaunch.report_exit,
         stored=stored,
         start_fields=start_fields,
         started_s=started_s,
@@ -155,7 +155,7 @@ def _train(
         if args.copus and args.copus_mode == "act":
             tell_time_saved(outcome, code)
         if config.logging.profile:
-            leave_course(outcome, code)
+            write_trace(outcome, code)
     return code
 
 
@@ -217,7 +217,7 @@ def tell_time_saved(outcome: "RunOutcome", code: int) -> None:
         print(line, flush=True)
 
 
-def leave_course(outcome: "RunOutcome", code: int) -> None:
+def write_trace(outcome: "RunOutcome", code: int) -> None:
     """Leaves the course of a run that is done beside its traces of steps."""
     if not has_time_after(outcome, code):
         return

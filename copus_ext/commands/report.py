@@ -23,9 +23,9 @@ from megatron.training.common.program import CommandParser, program_name, tell
 if TYPE_CHECKING:
     from copus_ext.monitor.report import ReportData
 
-_MOST_RUNS = 16
+_MAX_RUNS = 16
 _EVERY_S = 30.0
-_LEAST_S = 1.0
+_MIN_S = 1.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,10 +55,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Reads the runs and writes the page; returns the exit code."""
     args = parser().parse_args(argv)
-    if len(args.runs) > _MOST_RUNS:
-        return _say(f"{len(args.runs)} RUNs are too many for a page; name at most {_MOST_RUNS}", 2)
-    if args.follow is not None and not _LEAST_S <= args.follow < float("inf"):
-        return _say(f"--follow {args.follow:g} must be at least {_LEAST_S:g} s", 2)
+    if len(args.runs) > _MAX_RUNS:
+        return _say(f"{len(args.runs)} RUNs are too many for a page; name at most {_MAX_RUNS}", 2)
+    if args.follow is not None and not _MIN_S <= args.follow < float("inf"):
+        return _say(f"--follow {args.follow:g} must be at least {_MIN_S:g} s", 2)
     from copus_ext.monitor.run_files import run_problem
 
     try:

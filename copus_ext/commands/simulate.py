@@ -180,7 +180,7 @@ def answer(args: argparse.Namespace) -> int:
         if len(acting) != 1:
             raise UsageProblem("--journal goes with one policy of --policies that decides")
         if not args.journal.is_dir():
-            raise UsageProblem(f"--journal {args.journal} is no directory")
+            raise UsageProblem(f"--journal {args.journal} is not a directory")
         simulate(scenario, acting[0], seed=args.first_seed, journal=DecisionLog(args.journal))
     baselines = [c for c in everybody.values() if c.is_baseline]
     tqdm.monitor_interval = 0

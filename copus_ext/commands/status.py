@@ -24,7 +24,7 @@ from megatron.training.common.program import CommandParser, other_command, progr
 from megatron.training.logging.metrics import encode
 
 _EVERY_S = 2.0
-_LEAST_S = 0.1
+_MIN_S = 0.1
 _SERVED = ("--serve", "--address", "--port", "--token", "--token-file")
 
 
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     """Shows the run; returns the exit code, which is 0 when the reader or the user has enough."""
     p = parser()
     args = p.parse_args(argv)
-    if args.follow is not None and not args.follow >= _LEAST_S:
-        p.error(f"--follow {args.follow:g} must be at least {_LEAST_S:g} s")
+    if args.follow is not None and not args.follow >= _MIN_S:
+        p.error(f"--follow {args.follow:g} must be at least {_MIN_S:g} s")
     try:
         if problem := run_problem(args.run):
             return _say(problem)

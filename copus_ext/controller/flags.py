@@ -17,7 +17,7 @@ from megatron.training.config.flag_names import nearest_flag, setting_name
 # Defaults that depend on the run or on another flag; every other one stands at its flag.
 NOISE_SCALE_MULTIPLIER, PUBLISHED_NOISE_SCALE_MULTIPLIER = 8.0, 2.0
 """c of ours, and of what is published (docs/decisions/032, 020)."""
-MOST_GROWTH, MOST_SHRINKING = 64, 64
+MAX_GROWTH, MAX_SHRINKING = 64, 64
 """Times that the batch may grow, or shrink where that is allowed, from the first."""
 DECISION_STEPS = 20
 """Steps between two decisions."""
@@ -194,7 +194,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         found = parse_yaml(text)
     except ValueError as error:
-        raise UsageError(f"{where} is no YAML: {error}") from None
+        raise UsageError(f"{where} is not valid YAML: {error}") from None
     if found is None:
         return {}
     if not isinstance(found, Mapping):
@@ -224,7 +224,7 @@ def _value(spec: OptionSpec, value: Any) -> Any:
     """A value of a file as its field wants it; null is the default.
 
     Raises:
-        ValueError: it is no value of this field.
+        ValueError: it is not a value of this field.
     """
     if value is None:
         return spec.default

@@ -257,7 +257,7 @@ class GradientNoiseCallback(Callback):
             self._check_estimator(context.config, self.flags.copus_gns_estimator)
         except UsageError as error:
             if dist.get_rank() == 0:
-                logger.warning("the noise scale ages under this layout: %s", error)
+                logger.warning("noise scale is stale: not measurable under this layout: %s", error)
 
     def on_train_end(self, context: CallbackContext) -> None:
         if self.hooks is not None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron.training.train.job import Job
 
 
-_MOST_PAUSE_S = 3600.0
+_MAX_PAUSE_S = 3600.0
 """Longest pause of a relaunch. Two processes time it by the wall clock, which somebody may set."""
 
 
@@ -120,7 +120,7 @@ class LayoutChangeManager:
         pending, self._costs.pending_relaunch = self._costs.pending_relaunch, None
         if pending is None or pending.to != str(context.config.layout):
             return
-        pause_s = min(max(broadcast_from_rank0(time.time()) - pending.time, 0.0), _MOST_PAUSE_S)
+        pause_s = min(max(broadcast_from_rank0(time.time()) - pending.time, 0.0), _MAX_PAUSE_S)
         self._costs.record_success(seconds=pause_s, iteration=context.state.iteration)
         self._state.elapsed_s += pause_s
         outcome = ReshardResult(kind="moved", pause_s=pause_s)

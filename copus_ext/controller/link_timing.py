@@ -21,7 +21,7 @@ _BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Of a message that a network of that kind carries at its full speed."""
 _PRODUCT = {"cpu": (384, 2, torch.float32), "cuda": (4096, 16, torch.bfloat16)}
 """Rows and columns of a matrix product, how often it is done, and its numbers."""
-_LEAST_TRIES, _MOST_TRIES = 3, 100
+_MIN_TRIES, _MAX_TRIES = 3, 100
 _TIMED_S = 0.2
 """Seconds for which something short is timed again and again: its shortest time scatters less."""
 
@@ -96,9 +96,9 @@ def _ring_s(device: str, message: torch.Tensor) -> float:
     def send() -> None:
         dist.all_reduce(message)
 
-    best_s = torch.tensor(_best_s(device, send, _LEAST_TRIES), dtype=torch.float64, device=device)
+    best_s = torch.tensor(_best_s(device, send, _MIN_TRIES), dtype=torch.float64, device=device)
     dist.all_reduce(best_s, op=dist.ReduceOp.MAX)  # so that all ranks go on as often
-    more = _tries(best_s.item()) - _LEAST_TRIES
+    more = _tries(best_s.item()) - _MIN_TRIES
     return min(best_s.item(), _best_s(device, send, more)) if more else best_s.item()
 
 
@@ -113,7 +113,7 @@ def _product_s(device: str, a: torch.Tensor, out: torch.Tensor) -> float:
 
 def _tries(once_s: float) -> int:
     """How often something is timed that takes so many seconds."""
-    return min(max(int(_TIMED_S / max(once_s, 1e-9)), _LEAST_TRIES), _MOST_TRIES)
+    return min(max(int(_TIMED_S / max(once_s, 1e-9)), _MIN_TRIES), _MAX_TRIES)
 
 
 def _best_s(device: str, run: Callable[[], Any], tries: int) -> float:

@@ -61,7 +61,7 @@ class PausePrior:
         if self._predictor is None:
             assert self._given is not None
             return self._given
-        return self._predictor.most_seconds(self._here)
+        return self._predictor.max_seconds(self._here)
 
     def to_s(self, layout: Layout) -> float:
         """Of a change to one layout."""

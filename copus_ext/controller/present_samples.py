@@ -113,7 +113,7 @@ def config_in_present_samples(config: Config) -> Config:
         )
     if ramp is not None:
         start, increment, samples = (max(number // phase.ratio, 1) for number in ramp)
-        # A smaller increment where the way up is no multiple of it.
+        # A smaller increment where the way up is not a multiple of it.
         way = max(batch.global_batch_size // phase.ratio, 1) - start
         ramp = start, math.gcd(increment, way), samples
     wsd = optim.lr_wsd_decay_samples

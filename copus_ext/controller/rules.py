@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from copus_ext.controller.flags import (
     DECISION_STEPS,
-    MOST_GROWTH,
-    MOST_SHRINKING,
+    MAX_GROWTH,
+    MAX_SHRINKING,
     NOISE_SCALE_MULTIPLIER,
     PUBLISHED_NOISE_SCALE_MULTIPLIER,
     CopusConfig,
@@ -18,7 +18,7 @@ from copus_ext.controller.flags import (
 from copus_ext.cost_model.model_spec import divisors
 from copus_ext.goodput import policies
 from copus_ext.goodput.inputs import Rules
-from copus_ext.goodput.lr_scaling import MOST_RAMP_SHARE, RateRules, ramp_steps
+from copus_ext.goodput.lr_scaling import MAX_RAMP_SHARE, RateRules, ramp_steps
 from copus_ext.goodput.state import (
     MIN_TIMED_STEPS,
     TRIED_STEPS,
@@ -237,8 +237,8 @@ def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:
 def _bounds(flags: CopusConfig, config: Config) -> tuple[int, int]:
     least, first = flags.copus_min_global_batch_size, first_batch_of(flags, config)
     if least is None:
-        least = max(first // MOST_SHRINKING, 1) if _allows_shrink(flags) else first
-    most = config.batch.global_batch_size if ramp_of(config) else MOST_GROWTH * first
+        least = max(first // MAX_SHRINKING, 1) if _allows_shrink(flags) else first
+    most = config.batch.global_batch_size if ramp_of(config) else MAX_GROWTH * first
     return least, flags.copus_max_global_batch_size or most
 
 
@@ -365,7 +365,7 @@ def most_ramp_samples(flags: CopusConfig, config: Any) -> float:
     schedule's decay, or any number where the user has given its steps."""
     decay = getattr(config.optim, "lr_decay_samples", None)
     is_given = flags.copus_lr_ramp_steps is not None
-    return math.inf if is_given or decay is None else MOST_RAMP_SHARE * decay
+    return math.inf if is_given or decay is None else MAX_RAMP_SHARE * decay
 
 
 def rates_at(rates: RateRules, flags: CopusConfig, context: Any) -> RateRules:

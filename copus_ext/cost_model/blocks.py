@@ -123,7 +123,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = No
     owned = rows.optimizer_bytes[0] * share
     of_extras = terms_of(rows).parameter_bytes
     resting = float(process_bytes(rows)[0]) if context_bytes is None else context_bytes
-    own_message = FRAGMENTATION * message_bytes(rows)[0]
+    local_message = FRAGMENTATION * message_bytes(rows)[0]
 
     ring = functools.partial(layer_time.ring_s, rows, c)
     forward = of(*micro_batch.forward)
@@ -146,7 +146,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = No
         fixed_bytes=float(resting + FRAGMENTATION * buffer_bytes(rows)[0]),
         resting_bytes=resting,
         copied_bytes=float(gradient_copy_bytes(rows)[0] * share),
-        chunk_bytes=float(own_message) if rows.on_cpu[0] and rows.vpp[0] > 1 else 0.0,
+        chunk_bytes=float(local_message) if rows.on_cpu[0] and rows.vpp[0] > 1 else 0.0,
         chunk_s=float(handled_s(rows, c, int(rows.vpp[0]))[0]),
         end_of_step=end,
         fixed_s=c.factors.compute * c.step_s,

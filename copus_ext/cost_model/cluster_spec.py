@@ -219,7 +219,7 @@ class Links:
         for host in self.hosts:
             if not isinstance(host, str) or not _HOST.fullmatch(host):
                 raise SpecError(
-                    f"links.hosts {_short(host)} is no host name; use letters, digits, '-', '.'"
+                    f"links.hosts {_short(host)} is not a host name; use letters, digits, '-', '.'"
                 )
             if self.hosts.count(host) > 1:
                 raise SpecError(f"links.hosts names {host} twice; name every node once")
@@ -307,7 +307,7 @@ def _short(value: Any) -> str:
 
 
 _CONSTANTS = Path(__file__).parent / "data"
-_MOST_GPUS = 1 << 20
+_MAX_GPUS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +323,7 @@ class ClusterSpec:
     nic_bytes_per_s: float
     """Network of a whole node, one direction."""
     nic_is_measured: bool = False
-    """Whether `nic_bytes_per_s` was measured, and is no number of a data sheet, of which messages
+    """Whether `nic_bytes_per_s` was measured, and not taken from a data sheet, of which messages
     reach a share."""
     constants: str = "a100-80g"
     """Name of the fitted constants (`copus_ext/cost_model/data/NAME.json`)."""
@@ -335,10 +335,10 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         for name in ("num_nodes", "gpus_per_node"):
             value = getattr(self, name)
-            if not (isinstance(value, int) and is_positive(value) and value <= _MOST_GPUS):
+            if not (isinstance(value, int) and is_positive(value) and value <= _MAX_GPUS):
                 raise SpecError(f"cluster.{name} {str(value)[:60]} must be a whole number from 1")
-        if self.world_size > _MOST_GPUS:
-            raise SpecError(f"a cluster of {self.world_size} GPUs is more than {_MOST_GPUS}")
+        if self.world_size > _MAX_GPUS:
+            raise SpecError(f"a cluster of {self.world_size} GPUs is more than {_MAX_GPUS}")
         for name in ("intra_bytes_per_s", "nic_bytes_per_s"):
             if not is_positive(value := getattr(self, name)):
                 raise SpecError(f"cluster.{name} {str(value)[:60]!r} must be positive")
@@ -471,7 +471,7 @@ class ClusterSpec:
         except UnicodeDecodeError:
             raise
         except ValueError as error:
-            raise SpecError(f"{path.name} is no JSON: {error}") from error
+            raise SpecError(f"{path.name} is not valid JSON: {error}") from error
 
 
 _KINDS = {

@@ -434,7 +434,7 @@ def _answer(
 
     Args:
         ask: configurations, n of them.
-        s: spread of what is no part.
+        s: spread of what is not a part.
         parts: the factors of the parts.
         theta: their values.
         weights: [n, m] of the measurements.
@@ -473,7 +473,7 @@ def _more_in_common(covariance: Any, ratios: Any) -> float:
 
 
 def _kernel(one: Steps, other: Steps, s: Spread) -> Any:
-    """[n, m] covariance of what is no part."""
+    """[n, m] covariance of what is not a part."""
     a, b = one.keys, other.keys
     tensor, pipeline = (a[:, None, i] == b[None, :, i] for i in (0, 1))
     own = (a[:, None, :] == b[None, :, :]).all(axis=2)

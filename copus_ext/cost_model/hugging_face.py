@@ -33,7 +33,7 @@ def spec_of(path: Path, *, seq_length: int | None) -> ModelSpec:
     """
     data = read_json(path)
     if not isinstance(data, dict):
-        raise SpecError(f"{path.name} is no config.json: it holds no object")
+        raise SpecError(f"{path.name} is not a config.json: it holds no object")
     kind = data.get("model_type")
     if not isinstance(kind, str):
         raise SpecError(f"{path.name}: model_type is missing or no text")

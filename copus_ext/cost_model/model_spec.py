@@ -20,7 +20,7 @@ from megatron.training.config.vocabulary import pad_vocab_size
 from megatron.training.model.flops import ExpertWidths, LatentWidths
 
 _LARGEST = 1 << 31
-_MOST_LAYERS = 1 << 16
+_MAX_LAYERS = 1 << 16
 """Of a mixture of experts."""
 IMPLEMENTATIONS = ("te", "local", "legacy")
 """Values of `ModelSpec.implementation`; `Rows` has their indices."""
@@ -190,8 +190,8 @@ class ModelSpec:
             known, given = ", ".join(DISPATCHERS), self.moe_token_dispatcher_type
             raise SpecError(f"moe_token_dispatcher_type {given!r} is none of {known}")
         if self.num_experts is not None:
-            if self.num_layers > _MOST_LAYERS:
-                raise SpecError(f"num_layers {self.num_layers} must be at most {_MOST_LAYERS}")
+            if self.num_layers > _MAX_LAYERS:
+                raise SpecError(f"num_layers {self.num_layers} must be at most {_MAX_LAYERS}")
             if self.moe_router_topk > self.num_experts:
                 raise SpecError(
                     f"moe_router_topk {self.moe_router_topk} is more than num_experts "

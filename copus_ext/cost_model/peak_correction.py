@@ -20,7 +20,7 @@ KINDS = (
 )
 MOVING = ("activations", "logits", "buffers", "fragmentation")
 """What comes and goes within a step."""
-LEAST_PEAK_SD = 0.03
+MIN_PEAK_SD = 0.03
 """Relative uncertainty of a peak of which much was measured."""
 _WIDER = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Times that the spread of both numbers may be larger, if measured peaks say so."""
@@ -134,7 +134,7 @@ class PeakCorrection:
         else:
             factor, both, fixed = self.covariance
             variance = factor * moving**2 + 2.0 * both * moving + fixed
-        return np.sqrt(LEAST_PEAK_SD**2 + variance / np.square(peak))
+        return np.sqrt(MIN_PEAK_SD**2 + variance / np.square(peak))
 
 
 AS_PREDICTED = PeakCorrection()
@@ -145,7 +145,7 @@ def _widths(effects: Any, left: Any, measured: Any, prior: Any) -> tuple[float, 
     arguments are those of `_gaussian`."""
     if not len(left):
         return _WIDER
-    noise = LEAST_PEAK_SD * measured
+    noise = MIN_PEAK_SD * measured
     slopes, left = effects * prior / noise[:, None], left / noise
 
     def likelihood(wider: float) -> float:
@@ -165,7 +165,7 @@ def _gaussian(effects: Any, left: Any, measured: Any, prior: Any, wider: float) 
         prior: [2] standard deviations.
         wider: what they are multiplied by.
     """
-    noise = LEAST_PEAK_SD * measured
+    noise = MIN_PEAK_SD * measured
     slopes, left = effects * prior / noise[:, None], left / noise
     covariance = np.linalg.inv(slopes.T @ slopes + np.eye(2) / wider**2)
     return prior * (covariance @ (slopes.T @ left)), prior[:, None] * np.linalg.cholesky(covariance)
@@ -175,7 +175,7 @@ def _telling(effects: Any, gap: Any, peak: Any, mean: Any, root: Any) -> tuple[A
     """The bounds that say something: those of effects @ numbers <= gap that may not hold anyway."""
     finite = np.isfinite(gap)
     effects, gap, peak = effects[finite], gap[finite], peak[finite]
-    sd = np.hypot(np.linalg.norm(effects @ root, axis=1), LEAST_PEAK_SD * peak)
+    sd = np.hypot(np.linalg.norm(effects @ root, axis=1), MIN_PEAK_SD * peak)
     open_ = _log_share((gap - effects @ mean) / sd) < math.log(_TOLD)
     return effects[open_], gap[open_], peak[open_]
 
@@ -187,7 +187,7 @@ def _bounded(bounds: Any, mean: Any, root: Any) -> tuple[Any, Any, float]:
     before = -np.square(at).sum(axis=1) / 2
     logs, numbers = before, mean + at @ root.T
     for effects, gap, peak in bounds:
-        z = (gap - numbers @ effects.T) / (LEAST_PEAK_SD * peak)
+        z = (gap - numbers @ effects.T) / (MIN_PEAK_SD * peak)
         logs = logs + _log_share(z).sum(axis=1)
     weights = np.exp(logs - logs.max())
     share = math.exp(logs.max()) * weights.sum() / np.exp(before).sum()

@@ -228,7 +228,7 @@ class Rows:
 
     @property
     def copies(self) -> Any:
-        """Copies of every weight that is no expert's, over which optimizer state is split."""
+        """Copies of every weight that is not an expert's, over which optimizer state is split."""
         return self.cp * self.dp
 
     def full(self) -> Rows:

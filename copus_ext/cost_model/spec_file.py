@@ -22,7 +22,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON, or nested too deeply.
+        ValueError: it is not valid JSON, or nested too deeply.
     """
     return parse_json(path.read_bytes())
 
@@ -65,6 +65,6 @@ def quantity(text: str) -> float:
         r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*(k|[KMGT]i|[MGT])?(b|B|FLOP)?(/s)?", text.strip()
     )
     if not found:
-        raise SpecError(f"{text!r} is no size; write 80GiB, 400Gb/s (bits) or 50GB/s (bytes)")
+        raise SpecError(f"{text!r} is not a size; write 80GiB, 400Gb/s (bits) or 50GB/s (bytes)")
     number, prefix, unit, _ = found.groups()
     return float(number) * _UNITS[prefix or ""] / (8 if unit == "b" else 1)

@@ -97,13 +97,13 @@ def members_of(data: Any) -> tuple[Member, ...]:
     """Ranks by where they run, from JSON.
 
     Raises:
-        ValueError: it is no list of them.
+        ValueError: it is not a list of them.
     """
     if not isinstance(data, (list, tuple)) or len(data) > _MOST_MEMBERS:
-        raise ValueError(f"{shown(data)} is no list of ranks")
+        raise ValueError(f"{shown(data)} is not a list of ranks")
     for one in data:
         if not isinstance(one, (list, tuple)) or len(one) not in (2, 3):
-            raise ValueError(f"{shown(one)} is no rank")
+            raise ValueError(f"{shown(one)} is not a rank")
         for value, most in zip(one, (MAX_NODES, MAX_LOCAL_RANKS, MAX_NUMBER)):
             check_number("rank", value, 0, most)
     return tuple(Member(*one) for one in data)
@@ -121,7 +121,7 @@ def _check_asked(data: Any) -> None:
     """As `RanksAsked`. A user may have asked for any number of ranks."""
     is_pair = isinstance(data, (list, tuple)) and len(data) == 2
     if not is_pair or not all(type(value) is int for value in data) or data[0] < 0:
-        raise ValueError(f"{shown(data)} is no number of ranks with a time")
+        raise ValueError(f"{shown(data)} is not a number of ranks with a time")
 
 
 Vocabulary = Mapping[str, Callable[[Any], object]]
@@ -183,7 +183,7 @@ class Lines:
                 raise ValueError(f"a message of more than {_MOST_BYTES} bytes")
             return [self._checked(parse_json(line)) for line in lines]
         except ValueError as error:
-            self.end = f"it has sent what is no message: {error}"
+            self.end = f"it has sent what is not a message: {error}"
             return None
 
     def _checked(self, message: Any) -> dict[str, Any]:

@@ -331,7 +331,7 @@ class GradientNormHooks:
             self._numbers[:_NUM].index_add_(0, self._index, squares)
         self._numbers[:_NUM] *= self._factor**2
         if own is not None:
-            weights = self._own_weights(self._tokens_of_expert_group(own, gathered))
+            weights = self._local_weights(self._tokens_of_expert_group(own, gathered))
             self._numbers[_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
         return dist.all_reduce(self._numbers, async_op=True)
 
@@ -359,7 +359,7 @@ class GradientNormHooks:
         others = [rows[r] for r in range(first, first + count) if r != dp.rank()]
         return [rows[dp.rank()], *others]
 
-    def _own_weights(self, tokens: list[list[float]]) -> list[float]:
+    def _local_weights(self, tokens: list[list[float]]) -> list[float]:
         """This replica's share of: small signal, small noise, both of experts, batch W, batch A,
         tokens.
 
@@ -469,7 +469,7 @@ def unavailable_groups(
     cp: int = 1,
 ) -> frozenset[str]:
     """Groups whose gradients are sums over ranks only after the data-parallel reduction: the square
-    of a part is no part of the square.
+    of a part is not a part of the square.
 
     Under sequence parallelism every rank sees part of the tokens of norms and of row-parallel
     biases, and norms of queries and keys see part of the heads. An embedding that is also the

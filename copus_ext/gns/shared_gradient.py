@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MOST_ELEMENTS = 1 << 22
+MAX_ELEMENTS = 1 << 22
 """Elements, fp32, of the buffer that gradients are copied into on their way."""
 
 
 @torch.no_grad()
 def share_of_sum(grads: Sequence[torch.Tensor], group: Any) -> torch.Tensor:
     """This rank's part of the sum of gradients over the ranks that share samples. Each of them has
-    a part of every sample's gradient, and the square of a part is no part of the square.
+    a part of every sample's gradient, and the square of a part is not a part of the square.
 
     Collective over the group. It copies a bounded number of elements at a time.
 
@@ -33,7 +33,7 @@ def share_of_sum(grads: Sequence[torch.Tensor], group: Any) -> torch.Tensor:
     ends = list(itertools.accumulate(len(grad) for grad in flat))
     share = -(-ends[-1] // size)
     own = torch.empty(share, dtype=torch.float32, device=flat[0].device)
-    most = min(max(MOST_ELEMENTS // size, 1), share)
+    most = min(max(MAX_ELEMENTS // size, 1), share)
     buffer = own.new_empty(size * most)
     for start in range(0, share, most):
         count = min(most, share - start)
@@ -49,8 +49,8 @@ def _copy(flat: list[torch.Tensor], ends: list[int], first: int, row: torch.Tens
     """Copies elements from number `first` on into a row; zeros where none are left."""
     done, number = 0, bisect.bisect_right(ends, first)
     while done < len(row) and number < len(flat):
-        own_first = first + done - (ends[number] - len(flat[number]))
-        part = flat[number][own_first : own_first + len(row) - done]
+        local_first = first + done - (ends[number] - len(flat[number]))
+        part = flat[number][local_first : local_first + len(row) - done]
         row[done : done + len(part)].copy_(part)
         done, number = done + len(part), number + 1
     row[done:].zero_()

@@ -14,7 +14,7 @@ from copus_ext.cost_model.constants import USUAL, PartFactors
 CHECK_STEPS = 100
 """While conditions are not usual, links are timed again after so many steps: the layout that the
 run has changed to may not feel them."""
-_MOST_OF_TIME = 0.01
+_MAX_OF_TIME = 0.01
 """Part of the time that this may take."""
 
 
@@ -57,7 +57,7 @@ class Conditions:
         """Whether links should be timed although steps take what they took."""
         if self.factors == USUAL or self.steps_since_timed < CHECK_STEPS:
             return False
-        return self.seconds_since_timed >= self.timing_s / _MOST_OF_TIME
+        return self.seconds_since_timed >= self.timing_s / _MAX_OF_TIME
 
 
 def earlier_times(

@@ -11,12 +11,12 @@ from copus_ext.goodput.state import TRIED_STEPS, key_of
 
 WARMING_UP = "the learning rate is warming up"
 ONLY_NOISE = "the noise scale is not known: the gradient shows only noise"
-_MOST_SKIPPED = 5
+_MAX_SKIPPED = 5
 """Of 100 steps: with more of them skipped nothing changes."""
 _SETTLE_STEPS = 50
 """Steps between a change and one of the layout or the micro-batch alone, unless that is tried, or
 both were timed."""
-_LEAST_SWING, _SWING_SDS, _UNKNOWN_SWING = 1.5, 5.5, 4.0
+_MIN_SWING, _SWING_SDS, _UNKNOWN_SWING = 1.5, 5.5, 4.0
 """The batch turns round once the critical batch size has changed by a factor: so many standard
 deviations of its logarithm, at least the first number, and the last where they are not known.
 Two estimates within their 95 % intervals differ by 2 x 1.96 of them at most."""
@@ -34,7 +34,7 @@ def _run_reasons(s: DecisionInputs) -> Iterator[str]:
         yield "the run is over"
     if only_layouts(s) and (not s.rules.relayout or s.rules.policy == "copus"):
         yield WARMING_UP
-    if s.skipped_steps > _MOST_SKIPPED:
+    if s.skipped_steps > _MAX_SKIPPED:
         yield f"{s.skipped_steps} of the last 100 steps were skipped"
 
 
@@ -46,7 +46,7 @@ def only_layouts(s: DecisionInputs) -> bool:
 
 def unmeasurable_reason(s: DecisionInputs, row: ConfigThroughput) -> str:
     """Why the noise scale that the policy needs cannot be measured in a row; empty if it can."""
-    if row.is_blind and policies.needs_noise(s.rules.policy):
+    if row.noise_unmeasurable and policies.needs_noise(s.rules.policy):
         of_what = "replica" if row.layout.dp == 1 else "copy of the experts"
         return f"the noise scale cannot be seen in one micro-batch on one {of_what}"
     return ""
@@ -92,8 +92,8 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         return
     if to.global_batch_size == s.now.global_batch_size and trial.is_trial(s, to):
         # It weighs its pauses itself, so that they may come early; it waits for no outcome.
-        run_s = s.elapsed_s + trial.least_rest_s(s)
-        if s.paused_s > switch_rule.MOST_PAUSED * run_s:
+        run_s = s.elapsed_s + trial.min_remaining_s(s)
+        if s.paused_s > switch_rule.MAX_PAUSED * run_s:
             yield f"pauses already took {s.paused_s:.0f} s of a run of some {run_s:.0f} s"
         return
     since_steps = since_s = None
@@ -235,7 +235,7 @@ def _swing_factor(log_noise_variance: float) -> float:
     """
     if not log_noise_variance:
         return _UNKNOWN_SWING
-    return max(math.exp(_SWING_SDS * math.sqrt(log_noise_variance)), _LEAST_SWING)
+    return max(math.exp(_SWING_SDS * math.sqrt(log_noise_variance)), _MIN_SWING)
 
 
 def grid(s: DecisionInputs) -> list[int]:

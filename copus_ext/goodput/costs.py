@@ -10,7 +10,7 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec
 from megatron.training.config.layout import Layout
 
 _NEWEST = 3
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """After so many failures the layout stays."""
 FIXED_S = {
     "prepare": 0.0064,
@@ -120,7 +120,7 @@ class LayoutChangeCosts:
     @property
     def has_given_up(self) -> bool:
         """Whether so many changes have failed that the layout stays."""
-        return self.num_failed >= MOST_FAILURES
+        return self.num_failed >= MAX_FAILURES
 
     def blocked_layouts(self, layout: Layout) -> tuple[Layout, ...]:
         """Layouts to which a change from the given one has failed."""

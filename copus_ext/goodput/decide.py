@@ -81,7 +81,7 @@ class _Goal:
     """What the policy wants, before constraints."""
 
     log_goodput: list[float]
-    """ln(goodput) of every row; minus infinity where it is no candidate."""
+    """ln(goodput) of every row; minus infinity where it is not a candidate."""
     critical_batch_size: float
     """In samples."""
     batch: float | None = None
@@ -398,7 +398,7 @@ def critical_batch_size_words(s: DecisionInputs) -> str:
     if s.is_critical_batch_size_bound:
         trained, steps = s.trained_samples, s.rules.early_steps
         source = f"{trained:.0f} samples / {steps:g}"
-        if s.rules.seq_length and s.most_critical_batch_size > trained / steps:
+        if s.rules.seq_length and s.max_critical_batch_size > trained / steps:
             source = f"half of a published law at {trained * s.rules.seq_length:.0f} tokens"
     else:
         source = f"{multiplier:g} x noise scale {critical / multiplier:.1f}"

@@ -8,7 +8,7 @@ seconds, a perfect schedule of batches saves
 
 over the best fixed batch, h = a / b, expectations over progress. So nothing is to be gained where
 the fixed cost of a step is worth far fewer samples than the critical batch size. This module takes
-the throughputs as they are instead, and the course of Phi from a prior. Pauses are not counted.
+the throughputs as they are instead, and the trajectory of Phi from a prior. Pauses are not counted.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _SHOWN = 0.005
 Source = Literal["measured", "published"]
 
 
-# The course of the critical batch size.
+# The trajectory of the critical batch size.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class Trajectory:
     """The critical batch size over the rest of a run, in intervals of progress."""
 
     progress: Any
@@ -71,7 +71,7 @@ def power_law_course(
     exponent: float,
     at_most: float = math.inf,
     num_intervals: int = _INTERVALS,
-) -> Course:
+) -> Trajectory:
     """A critical batch size that grows as a power of the progress, from `start` to `end`.
 
     It is a power of the progress and not of the samples: of a batch far above it samples count
@@ -107,7 +107,7 @@ def power_law_course(
     first, last = np.interp([max(start, _EARLIEST * end), end], samples, grid).tolist()
     edges = np.geomspace(first, last, num_intervals + 1)
     middle = np.sqrt(edges[1:] * edges[:-1])
-    return Course(progress=np.diff(edges), critical_batch_size=phi(middle))
+    return Trajectory(progress=np.diff(edges), critical_batch_size=phi(middle))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +170,8 @@ class Prior:
         level = published_critical_batch_size(end, tokens_per_sample)
         return cls(source="published", level=level, level_at=end, start=start, end=end)
 
-    def courses(self, batch: float) -> list[Course]:
-        """The courses that the prior allows, the likely one first.
+    def trajectories(self, batch: float) -> list[Trajectory]:
+        """The trajectories that the prior allows, the likely one first.
 
         Args:
             batch: present one, samples.
@@ -211,15 +211,15 @@ class Saving:
     """A share of the time that the rest of the run takes as it is."""
 
     likely: float
-    """On the likely course of the critical batch size."""
+    """On the likely trajectory of the critical batch size."""
     low: float
-    """Least over the courses of the prior."""
+    """Least over the trajectories of the prior."""
     high: float
     """Most over them."""
 
     @classmethod
     def over(cls, values: Sequence[float]) -> Saving:
-        """Of the values on all courses, the likely one first."""
+        """Of the values on all trajectories, the likely one first."""
         return cls(likely=values[0], low=min(values), high=max(values))
 
     def __str__(self) -> str:
@@ -246,7 +246,7 @@ class Headroom:
     best_layout: str
     """The fastest at the present batch."""
     best_batch: int
-    """The best fixed batch on the present layout and the likely course, samples."""
+    """The best fixed batch on the present layout and the likely trajectory, samples."""
     num_layouts: int
     """Layouts that were compared."""
     fixed_cost_samples: float | None
@@ -344,14 +344,18 @@ def fixed_cost_samples(batches: Sequence[float], step_s: Sequence[float]) -> flo
 
 
 def estimate(
-    rows: Sequence[ConfigThroughput], current: int, courses: Sequence[Course], *, source: Source
+    rows: Sequence[ConfigThroughput],
+    current: int,
+    trajectories: Sequence[Trajectory],
+    *,
+    source: Source,
 ) -> Headroom:
     """The headroom over some configurations.
 
     Args:
         rows: configurations and their throughputs, the present one among them.
         current: index of the present one.
-        courses: of the critical batch size, the likely one first.
+        trajectories: of the critical batch size, the likely one first.
         source: where the level of the critical batch size is from.
     """
     now = rows[current]
@@ -371,9 +375,9 @@ def estimate(
     any_speed = _speeds(list(fastest.values()), batches)
     at = batches.index(now.global_batch_size)
     adapting, batch, together, best_batch = [], [], [], now.global_batch_size
-    for number, course in enumerate(courses):
-        fixed, adapted = _seconds(course, batches, own_speed)
-        _, every = _seconds(course, batches, any_speed)
+    for number, trajectory in enumerate(trajectories):
+        fixed, adapted = _seconds(trajectory, batches, own_speed)
+        _, every = _seconds(trajectory, batches, any_speed)
         if number == 0:
             best_batch = batches[int(np.argmin(fixed))]
         adapting.append(_saved(adapted, float(fixed.min())))
@@ -404,13 +408,13 @@ def _speeds(layouts: Sequence[dict[int, ConfigThroughput]], batches: Sequence[in
     )
 
 
-def _seconds(course: Course, batches: Sequence[int], speed: Any) -> tuple[Any, float]:
+def _seconds(trajectory: Trajectory, batches: Sequence[int], speed: Any) -> tuple[Any, float]:
     """[batches] seconds of the rest of the run at each fixed batch, infinite without a throughput;
     and with the best one in every interval."""
-    samples = 1.0 + np.asarray(batches, dtype=float) / course.critical_batch_size[:, None]
+    samples = 1.0 + np.asarray(batches, dtype=float) / trajectory.critical_batch_size[:, None]
     with np.errstate(divide="ignore"):
         seconds = samples / speed
-    return course.progress @ seconds, float(course.progress @ seconds.min(axis=1))
+    return trajectory.progress @ seconds, float(trajectory.progress @ seconds.min(axis=1))
 
 
 def _saved(after: float, before: float) -> float:
@@ -429,15 +433,15 @@ def of_rows(rows: Sequence[ConfigThroughput], current: int, prior: Prior | None)
     known = [row for row in rows if row.source != "assumed" or row is now]
     if prior is None or len(known) < 2:
         return None
-    courses = prior.courses(now.global_batch_size)
-    return estimate(known, known.index(now), courses, source=prior.source)
+    trajectories = prior.trajectories(now.global_batch_size)
+    return estimate(known, known.index(now), trajectories, source=prior.source)
 
 
 def of_plans(
     plans: Sequence[Plan], *, total_samples: float, tokens_per_sample: float
 ) -> Headroom | None:
     """The headroom of a whole run over its best fixed configuration, which is another on every
-    course of the critical batch size; None for fewer than two batches.
+    trajectory of the critical batch size; None for fewer than two batches.
 
     Args:
         plans: of all batches to choose from.
@@ -461,15 +465,18 @@ def of_plans(
     batches = [row.global_batch_size for row in rows]
     speed = np.array([row.samples_per_s for row in rows])
 
-    def best(course: Course) -> int:
-        return int(np.argmin(_seconds(course, batches, speed)[0]))
+    def best(trajectory: Trajectory) -> int:
+        return int(np.argmin(_seconds(trajectory, batches, speed)[0]))
 
     # The batch that counts the samples is not known before the best one is.
     at = 0
     for _ in range(3):
-        at = best(prior.courses(batches[at])[0])
-    courses = prior.courses(batches[at])
-    each = [estimate(rows, best(course), [course], source=prior.source) for course in courses]
+        at = best(prior.trajectories(batches[at])[0])
+    trajectories = prior.trajectories(batches[at])
+    each = [
+        estimate(rows, best(trajectory), [trajectory], source=prior.source)
+        for trajectory in trajectories
+    ]
     return replace(
         each[0],
         adapting=Saving.over([x.adapting.likely for x in each]),

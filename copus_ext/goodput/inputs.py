@@ -40,9 +40,9 @@ class ConfigThroughput:
         return self.configuration.global_batch_size
 
     @property
-    def is_blind(self) -> bool:
+    def noise_unmeasurable(self) -> bool:
         """Whether the noise scale cannot be measured there: one micro-batch on one replica."""
-        return self.configuration.is_blind
+        return self.configuration.noise_unmeasurable
 
     def __str__(self) -> str:
         return (
@@ -102,7 +102,7 @@ _EARLY_TOKENS, _EARLY_EXPONENT = 11.5, 0.47
 batches of three small models, a third to a half of the published one."""
 
 
-def most_critical_batch_size(trained: float, early_steps: float, seq_length: int | None) -> float:
+def max_critical_batch_size(trained: float, early_steps: float, seq_length: int | None) -> float:
     """An upper bound of the critical batch size that needs no measurement, samples.
 
     By definition it is the samples over the steps that one could not do without (arXiv 1812.06162).
@@ -157,7 +157,7 @@ class Rules:
     relayout: bool
     """Whether the layout may change."""
     early_steps: float
-    """Steps of `most_critical_batch_size`; 0 knows no such bound."""
+    """Steps of `max_critical_batch_size`; 0 knows no such bound."""
     anneal_share: float
     """Part of the run, at its end, over which the batch grows in place of the rate's decay."""
     seq_length: int | None
@@ -288,10 +288,10 @@ class DecisionInputs:
         return max(self.consumed_samples, EARLY_SHARE * self.total_samples)
 
     @property
-    def most_critical_batch_size(self) -> float:
+    def max_critical_batch_size(self) -> float:
         """The function of this name, of the run as it is."""
         rules = self.rules
-        return most_critical_batch_size(self.trained_samples, rules.early_steps, rules.seq_length)
+        return max_critical_batch_size(self.trained_samples, rules.early_steps, rules.seq_length)
 
     @property
     def critical_batch_size(self) -> float | None:
@@ -313,7 +313,7 @@ class DecisionInputs:
     def critical_batch_size_of(self, noise_scale: float) -> float | None:
         """The multiplier times a noise scale, within its bound; samples. None if neither bounds
         it."""
-        known = min(self.rules.noise_scale_multiplier * noise_scale, self.most_critical_batch_size)
+        known = min(self.rules.noise_scale_multiplier * noise_scale, self.max_critical_batch_size)
         return None if math.isinf(known) else known
 
     @property
@@ -322,7 +322,7 @@ class DecisionInputs:
         if not self.rules.early_steps:
             return False
         phi = self._noise_samples if self.is_noise_known else None
-        bound = self.most_critical_batch_size
+        bound = self.max_critical_batch_size
         return phi is None or self.rules.noise_scale_multiplier * phi >= bound
 
     @property

@@ -91,12 +91,12 @@ class Ramp:
         return iteration - self.start_iteration + 1 >= self.num_steps or self.end <= self.start
 
 
-MOST_RAMP_STEPS = 100
-MOST_RAMP_SHARE = 0.05
+MAX_RAMP_STEPS = 100
+MAX_RAMP_SHARE = 0.05
 """Of the learning rate's decay that the way up to a larger batch takes at most."""
 
 
 def ramp_steps(beta2: float) -> int:
     """Steps after which Adam's second moment has mostly seen the new batch, 1 / (1 - beta2); at
     most 100, or a batch could not grow again for long."""
-    return min(round(1.0 / (1.0 - beta2)), MOST_RAMP_STEPS) if beta2 < 1 else MOST_RAMP_STEPS
+    return min(round(1.0 / (1.0 - beta2)), MAX_RAMP_STEPS) if beta2 < 1 else MAX_RAMP_STEPS

@@ -16,7 +16,7 @@ from typing import Any
 FIRST_STEPS = 30
 """Steps of a configuration before anything is compared with them."""
 _REFERENCE_STEPS = 100
-_MOST_NEWEST = 200
+_MAX_NEWEST = 200
 _ALLOWANCE, _CUT, _LIMIT = 0.75, 3.0, 12.0
 LEAST_STEPS = 15
 """Steps that a change has to last."""
@@ -25,9 +25,9 @@ UNSURE_STEPS = 60
 _DRIFT_STEPS = 2 * UNSURE_STEPS
 """Steps that all lie on one side of the usual ones; after so many they count as usual."""
 _SURE_STEPS, _MOST = 10, 0.6
-LEAST_SHIFT = 0.04
+MIN_SHIFT = 0.04
 """Least change, as a logarithm, that counts."""
-_LEAST_SCATTER = 0.01
+_MIN_SCATTER = 0.01
 _TO_SD = 1.4826
 """From the median absolute deviation to the standard deviation of a Gaussian."""
 
@@ -101,7 +101,7 @@ class StepTimeWatch:
             self._start(key)
         value = math.log(max(seconds, 1e-9))
         self.newest.append(value)
-        del self.newest[:-_MOST_NEWEST]
+        del self.newest[:-_MAX_NEWEST]
         if len(self.reference) < FIRST_STEPS:
             self._learn(value)
             return None
@@ -128,7 +128,7 @@ class StepTimeWatch:
         before = usual if self.anchor is None else self.anchor
         self._start(self.key, self.newest[-UNSURE_STEPS:])
         after = statistics.median(self.reference)
-        if abs(after - before) < LEAST_SHIFT:
+        if abs(after - before) < MIN_SHIFT:
             self.anchor = before
             return None
         return StepTimeShift(
@@ -155,7 +155,7 @@ class StepTimeWatch:
         if self._usual is None:
             usual = statistics.median(self.reference)
             away = statistics.median(abs(x - usual) for x in self.reference)
-            self._usual = usual, max(_TO_SD * away, _LEAST_SCATTER)
+            self._usual = usual, max(_TO_SD * away, _MIN_SCATTER)
         return self._usual
 
     def _shift(self, total: float, steps: int) -> StepTimeShift | None:
@@ -165,7 +165,7 @@ class StepTimeWatch:
         # The first of them were before the change, if the sum was not quite 0.
         steps = min(max(2 * steps // 3, _SURE_STEPS), len(self.newest))
         after = statistics.median(self.newest[-steps:])
-        least = max(LEAST_SHIFT, 3.0 * 1.25 * scatter / math.sqrt(steps))
+        least = max(MIN_SHIFT, 3.0 * 1.25 * scatter / math.sqrt(steps))
         if abs(after - usual) < least:
             return None
         newest = self.newest[-LEAST_STEPS:]

@@ -16,7 +16,7 @@ PAPER_MARGIN, _ROUNDING = 0.10, 1e-12
 COOL_DOWN_COSTS, COOL_DOWN_STEPS, COOL_DOWN_SHARE = 10.0, (100, 200), 0.05
 """After a change the layout stays for so many times its pause, and for this share of the run's
 steps within a least and a most: by then the outcome of the change is known."""
-MOST_PAUSED = 0.02
+MAX_PAUSED = 0.02
 """Pauses so far over time so far, beyond one pause."""
 
 
@@ -82,6 +82,6 @@ def relayout_blocked_reason(
         wait_steps = min(max(COOL_DOWN_SHARE * run_steps, least), most)
         if steps_since < wait_steps or seconds_since < wait_s:
             return f"cooling down: {steps_since} steps since the last change of layout"
-    if paused_s > MOST_PAUSED * elapsed_s + cost_s:
+    if paused_s > MAX_PAUSED * elapsed_s + cost_s:
         return f"pauses already took {paused_s:.0f} of {elapsed_s:.0f} s"
     return ""

@@ -16,13 +16,13 @@ from copus_ext.goodput import policies
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.goodput.state import TRIED_STEPS
 
-_LEAST_LEFT_STEPS = 100
+_MIN_LEFT_STEPS = 100
 """Steps that a run must have left for a trial."""
-LEAST_WON = 0.002
+MIN_WON = 0.002
 """Of the rest of the run, for a trial to pay."""
 _FAR = 8.0
 """Standard deviations within which a gain is looked for."""
-MOST_TRIED = 2
+MAX_TRIED = 2
 """Times that a micro-batch or a batch may be smaller or larger to be tried."""
 
 
@@ -36,12 +36,12 @@ def is_trial(s: DecisionInputs, to: ConfigThroughput) -> bool:
     batches = to.global_batch_size, now.global_batch_size
     micros = to.micro_batch_size, now.micro_batch_size
     if to.layout != now.layout:
-        is_near = now.source == "measured" and max(batches) <= MOST_TRIED * min(batches)
-        return is_near and s.samples_left >= _LEAST_LEFT_STEPS * max(batches)
+        is_near = now.source == "measured" and max(batches) <= MAX_TRIED * min(batches)
+        return is_near and s.samples_left >= _MIN_LEFT_STEPS * max(batches)
     # A smaller batch may have no larger micro-batches.
     least = min(micros) if batches[0] == batches[1] else now.micro_batch_size
-    is_near = max(batches) <= MOST_TRIED * min(batches) and max(micros) <= MOST_TRIED * least
-    return is_near and s.samples_left >= _LEAST_LEFT_STEPS * max(batches)
+    is_near = max(batches) <= MAX_TRIED * min(batches) and max(micros) <= MAX_TRIED * least
+    return is_near and s.samples_left >= _MIN_LEFT_STEPS * max(batches)
 
 
 def are_timed(s: DecisionInputs, to: ConfigThroughput) -> bool:
@@ -77,7 +77,7 @@ def judge(s: DecisionInputs, i: int, log_goodput: Sequence[float]) -> Trial | No
     if math.isinf(log_goodput[i]) or math.isinf(log_goodput[s.current]):
         return None
     best = max(_timed(s), key=lambda j: log_goodput[j])
-    known, rest_s, step_s = s.rows[best], least_rest_s(s), _step_s(now)
+    known, rest_s, step_s = s.rows[best], min_remaining_s(s), _step_s(now)
     there_s, known_s = s.cost_s(row.layout), s.cost_s(known.layout)
     back_s = 0.0
     if row.layout != known.layout:
@@ -92,12 +92,12 @@ def judge(s: DecisionInputs, i: int, log_goodput: Sequence[float]) -> Trial | No
         return above - lost_s / rest_s
 
     ahead = log_goodput[best] - log_goodput[s.current]
-    needed = _rises_to(won, LEAST_WON, width=_FAR * row.relative_sd)
+    needed = _rises_to(won, MIN_WON, width=_FAR * row.relative_sd)
     net = math.exp(ahead) - known_s / rest_s + won(log_goodput[i] - log_goodput[best])
     return Trial(needed=math.expm1(needed + ahead), net=net)
 
 
-def least_rest_s(s: DecisionInputs) -> float:
+def min_remaining_s(s: DecisionInputs) -> float:
     """Seconds that the rest of the run takes at least: it may become as fast as its fastest
     configuration, several times as fast as a small first batch."""
     return s.samples_left / max(row.samples_per_s for row in s.rows)
@@ -114,7 +114,7 @@ def _timed(s: DecisionInputs) -> list[int]:
     moves = s.rules.relayout and not s.relayouts_ended
     reachable = (
         (row.layout == layout or (moves and row.layout not in s.blocked_layouts))
-        and not (row.is_blind and policies.needs_noise(s.rules.policy))
+        and not (row.noise_unmeasurable and policies.needs_noise(s.rules.policy))
         for row in s.rows
     )
     return [

@@ -47,7 +47,7 @@ _BEAT_S, _FIRST_BEATS_S, _LOOK_S = 5.0, 0.5, 0.5
 
 def _check_launch(name: Any) -> None:
     if not (isinstance(name, str) and LAUNCH_NAME.fullmatch(name)):
-        raise ValueError(f"launch {shown(name)} is no name of a launch")
+        raise ValueError(f"launch {shown(name)} is not a name of a launch")
 
 
 @dataclass(frozen=True, kw_only=True)

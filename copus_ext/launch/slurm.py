@@ -124,7 +124,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     if text is None and default is not None:
         return default
     if text is None or not text.isdecimal():
-        raise UsageError(f"{name}={text} is no number; start under srun, torchrun or alone")
+        raise UsageError(f"{name}={text} is not a number; start under srun, torchrun or alone")
     return int(text)
 
 
@@ -134,7 +134,7 @@ def _tasks_of_node(text: str, node_rank: int) -> int:
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not found:
-            raise UsageError(f"SLURM_TASKS_PER_NODE={text} is no list such as 4(x2),1")
+            raise UsageError(f"SLURM_TASKS_PER_NODE={text} is not a list such as 4(x2),1")
         # Only as many as are looked for, whatever the list says.
         counts += [int(found[1])] * min(int(found[2] or 1), node_rank + 1)
     return counts[min(node_rank, len(counts) - 1)]
@@ -157,7 +157,7 @@ def expand_nodes(nodes: str) -> list[str]:
             first, dash, last = one.partition("-")
             last = last if dash else first
             if not (first.isdecimal() and last.isdecimal() and int(last) - int(first) < _MAX_NODES):
-                raise UsageError(f"{nodes[:60]} is no list of nodes such as n[1-4]")
+                raise UsageError(f"{nodes[:60]} is not a list of nodes such as n[1-4]")
             width = len(first)
             numbers = range(int(first), int(last) + 1)
             firsts = [f"{before}{number:0{width}d}" for number in numbers]

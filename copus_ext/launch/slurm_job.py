@@ -130,7 +130,7 @@ def _positive(value: Any) -> float:
 
 
 def _seconds_of_date(text: Any) -> float:
-    """Seconds since the epoch, 0 if it is no date."""
+    """Seconds since the epoch, 0 if it is not a date."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError, OverflowError, OSError):

@@ -18,11 +18,11 @@ from copus_ext.monitor.run_files import RunHistory
 from copus_ext.monitor.values import number
 from copus_ext.reshard.phases import BACK, PHASES, TOGETHER
 
-_MOST_POINTS, _LEAST_POINTS = 2400, 300
+_MAX_POINTS, _MIN_POINTS = 2400, 300
 _FEW = 30
 """Points of a line up to which each is marked."""
 _SPEED_STEPS = 20
-_MOST_TICKS = 6
+_MAX_TICKS = 6
 _FAR = 100.0
 """Height of an open interval over that of the picture."""
 _NO_PHASES = "new processes"
@@ -40,7 +40,7 @@ class _Series:
 
     def __init__(self, runs: Sequence[RunHistory], index: int) -> None:
         self.run, self._index, self._is_alone = runs[index], index, len(runs) == 1
-        self.most = most_points(len(runs))
+        self.most = max_points(len(runs))
 
     def line(
         self,
@@ -79,25 +79,25 @@ class _Series:
         return {"type": "scatter", "mode": "markers"} | style | self._about(name, color, points)
 
     def band(self, name: str, steps: Sequence[Any], *, top: float) -> Figure:
-        """The interval of the noise scale as closed shapes, one for each stretch where it is known.
+        """The interval of the noise scale as closed shapes, one for each segment where it is known.
         An open upper end lies far above `top`."""
-        stretches: list[list[Any]] = [[]]
+        segments: list[list[Any]] = [[]]
         for step in steps:
             if step.low is not None and (step.high is not None or step.low > 0):
-                stretches[-1].append(step)
-            elif stretches[-1]:
-                stretches.append([])
-        lows = [s.low for stretch in stretches for s in stretch if s.low > 0]
+                segments[-1].append(step)
+            elif segments[-1]:
+                segments.append([])
+        lows = [s.low for segment in segments for s in segment if s.low > 0]
         # A logarithmic axis has no 0: an end that reaches it is drawn below all others.
         floor = min(lows, default=1.0) / 2
         found = self._about(name, 0, [])
         y: list[float | None] = []
-        for stretch in filter(None, stretches):
-            way = [*stretch, *reversed(stretch)]
+        for segment in filter(None, segments):
+            way = [*segment, *reversed(segment)]
             for axis, values in _positions(self.run, way).items():
                 found["meta"]["x"][axis] += [*values, None]
-            y += [_FAR * top if s.high is None else s.high for s in stretch]
-            y += [*(max(s.low, floor) for s in reversed(stretch)), None]
+            y += [_FAR * top if s.high is None else s.high for s in segment]
+            y += [*(max(s.low, floor) for s in reversed(segment)), None]
         found["meta"]["band"] = True
         style = {"type": "scatter", "mode": "lines", "fill": "toself", "hoverinfo": "skip"}
         return found | style | {"y": y, "line": {"width": 0}}
@@ -123,9 +123,9 @@ def _positions(run: RunHistory, points: Sequence[Any]) -> dict[str, list[Any]]:
     return {"steps": steps, "samples": samples, "hours": hours}
 
 
-def most_points(num_runs: int) -> int:
+def max_points(num_runs: int) -> int:
     """Points of a series on a page of so many runs."""
-    return max(_MOST_POINTS // max(num_runs, 1), _LEAST_POINTS)
+    return max(_MAX_POINTS // max(num_runs, 1), _MIN_POINTS)
 
 
 def _all_series(runs: Sequence[RunHistory]) -> list[_Series]:
@@ -273,10 +273,10 @@ def _panels() -> dict[str, Any]:
 def _ticks(sizes: set[int | None]) -> list[int]:
     """Batches to name on an axis: those that came, or the powers of two among so many."""
     known = sorted(size for size in sizes if size is not None and size > 0)
-    if len(known) <= _MOST_TICKS:
+    if len(known) <= _MAX_TICKS:
         return known
     powers = [1 << k for k in range(known[-1].bit_length()) if known[0] <= 1 << k]
-    return powers[:: -(-len(powers) // _MOST_TICKS)] or known[:1]
+    return powers[:: -(-len(powers) // _MAX_TICKS)] or known[:1]
 
 
 def noise_figure(runs: Sequence[RunHistory]) -> Figure:
@@ -433,7 +433,7 @@ def prediction_figure(runs: Sequence[RunHistory]) -> Figure:
             hovertemplate="%{text}<extra></extra>",
             marker={"size": 11},
         )
-        del trace["meta"]["x"]  # the axis is no time
+        del trace["meta"]["x"]  # the axis is not a time
         data.append(trace)
     if both:
         ends = [min(both) / 1.2, max(both) * 1.2]

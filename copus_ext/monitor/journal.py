@@ -16,7 +16,7 @@ MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
 """How a change of layout ends: it was made; the run ended before it began; the run left to start
 again."""
 _GIVEN_UP = {"switch.cancelled": CALLED_OFF, "switch.abandoned": ABANDONED}
-_MOST_RATIO = 1 << 20
+_MAX_RATIO = 1 << 20
 _COUNTS, _TEXTS = ("best_batch", "num_layouts"), ("best_layout", "source")
 _NO_NOTE = (
     "switch.requested",
@@ -364,7 +364,7 @@ def _length_ratio(record: dict[str, Any]) -> int:
     counted, own = whole(record.get("consumed_samples")), table(record.get("situation"))
     present = whole(own.get("consumed_samples"))
     ratio = counted // present if counted and present and present > 0 else 1
-    return min(max(ratio, 1), _MOST_RATIO)
+    return min(max(ratio, 1), _MAX_RATIO)
 
 
 def sizes_of(row: dict[str, Any]) -> Sizes:

@@ -13,7 +13,7 @@ from copus_ext.monitor.explain import explain, gain
 from copus_ext.monitor.journal import DecisionRecord, sizes_of
 from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
 
-_MOST_LAYOUTS = 24
+_MAX_LAYOUTS = 24
 _MOST, _LEAST = 200, 20
 """Landscapes on a page, and the least of a run on it."""
 
@@ -147,5 +147,5 @@ def _layouts(s: DecisionInputs, values: dict[tuple[str, int], float]) -> list[st
     for (name, _), value in values.items():
         best[name] = max(best.get(name, -math.inf), value)
     now = str(s.now.layout)
-    order = sorted(best, key=lambda name: (name != now, -best[name]))[:_MOST_LAYOUTS]
+    order = sorted(best, key=lambda name: (name != now, -best[name]))[:_MAX_LAYOUTS]
     return sorted(order, key=lambda name: best[name])

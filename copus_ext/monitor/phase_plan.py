@@ -130,7 +130,7 @@ def pauses_on(planner: Any) -> Callable[[Any, Any], float]:
     of the planner."""
     from copus_ext.cost_model.model_spec import divisors
     from copus_ext.goodput.costs import Machine, MovedBytes, pause_s
-    from copus_ext.reshard.pause import MOST_COUNTED, predictor_of, shape_for
+    from copus_ext.reshard.pause import MAX_COUNTED, predictor_of, shape_for
 
     cluster, model = planner.cluster, planner.model
     machine, world = Machine.of(cluster), cluster.world_size
@@ -142,7 +142,7 @@ def pauses_on(planner: Any) -> Callable[[Any, Any], float]:
     def pause(before: Any, after: Any) -> float:
         if before == after:
             return 0.0
-        if world <= MOST_COUNTED:
+        if world <= MAX_COUNTED:
             return counted.seconds(before, after)
         # Counting what many ranks have in common takes long: all of it moves, unless samples are
         # shared by other ranks and nothing else changes.
@@ -212,13 +212,15 @@ def _planned(planner: Any, run: Run, chunks: tuple[int, ...]) -> tuple[Any, Any,
     return best, single, []
 
 
-def answer(args: argparse.Namespace, planner: Any, put: Callable[[str, Path | None], None]) -> int:
+def answer(
+    args: argparse.Namespace, planner: Any, write_output: Callable[[str, Path | None], None]
+) -> int:
     """Plans, prints and writes; returns the exit code.
 
     Args:
         args: flags of `copus plan phases`.
         planner: of the model on the cluster.
-        put: prints a text, or writes it to a file.
+        write_output: prints a text, or writes it to a file.
     """
     from copus_ext.planner import report
     from megatron.training.common.program import tell
@@ -243,13 +245,13 @@ def answer(args: argparse.Namespace, planner: Any, put: Callable[[str, Path | No
         record = to_json(planner, run, best, single)
         if not args.output:
             record["elapsed_s"] = round(time.monotonic() - started, 3)
-        put(report.dump(record), args.output)
+        write_output(report.dump(record), args.output)
     elif args.output is None:
         table(planner, run, best, single, report.console_for(sys.stdout))
     else:
         buffer = io.StringIO()
         table(planner, run, best, single, report.console_for(buffer))
-        put(buffer.getvalue().rstrip("\n"), args.output)
+        write_output(buffer.getvalue().rstrip("\n"), args.output)
     return 0
 
 

@@ -31,13 +31,13 @@ _STEP_BYTES = 1 << 20
 _KIND_BYTES = 100
 """The kind is among the first fields of a line."""
 _REQUEST = Path("control") / "request.json"
-_MOST_NAME = 200
+_MAX_NAME = 200
 QUIET_EVENTS = ("checkpoint.begin", "checkpoint.commit", "layout", "run.start", "run.end")
 """Kinds that views show in another way than as events."""
 
 
 def run_problem(run: Path, *, takes_journal: bool = False) -> str:
-    """Why a path is no run, in the words of all commands that read one; empty if it is one.
+    """Why a path is not a run, in the words of all commands that read one; empty if it is one.
 
     Args:
         run: what the user named.
@@ -50,7 +50,7 @@ def run_problem(run: Path, *, takes_journal: bool = False) -> str:
     if not run.exists() and not run.is_symlink():
         return f"RUN {run} does not exist; {fix}"
     if not run.is_dir() and not takes_journal:
-        return f"RUN {run} is no directory; {fix}"
+        return f"RUN {run} is not a directory; {fix}"
     journal = run / JOURNAL if run.is_dir() else run
     if journal.is_file() and (problem := version_problem(journal)):
         return problem
@@ -308,7 +308,7 @@ class RunReader:
 
     def _take(self, record: dict[str, Any]) -> None:
         kind, t = record.get("kind"), written(record)
-        launch = text(record.get("launch"), _MOST_NAME)
+        launch = text(record.get("launch"), _MAX_NAME)
         before_t, iteration = self._launch_ends.get(launch, (None, None))
         if kind == "step":
             value: Any = _step(record, launch)
@@ -415,7 +415,7 @@ def _add(run: RunHistory, value: Step | Evaluation | Event) -> None:
         members, entered = about.get("members"), text(about.get("why"), 20)
         run.launches.append(
             Launch(
-                name=text(about.get("launch"), _MOST_NAME),
+                name=text(about.get("launch"), _MAX_NAME),
                 t=value.t,
                 iteration=value.iteration or 0,
                 samples=value.samples or 0,

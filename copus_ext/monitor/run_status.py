@@ -32,7 +32,7 @@ _HOUR_S = 3600.0
 _STEPS = 100
 """Last steps that are looked at."""
 _ALARMS = 5
-_MOST_FLOPS = 1e21
+_MAX_FLOPS = 1e21
 """A peak above is an error."""
 
 
@@ -343,7 +343,7 @@ def _peak_flops(run: RunHistory) -> float | None:
     """Of a rank, as the controller recorded it, or of the machine that the flags name. No file that
     the flags name is opened: its path is one of the machine that trains."""
     known = run.decisions.peak_flops
-    if known is not None and 0 < known < _MOST_FLOPS:
+    if known is not None and 0 < known < _MAX_FLOPS:
         return known
     kind = text(run.config.get("copus_cluster")).partition(":")[0]
     try:

@@ -19,9 +19,9 @@ from copus_ext.monitor.values import FOREIGN
 _DOUBT = (0.5, 1.0, 2.0)
 """The critical batch size over what decisions went by: it is known to a factor of two at best."""
 
-_LEAST_COMPARED = 0.9
+_MIN_COMPARED = 0.9
 """Least share of the time that must be comparable."""
-_MOST_SCATTER = 0.3
+_MAX_SCATTER = 0.3
 """Most relative standard deviation of the speed of a configuration that was not timed itself: a
 noisy machine, or links that change, can put what others tell of it wrong by any factor."""
 _SD_OF_MEDIAN = 1.4826
@@ -29,14 +29,14 @@ _SD_OF_MEDIAN = 1.4826
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class Segment:
     """Steps of a run in one configuration. Samples are of the length that they have there."""
 
     samples: float
     """That the steps trained."""
     seconds: float
     """That they took, with pauses and decisions."""
-    own_s: float
+    overhead_s: float
     """Of these the pauses and decisions, which no run that stays would have."""
     batch: int
     """Samples of a step."""
@@ -79,12 +79,12 @@ class TimeSaved:
         return 1.0 - self.taken_s / self.staying_s
 
 
-def time_saved(stretches: Sequence[Stretch]) -> TimeSaved | None:
+def time_saved(segments: Sequence[Segment]) -> TimeSaved | None:
     """The time that a run has saved against staying in its first configuration.
 
     n samples in batches of B make n / (1 + B/Phi) progress, Phi the critical batch size. The first
     batch B0 needs 1 + B0/Phi samples for each unit of progress, and its configuration trains T0 of
-    them in a second. So over all stretches in other configurations
+    them in a second. So over all segments in other configurations
 
         staying_s = sum of n (1 + B0/Phi) / (1 + B/Phi) / T0
 
@@ -97,26 +97,26 @@ def time_saved(stretches: Sequence[Stretch]) -> TimeSaved | None:
     measuring the noise scale adds to a step is in T0 too.
 
     Args:
-        stretches: of the whole run. One in another configuration cannot be compared without T0, nor
+        segments: of the whole run. One in another configuration cannot be compared without T0, nor
             without Phi if its batch is not the first one.
 
     Returns:
-        The estimate from the stretches that can be compared; None for no stretch, or where more
+        The estimate from the segments that can be compared; None for no segment, or where more
         than a tenth of the time cannot.
     """
-    all_s = sum(s.seconds for s in stretches)
-    stretches = [s for s in stretches if s.is_first or _is_known(s)]
-    taken_s = sum(s.seconds for s in stretches)
-    if not stretches or taken_s < _LEAST_COMPARED * all_s:
+    all_s = sum(s.seconds for s in segments)
+    segments = [s for s in segments if s.is_first or _is_known(s)]
+    taken_s = sum(s.seconds for s in segments)
+    if not segments or taken_s < _MIN_COMPARED * all_s:
         return None
-    likely = sum(_staying_s(s) for s in stretches)
+    likely = sum(_staying_s(s) for s in segments)
     if not 0.0 < likely < math.inf or not 0.0 <= taken_s < math.inf:
         return None
     shares = [
-        1.0 - taken_s / sum(_staying_s(s, factor=factor, sds=sds) for s in stretches)
+        1.0 - taken_s / sum(_staying_s(s, factor=factor, sds=sds) for s in segments)
         for factor, sds in itertools.product(_DOUBT, (-1.0, 0.0, 1.0))
     ]
-    others = [s for s in stretches if not s.is_first]
+    others = [s for s in segments if not s.is_first]
     of_batch = [s for s in others if s.batch != s.first_batch]
     bound_s = sum(_staying_s(s) for s in of_batch if s.is_bound)
     return TimeSaved(
@@ -130,14 +130,14 @@ def time_saved(stretches: Sequence[Stretch]) -> TimeSaved | None:
     )
 
 
-def _is_known(s: Stretch) -> bool:
-    """Whether a stretch in another configuration can be compared."""
+def _is_known(s: Segment) -> bool:
+    """Whether a segment in another configuration can be compared."""
     needs_phi = s.batch != s.first_batch
     return bool(s.first_samples_per_s) and not (needs_phi and s.critical_batch_size is None)
 
 
-def _staying_s(s: Stretch, *, factor: float = 1.0, sds: float = 0.0) -> float:
-    """Seconds of the first configuration to the progress of a stretch.
+def _staying_s(s: Segment, *, factor: float = 1.0, sds: float = 0.0) -> float:
+    """Seconds of the first configuration to the progress of a segment.
 
     Args:
         s: that can be compared.
@@ -145,7 +145,7 @@ def _staying_s(s: Stretch, *, factor: float = 1.0, sds: float = 0.0) -> float:
         sds: standard deviations by which the first configuration is faster.
     """
     if s.is_first or s.first_samples_per_s is None:
-        return max(s.seconds - s.own_s, 0.0)
+        return max(s.seconds - s.overhead_s, 0.0)
     more = 1.0
     if s.critical_batch_size is not None:
         phi = factor * s.critical_batch_size
@@ -160,8 +160,8 @@ _Speed = tuple[float, float]
 """Throughput of the first configuration, and its relative standard deviation."""
 
 
-def stretches_of(run: RunHistory) -> list[Stretch]:
-    """The stretches of a run between its decisions, and from the last one to its last step. Without
+def segments_of(run: RunHistory) -> list[Segment]:
+    """The segments of a run between its decisions, and from the last one to its last step. Without
     those of which the journal does not tell the time, and those that a restart undid."""
     decided = [d for d in run.decisions.standing if _is_complete(d)]
     if not decided:
@@ -172,11 +172,11 @@ def stretches_of(run: RunHistory) -> list[Stretch]:
     known = [a.critical_batch_size and a.critical_batch_size * a.length_ratio for a in accounts]
     critical = _filled(known)
 
-    def finished(i: int, at: int, stretch: Stretch) -> Stretch:
+    def finished(i: int, at: int, segment: Segment) -> Segment:
         """With what decision i knew of Phi, and that at `at` of the first configuration."""
         phi, (speed, sd) = critical[i], speeds[at] or (None, 0.0)
         return replace(
-            stretch,
+            segment,
             critical_batch_size=phi and phi / accounts[at].length_ratio,
             is_bound=accounts[i].is_bound,
             first_samples_per_s=speed,
@@ -223,13 +223,13 @@ def _timed_steps(run: RunHistory) -> dict[tuple[Sizes, float], list[float]]:
     return found
 
 
-def _own_speed(speeds: Sequence[float]) -> _Speed | None:
+def _local_speed(speeds: Sequence[float]) -> _Speed | None:
     """The speed of a configuration by its own steps, and how far a few of them may be off; None
     without any."""
     if not speeds:
         return None
     is_enough = len(speeds) >= MIN_TIMED_STEPS
-    sd = 0.0 if is_enough else _MOST_SCATTER / math.sqrt(len(speeds))
+    sd = 0.0 if is_enough else _MAX_SCATTER / math.sqrt(len(speeds))
     return statistics.median(speeds), sd
 
 
@@ -244,7 +244,7 @@ def _speeds(
         is_own = [(a.first, a.length_ratio) == key for a in accounts]
         known = [_speed(a) if mine else None for a, mine in zip(accounts, is_own)]
         timed = [None if speed is None or speed[1] else speed for speed in known]
-        own = _own_speed(timed_steps.get(key, ())) or _middle(known)
+        own = _local_speed(timed_steps.get(key, ())) or _middle(known)
         best = _filled(timed) if any(timed) else [own] * len(known)
         found = [speed if mine else old for speed, mine, old in zip(best, is_own, found)]
     return found
@@ -259,7 +259,7 @@ def _middle(speeds: Sequence[_Speed | None]) -> _Speed | None:
     middle = statistics.median(speed for speed, _ in known)
     scatter = statistics.median(abs(math.log(speed / middle)) for speed, _ in known)
     sd = max(_SD_OF_MEDIAN * scatter, statistics.median(sd for _, sd in known))
-    return None if sd > _MOST_SCATTER else (middle, sd)
+    return None if sd > _MAX_SCATTER else (middle, sd)
 
 
 def _speed(account: Account) -> _Speed | None:
@@ -267,8 +267,8 @@ def _speed(account: Account) -> _Speed | None:
     return None if speed is None or speed <= 0.0 else (speed, account.first_sd)
 
 
-def _between(a: DecisionRecord | None, b: DecisionRecord) -> list[Stretch]:
-    """The stretch from a decision, or from the start of the run, to the next one; none without
+def _between(a: DecisionRecord | None, b: DecisionRecord) -> list[Segment]:
+    """The segment from a decision, or from the start of the run, to the next one; none without
     steps or time."""
     start, end = 0, b.samples or 0
     elapsed_s = paused_s = 0.0
@@ -279,25 +279,25 @@ def _between(a: DecisionRecord | None, b: DecisionRecord) -> list[Stretch]:
     seconds = (account.elapsed_s or 0.0) - elapsed_s
     if end <= start or seconds <= 0.0:
         return []
-    own_s = min(max(account.paused_s - paused_s, 0.0), seconds) + account.deciding_s
+    overhead_s = min(max(account.paused_s - paused_s, 0.0), seconds) + account.deciding_s
     return [
-        _stretch(
+        _segment(
             b.now,
             account,
             samples=(end - start) / account.length_ratio,
             seconds=seconds + account.deciding_s,
-            own_s=own_s,
+            overhead_s=overhead_s,
         )
     ]
 
 
-def _stretch(
-    now: Sizes, account: Account, *, samples: float, seconds: float, own_s: float
-) -> Stretch:
-    return Stretch(
+def _segment(
+    now: Sizes, account: Account, *, samples: float, seconds: float, overhead_s: float
+) -> Segment:
+    return Segment(
         samples=samples,
         seconds=seconds,
-        own_s=own_s,
+        overhead_s=overhead_s,
         batch=now.batch or 1,
         first_batch=account.first.batch or 1,
         is_first=now == account.first,
@@ -306,8 +306,8 @@ def _stretch(
     )
 
 
-def _since(last: DecisionRecord, run: RunHistory) -> list[Stretch]:
-    """The stretches since the last decision, by its steps; none where steps are missing."""
+def _since(last: DecisionRecord, run: RunHistory) -> list[Segment]:
+    """The segments since the last decision, by its steps; none where steps are missing."""
     account, steps = last.account, _steps_after(last, run)
     assert account is not None
     lost_s = 0.0
@@ -318,8 +318,8 @@ def _since(last: DecisionRecord, run: RunHistory) -> list[Stretch]:
         own = list(group)
         seconds = sum(step.seconds or 0.0 for step in own)
         samples = float(len(own) * (sizes.batch or 0))
-        more = {"samples": samples, "seconds": seconds + lost_s, "own_s": lost_s}
-        found += [_stretch(sizes, account, **more)] if samples > 0 else []
+        more = {"samples": samples, "seconds": seconds + lost_s, "overhead_s": lost_s}
+        found += [_segment(sizes, account, **more)] if samples > 0 else []
         lost_s = 0.0
     return found
 
@@ -356,18 +356,18 @@ def so_far(run: RunHistory) -> tuple[str, TimeSaved | None]:
     if not run.has_whole_journal:
         return "not known: the journal is too long to read here; the report reads all of it", None
     try:
-        stretches = stretches_of(run)
-        found = time_saved(stretches)
+        segments = segments_of(run)
+        found = time_saved(segments)
     except FOREIGN:
         return "not known: a record of the journal is damaged", None
     first = decisions.first
-    if all(s.is_first for s in stretches):
-        return _nothing(decisions, first if stretches else None), None
+    if all(s.is_first for s in segments):
+        return _nothing(decisions, first if segments else None), None
     assert first is not None
     if decisions.has_ramp:
         return "not known: without the controller --rampup-batch-size would change the batch", None
     if found is None:
-        others = [s for s in stretches if not s.is_first and s.batch != s.first_batch]
+        others = [s for s in segments if not s.is_first and s.batch != s.first_batch]
         is_known = all(s.critical_batch_size for s in others)
         begin = (decisions.begin[0] or 0) + 1
         if is_known and run.steps and run.steps[0].iteration > begin:

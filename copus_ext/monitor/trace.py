@@ -34,7 +34,7 @@ _PROCESS = 1_000_000_000
 """Process number in the trace; above those of any machine."""
 _TRACKS = ("launches", "layouts", "decisions", "changes of layout", "evaluations", "events")
 _END_OF_TIME_S = 1e11
-_MOST_HEAD, _MOST_BYTES = 1 << 24, 1 << 30
+_MAX_HEAD, _MOST_BYTES = 1 << 24, 1 << 30
 _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d{1,20})\b')
 _DAMAGED = (*FOREIGN, OSError, EOFError, zlib.error)
 """Errors of reading a trace."""
@@ -188,7 +188,7 @@ def base_of(path: Path) -> int | None:
     """Zero of the clock of a trace of steps, nanoseconds since the epoch; None if unknown."""
     try:
         with open_plain(path) as zipped, gzip.open(zipped) as file:
-            found = _BASE.search(file.read(_MOST_HEAD))
+            found = _BASE.search(file.read(_MAX_HEAD))
     except _DAMAGED:
         return None
     return int(found[1]) if found else None
@@ -227,7 +227,7 @@ def _steps(path: Path) -> dict[str, Any]:
         raise ValueError(f"it has more than {_MOST_BYTES} bytes")
     steps = parse_json(text, finite=True)
     if not isinstance(steps, dict) or not isinstance(steps.get("traceEvents"), list):
-        raise ValueError("it is no trace")
+        raise ValueError("it is not a trace")
     return steps
 
 

@@ -11,7 +11,7 @@ FOREIGN = (TypeError, KeyError, ValueError, AttributeError, IndexError, Arithmet
 """Errors of reading a value of another kind."""
 LINE = 300
 """Characters of a text on a screen."""
-_MOST_TEXT = 2000
+_MAX_TEXT = 2000
 _ENDLESS = 1e300
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -37,7 +37,7 @@ def whole(value: Any) -> int | None:
     return value if is_number and abs(value) < _ENDLESS else None
 
 
-def text(value: Any, most: int = _MOST_TEXT) -> str:
+def text(value: Any, most: int = _MAX_TEXT) -> str:
     """The value as one short line without control characters; empty for None."""
     if value is None:
         return ""

@@ -27,7 +27,7 @@ BEGUN, DONE, DROPPED, OUT_OF_MEMORY = "begun", "done", "dropped", "out_of_memory
 """How attempts are recorded. One is dropped where its end says nothing of the configuration."""
 _FORGOTTEN = "forgotten"
 """All attempts before it."""
-_MOST_UNFINISHED = 2
+_MAX_UNFINISHED = 2
 """A time limit or a lost node also ends a run in the middle of an attempt, but hardly twice in the
 same one."""
 _GIB = 2**30
@@ -67,7 +67,7 @@ class Attempts:
         name, size = _name(c), c.micro_batch_size
         if (least := self._too_large.get(name)) is not None and least <= size:
             return "out of memory before" + ("" if least == size else f" with micro-batch {least}")
-        if (times := self._unfinished[name, size]) >= _MOST_UNFINISHED:
+        if (times := self._unfinished[name, size]) >= _MAX_UNFINISHED:
             return f"{times} runs have ended in the middle of it"
         return None
 

@@ -56,7 +56,7 @@ class Configuration:
         return self.global_batch_size % (self.layout.dp * self.micro_batch_size) == 0
 
     @property
-    def is_blind(self) -> bool:
+    def noise_unmeasurable(self) -> bool:
         """Whether the noise scale cannot be measured: one micro-batch on one replica, or all of
         it through one copy of each expert. (Experts of a dense model are as many as its
         copies, and ranks that share samples are one replica.)"""

@@ -1,4 +1,4 @@
-"""Says in words why a configuration is no candidate, and what would help."""
+"""Says in words why a configuration is not a candidate, and what would help."""
 
 from __future__ import annotations
 

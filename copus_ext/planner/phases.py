@@ -92,7 +92,7 @@ def stages_of(
         for size, begin, finish in _pieces(schedule, start, end):
             if size * first % length:
                 raise UsageError(
-                    f"a batch of {size} samples of {first} tokens is no whole number of samples "
+                    f"a batch of {size} samples of {first} tokens is not a whole number of samples "
                     f"of {length}; use a multiple of {length // first}"
                 )
             steps = (finish - begin) // size

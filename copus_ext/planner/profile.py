@@ -196,7 +196,7 @@ class ProfileStore:
         self._append(timing.to_json())
 
     def add_attempt(self, attempt: str, **fields: Any) -> None:
-        """Appends what became of an attempt to measure. It is no timing: `read` passes over it.
+        """Appends what became of an attempt to measure. It is not a timing: `read` passes over it.
 
         Args:
             attempt: what became of it.
@@ -237,7 +237,7 @@ def read_profile(path: Path) -> tuple[dict[str, Any], list[Timing]]:
 
     Raises:
         OSError: it cannot be read.
-        ForeignProfile: it is no profile, or of several machines.
+        ForeignProfile: it is not a profile, or of several machines.
     """
     machine: dict[str, Any] = {}
     for record in _lines(path):
@@ -245,7 +245,7 @@ def read_profile(path: Path) -> tuple[dict[str, Any], list[Timing]]:
             machine = record["machine"]
     if not machine or not isinstance(machine, dict):
         measure = other_command("profile_layouts.py")
-        raise ForeignProfile(f"{path} is no profile; make one with {measure}")
+        raise ForeignProfile(f"{path} is not a profile; make one with {measure}")
     own, others = _sorted_out(path, {fingerprint(machine)})
     if others:
         raise ForeignProfile(f"{path} mixes machines; measure into a file of its own")
@@ -278,7 +278,7 @@ def _sorted_out(path: Path, keys: Set[str]) -> tuple[list[Timing], int]:
         try:
             timing = Timing.from_json(record)
         except ValueError as error:
-            raise ForeignProfile(f"{path} holds a line that is no timing: {error}") from error
+            raise ForeignProfile(f"{path} holds a line that is not a timing: {error}") from error
         own[timing.key] = timing
     return list(own.values()), others
 

@@ -269,7 +269,7 @@ def _described_model(args: argparse.Namespace) -> Any:
                 raise UsageProblem(str(error)) from error
             raise InputProblem(str(error)) from error
         except (ValueError, TypeError) as error:
-            raise InputProblem(f"--model {args.model} is no config.json: {error}") from error
+            raise InputProblem(f"--model {args.model} is not a config.json: {error}") from error
     else:
         raise UsageProblem(
             f"--model {args.model}: unknown; known: {', '.join(PRESETS)}, or a config.json"

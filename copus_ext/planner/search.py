@@ -425,7 +425,7 @@ class Planner:
                         mfu=per_gpu / self.cluster.gpu.peak(self.model.precision),
                         step_rel_sd=float(sd[i]),
                         source=source[i],
-                        blind=c.is_blind,
+                        blind=c.noise_unmeasurable,
                         time_s={p: float(times.parts[p][i]) * factor for p in parts},
                         peak_bytes=float(bytes_.peak_bytes[i]),
                         worst_stage=int(bytes_.worst_stage[i]),
@@ -493,7 +493,7 @@ class Planner:
         """Prices one configuration, or says what speaks against it.
 
         Raises:
-            SpecError: it is no point of this space.
+            SpecError: it is not a point of this space.
         """
         c = configuration
         if c.recompute == "block":
@@ -525,7 +525,7 @@ class Planner:
         wanted = points.use_distributed_optimizer == c.use_distributed_optimizer
         at = np.flatnonzero(wanted)
         if not len(at):
-            raise SpecError(f"{c} is no configuration of {self.cluster.world_size} GPUs")
+            raise SpecError(f"{c} is not a configuration of {self.cluster.world_size} GPUs")
         if space.fits[at[0]]:
             one = points.take(at[:1])
             times = step_time(to_rows(self.model, self.cluster, one), self.constants)

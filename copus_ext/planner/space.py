@@ -50,7 +50,7 @@ REJECTION_CODES = (
     "memory",
     "dominated",
 )
-"""Why a configuration is no candidate; every enumerated one is ranked or carries one code."""
+"""Why a configuration is not a candidate; every enumerated one is ranked or carries one code."""
 LEGAL = -1
 """Code of a point that no rule speaks against."""
 LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")

@@ -106,7 +106,7 @@ def read_table(path: Path, *, skipped: Callable[[str], None] = warnings.warn) ->
     try:
         return _read(path, skipped)
     except csv.Error as error:
-        raise SpecError(f"it is no table: {error}") from error
+        raise SpecError(f"it is not a table: {error}") from error
 
 
 def _read(path: Path, skipped: Callable[[str], None]) -> list[MeasuredRun]:
@@ -149,7 +149,7 @@ def _run(record: dict[str, Any], folder: Path, names: dict[str, str]) -> Measure
         raise SpecError(f"{sizes} and does not divide {cluster.world_size} GPUs")
     dp = cluster.world_size // (tp * cp * pp)
     if size["global_batch_size"] % (dp * size["micro_batch_size"]):
-        raise SpecError(f"global_batch_size is no multiple of {dp} x micro_batch_size")
+        raise SpecError(f"global_batch_size is not a multiple of {dp} x micro_batch_size")
     way, _, layers = given.get("recompute", "none").partition(":")
     if way not in RECOMPUTE or (way == "block") != layers.isdecimal():
         raise SpecError(f"recompute {given['recompute']}: use none, selective, full or block:3")
@@ -160,7 +160,7 @@ def _run(record: dict[str, Any], folder: Path, names: dict[str, str]) -> Measure
         tuple(sorted((n, v) for n, v in given.items() if n not in _OWN or n in ("model", *_SHORT)))
     )
     if model.num_layers % (pp * size["vpp"]):
-        raise LayersDoNotDivide(f"{model.num_layers} layers are no multiple of pp x vpp")
+        raise LayersDoNotDivide(f"{model.num_layers} layers are not a multiple of pp x vpp")
     etp = _whole("etp", given["etp"]) if "etp" in given else None
     layout = Layout(tp=tp, cp=cp, pp=pp, vpp=size["vpp"], ep=size["ep"], etp=etp, dp=dp)
     sizes = model.expert_sizes(is_gloo=cluster.is_gloo, use_tp_pp_dp_mapping=False)

@@ -59,7 +59,7 @@ class Timed:
         sizes, seconds = data["num_bytes"], data["seconds"]
         both = data.get("both_ways")
         if both is not None and len(both) != 2:
-            raise ValueError("both_ways is no size and time")
+            raise ValueError("both_ways is not a size and time")
         size, time_s = ([], []) if both is None else ([both[0]], [both[1]])
         if not all(type(n) is int and n < _LARGEST_BYTES for n in [*sizes, *size]):
             raise TypeError("sizes are whole numbers")

@@ -222,7 +222,7 @@ class Change:
         plan = self.context.plan(job.config, self.layout)
         self._own = own = own_shards(job.model, job.optimizer, job.groups)
         if digest(own.records) != digest(plan.source[dist.get_rank()]):
-            raise ValueError("the state of this model is not cut as planned")
+            raise ValueError("the shards of this model do not match the reshard plan")
         check_memory(job, plan, config)
         result = self.result
         result.wire_bytes, result.minimum_bytes = plan.wire_bytes, plan.minimum_bytes
@@ -246,7 +246,7 @@ class Change:
     def _extract(self, keys: list[str]) -> tuple[SavedState, Any]:
         assert self._own is not None
         saved, self._own = extract(self.job, self._own), None
-        return saved, verify.own_sums(saved.shards, keys)
+        return saved, verify.local_sums(saved.shards, keys)
 
     def _share(self, saved: SavedState, own: Any, keys: list[str]) -> SavedState:
         """Adds what all ranks know together: the sums, and the step count, which a rank without
@@ -292,7 +292,7 @@ class Change:
         saved, new = self.saved, self.new
         assert saved is not None and new is not None and new.shards is not None
         if new.shards.records != plan.target[dist.get_rank()]:
-            raise ValueError("the new layout is not cut as planned")
+            raise ValueError("shards do not match the reshard plan")
         transfer = Transfer(
             plan,
             source=saved.shards,
@@ -321,7 +321,7 @@ class Change:
             verify.check_weights(model, shards, built.groups, keys)
             if (steps := adam_steps(built.optimizer)) not in (None, saved.step):
                 raise verify.Mismatch(f"{steps} steps instead of {saved.step}")
-            return verify.own_sums(shards, keys), verify.weight_sum(model, built.groups, keys)
+            return verify.local_sums(shards, keys), verify.weight_sum(model, built.groups, keys)
 
         def compare(own: tuple[Any, Any]) -> None:
             sums = verify.all_sums(own[0], keys, group=self.context.group())

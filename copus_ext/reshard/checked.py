@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 
 def check_number(name: str, value: Any, lowest: int, highest: int) -> None:
-    """Refuses what is no whole number between two others.
+    """Refuses what is not a whole number between two others.
 
     Raises:
         ValueError: one line naming the field.
@@ -30,7 +30,7 @@ def check_number(name: str, value: Any, lowest: int, highest: int) -> None:
 
 
 def check_text(name: str, value: Any, longest: int) -> None:
-    """Refuses what is no text, or too long.
+    """Refuses what is not a text, or too long.
 
     Raises:
         ValueError: one line naming the field.
@@ -46,7 +46,7 @@ def check_fields(data: Any, names: Collection[str], needed: Collection[str]) -> 
         ValueError: one line, if it is none, has others or lacks one.
     """
     if not isinstance(data, dict):
-        raise ValueError(f"{shown(data)} is no JSON object")
+        raise ValueError(f"{shown(data)} is not valid JSON object")
     if unknown := sorted(set(data) - set(names)):
         raise ValueError(f"unknown field {shown(unknown[0])}")
     if missing := sorted(set(needed) - set(data)):

@@ -18,7 +18,7 @@ PARAMETER_ALIGNMENT = 64
 """A parameter starts at a multiple of this in a buffer of the distributed optimizer."""
 BUCKET_ALIGNMENT = 128
 """A bucket ends at a multiple of this and of the number of copies."""
-LEAST_BUCKET = 40_000_000
+MIN_BUCKET = 40_000_000
 """Default elements of a bucket for few copies."""
 BUCKET_PER_REPLICA = 1_000_000
 """The same for many copies, times their number."""
@@ -187,7 +187,7 @@ def _bucket_limit(shape: ModelShape, layout: Layout, stage: int, chunk: int) -> 
         return None
     if shape.ddp_bucket_size is not None:
         return shape.ddp_bucket_size
-    return max(LEAST_BUCKET, BUCKET_PER_REPLICA * layout.copies)
+    return max(MIN_BUCKET, BUCKET_PER_REPLICA * layout.copies)
 
 
 def _buckets(params: list[Parameter], split: _Split, limit: int | None) -> Iterator[list[_Slot]]:

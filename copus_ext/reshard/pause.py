@@ -23,7 +23,7 @@ from copus_ext.reshard.plan import BYTES_PER_ELEMENT
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.sharding import Record
 
-MOST_COUNTED = 128
+MAX_COUNTED = 128
 """Above so many ranks all of the state is taken to move: a layout takes 0.2 s to lay out there."""
 _AXES = 4
 """Most axes of a tensor: layers, experts, rows, columns."""
@@ -74,11 +74,11 @@ class PausePredictor:
         """
         if before == after:
             return 0.0
-        if after.world_size > MOST_COUNTED:
-            return self.most_seconds(before)
+        if after.world_size > MAX_COUNTED:
+            return self.max_seconds(before)
         return pause_s(self.moved(before, after), self.machine)
 
-    def most_seconds(self, layout: Layout) -> float:
+    def max_seconds(self, layout: Layout) -> float:
         """Of a change from a layout to one under which no rank holds anything that it held."""
         ranks = self._of(layout).by_rank(layout.world_size)
         held = BYTES_PER_ELEMENT * int(ranks.max())

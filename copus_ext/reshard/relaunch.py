@@ -119,7 +119,7 @@ class Request(JsonRecord):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.launch, str) and LAUNCH_NAME.fullmatch(self.launch)):
-            raise ValueError(f"launch {shown(self.launch)} is no name of a launch")
+            raise ValueError(f"launch {shown(self.launch)} is not a name of a launch")
         if not (isinstance(self.kind, str) and self.kind in get_args(Kind)):
             raise ValueError(f"kind {shown(self.kind)} must be one of {', '.join(get_args(Kind))}")
         check_number("iteration", self.iteration, 0, MAX_NUMBER)
@@ -154,7 +154,7 @@ class Request(JsonRecord):
         layout = data.get("layout") if isinstance(data, dict) else None
         if layout is not None:
             if not isinstance(layout, dict):
-                raise ValueError(f"layout {shown(layout)} is no JSON object")
+                raise ValueError(f"layout {shown(layout)} is not valid JSON object")
             if missing := sorted({"tp", "pp", "vpp", "dp"} - set(layout)):
                 raise ValueError(f"{missing[0]} of the layout is missing")
             data = {**data, "layout": Layout.from_json(layout)}
@@ -175,7 +175,7 @@ def _pairs(value: Any) -> tuple[tuple[Any, Any], ...]:
         ValueError: it is none.
     """
     if not isinstance(value, list) or any(not isinstance(x, list) or len(x) != 2 for x in value):
-        raise ValueError(f"phase_starts {shown(value)} is no list of pairs")
+        raise ValueError(f"phase_starts {shown(value)} is not a list of pairs")
     return tuple((x[0], x[1]) for x in value)
 
 
@@ -185,7 +185,7 @@ def is_supervised(env: Mapping[str, str] | None = None) -> bool:
 
 
 def blocked_layouts(env: Mapping[str, str] | None = None) -> list[Layout]:
-    """Layouts in which the supervisor has seen the run crash. Skips what is no layout."""
+    """Layouts in which the supervisor has seen the run crash. Skips what is not a layout."""
     words = (os.environ if env is None else env).get(BLOCKED_VARIABLE, "").split(",")
     found = []
     for word in words:

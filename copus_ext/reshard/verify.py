@@ -38,7 +38,7 @@ def checked_keys(keys: Sequence[str], *, sample: bool) -> list[str]:
 
 
 @torch.no_grad()
-def own_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
+def local_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
     """This rank's part of the sums, modulo 2^64: for each tensor those of the copy that counts,
     those of all other copies, and the numbers of their elements. Not collective.
 
@@ -68,7 +68,7 @@ def all_sums(own: torch.Tensor, keys: Sequence[str], *, group: Any) -> dict[str,
     """Sums over the whole run's state. Collective over the group.
 
     Args:
-        own: `own_sums` of this rank.
+        own: `local_sums` of this rank.
         keys: of the tensors, the same on every rank.
         group: of all ranks.
 
@@ -185,7 +185,7 @@ def check_weights(
             master = shards.tensors[record.shard]["param"]
             master = master[record.offset : record.offset + record.numel].view(view.shape)
             bits = _BITS[view.element_size()]
-            # As bits: a weight that is no number is equal to itself.
+            # As bits: a weight that is not a number is equal to itself.
             if not torch.equal(view.view(bits), master.to(view.dtype).view(bits)):
                 raise Mismatch(f"weight {place.key} is not its rounded master")
 

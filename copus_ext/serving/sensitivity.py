@@ -95,7 +95,7 @@ def _checked(record: Any) -> dict[str, Any]:
     del values["schema"]
     for name in values:
         if name not in _FIELDS:
-            raise ValueError(f"{name} is no field of it")
+            raise ValueError(f"{name} is not a field of it")
     for name in _FIELDS:
         if name not in values:
             raise ValueError(f"{name} is missing")

@@ -53,7 +53,7 @@ class Source:
 
     Raises:
         Refused: there is no complete checkpoint.
-        UsageError: it is no checkpoint, or does not say what it was trained on.
+        UsageError: it is not a checkpoint, or does not say what it was trained on.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Source:
         num_samples: int,
     ) -> None:
         if not checkpoint.is_dir() or is_model(checkpoint):
-            what = "a Hugging Face model" if checkpoint.is_dir() else "no directory"
+            what = "a Hugging Face model" if checkpoint.is_dir() else "not a directory"
             raise UsageError(
                 f"CHECKPOINT {checkpoint} is {what}; give the --save directory of a run"
             )

@@ -194,7 +194,7 @@ class RouterGradients:
 
 
 class Spoilt:
-    """Puts a gradient that is no number into the second step, and notes fractions and
+    """Puts a gradient that is not a number into the second step, and notes fractions and
     biases at the start of every step."""
 
     def __init__(self) -> None:

@@ -272,7 +272,7 @@ def sums_in_pieces() -> list[tuple[int, int, bool]]:
                 return reduce(out, given, **more)
 
             with (
-                patch.object(shared_gradient, "MOST_ELEMENTS", most),
+                patch.object(shared_gradient, "MAX_ELEMENTS", most),
                 patch.object(dist, "reduce_scatter_tensor", counted),
             ):
                 got = shared_gradient.share_of_sum(grads, group)

@@ -12,7 +12,7 @@ SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
 ODD = "--hidden-size 96 --ffn-hidden-size 200 --kv-channels 12 --num-layers 4"
 ALL = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
-MOST = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 2)]
+MAX = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 2)]
 FEW = [(1, 1, 1), (2, 1, 1), (1, 2, 2)]
 CUTS = [
     (1, 1, 1),
@@ -58,7 +58,7 @@ def there_and_back(layouts: list[Any]) -> list[Any]:
 
 
 VARIANTS: dict[str, tuple[str, list[Any], Any]] = {
-    "llama": (f"{TINY} {BATCH} {SHARDED}", walk(MOST), (1, 2, 2)),
+    "llama": (f"{TINY} {BATCH} {SHARDED}", walk(MAX), (1, 2, 2)),
     "gpt2-odd-bf16": (
         f"{TINY_GPT2} {BATCH} {ODD} --bf16 {OVERLAP}",
         there_and_back(ALL),

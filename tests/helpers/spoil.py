@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_MOST_S = 60
+_MAX_S = 60
 _WORDS = (
     *("", "0", "-1", "1", "3", "7", "1e400", "-0.0", "nan", "inf", "0x10", "1_000", "٣", "true"),
     *(
@@ -199,10 +199,10 @@ def _in_time() -> Iterator[None]:
     """Raises TimeoutError in what runs too long."""
 
     def late(number: int, frame: Any) -> None:
-        raise TimeoutError(f"not done after {_MOST_S} s")
+        raise TimeoutError(f"not done after {_MAX_S} s")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(_MOST_S)
+    signal.alarm(_MAX_S)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from copus_ext.cost_model.conditions import Timings
 from copus_ext.cost_model.constants import USUAL
 from copus_ext.goodput.conditions import Conditions
 from copus_ext.goodput.config_change import ConfigChange
-from copus_ext.goodput.costs import MOST_FAILURES, LayoutChangeCosts
+from copus_ext.goodput.costs import MAX_FAILURES, LayoutChangeCosts
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import summary
 from copus_ext.goodput.state import (
@@ -193,9 +193,9 @@ def test_failures_block_the_pair_and_then_every_change_of_layout() -> None:
     costs.record_failure(a, b, "no room", seconds=2.0)
     assert costs.blocked_layouts(a) == (Layout(pp=2, dp=2),)
     assert costs.blocked_layouts(b) == () and not costs.has_given_up
-    for _ in range(MOST_FAILURES - 1):
+    for _ in range(MAX_FAILURES - 1):
         costs.record_failure(a, b, "no room", seconds=2.0)
-    assert costs.has_given_up and costs.paused_s == 2.0 * MOST_FAILURES
+    assert costs.has_given_up and costs.paused_s == 2.0 * MAX_FAILURES
     assert LayoutChangeCosts.from_json(json.loads(json.dumps(asdict(costs)))) == costs
     costs.forget_failures()
     assert not costs.has_given_up and costs.blocked_layouts(a) == ()

@@ -146,7 +146,7 @@ def test_every_command_says_the_same_of_what_is_no_run(
     assert main(["replay", str(journal)]) == 0
     for command in ("status", "trace"):
         assert main([command, str(journal)]) == 5
-        assert f"RUN {journal} is no directory" in capsys.readouterr().err
+        assert f"RUN {journal} is not a directory" in capsys.readouterr().err
     metrics = tmp_path / "plain"
     metrics.mkdir()
     (metrics / "metrics.jsonl").touch()

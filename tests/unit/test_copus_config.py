@@ -135,12 +135,12 @@ def test_the_documented_file_holds_every_setting_at_its_default() -> None:
         ("objektive: copus", "unknown setting objektive; did you mean objective"),
         ("copus: true", "unknown setting copus"),
         ("objective: speed", "objective: 'speed' is not one of"),
-        ("prebuild: 1.5", "prebuild: '1.5' is no whole number"),
+        ("prebuild: 1.5", "prebuild: '1.5' is not a whole number"),
         ("prebuild: true", "prebuild: True is no int"),
         ("allow_shrink: 1", "allow_shrink: 1 is neither true nor false"),
         ("interval: {a: 1}", "interval: {'a': 1} is no float"),
         ("- prebuild", "write one `name: value` in each line"),
-        ("a: b: c", "is no YAML"),
+        ("a: b: c", "is not valid YAML"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
@@ -174,7 +174,7 @@ def test_a_setting_of_the_file_is_no_flag(words: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse("--copus", *words.split())
     assert str(raised.value) == (
-        "--copus-prebuild is no flag; write prebuild in the file of --copus-config"
+        "--copus-prebuild is not a flag; write prebuild in the file of --copus-config"
     )
     own = add_copus_args(argparse.ArgumentParser())
     assert own.parse_args([]).copus_prebuild == CopusConfig().copus_prebuild

@@ -117,7 +117,7 @@ def test_early_in_a_run_the_critical_batch_is_small(known: bool) -> None:
 def test_of_short_samples_a_law_of_tokens_bounds_the_critical_batch() -> None:
     def bound(samples: int, seq_length: int | None) -> float:
         run: dict[str, Any] = {"consumed_samples": samples, "total_samples": 33_000}
-        return situation(8, rules={"seq_length": seq_length}, **run).most_critical_batch_size
+        return situation(8, rules={"seq_length": seq_length}, **run).max_critical_batch_size
 
     assert bound(1_000, None) == bound(1_000, 4096) == 10.0
     assert bound(2_000, 64) == pytest.approx(11.5 * (2_000 * 64) ** 0.47 / 64)
@@ -243,7 +243,11 @@ def test_with_published_policies_only_the_layout_may_change_in_the_warm_up() -> 
 def test_where_the_noise_cannot_be_seen_is_no_place_to_be(phi: float | None) -> None:
     blind, slow = row(16, 30.0, micro=16, dp=1), row(16, 10.0, micro=8, dp=1)
     rows = [slow, blind, row(32, 40.0, micro=32, dp=1)]
-    assert blind.is_blind and not slow.is_blind and not row(16, 1.0, micro=16).is_blind
+    assert (
+        blind.noise_unmeasurable
+        and not slow.noise_unmeasurable
+        and not row(16, 1.0, micro=16).noise_unmeasurable
+    )
     stays = decide(situation(16, phi, rows=rows))
     assert stays.to == slow, stays.reason
     leaves = decide(situation(16, phi, rows=[blind, slow, rows[2]]))
@@ -400,7 +404,7 @@ def test_a_trial_pays_where_drawn_ones_do(cost_s: float, sd: float, left: int, w
     pauses = moves + leaves * (logs < 0) - int(where != "other")
     lost_s = cost_s * pauses + np.maximum(-logs, 0) * trial.TRIED_STEPS * 1.6
     won = float(np.mean(np.maximum(logs, 0) - lost_s / rest_s))
-    assert won == pytest.approx(trial.LEAST_WON, abs=4 * sd / math.sqrt(400_000))
+    assert won == pytest.approx(trial.MIN_WON, abs=4 * sd / math.sqrt(400_000))
 
 
 def test_no_batch_shrinks_on_a_lower_bound_or_after_a_spike() -> None:

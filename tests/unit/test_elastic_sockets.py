@@ -243,7 +243,7 @@ def test_what_is_no_message_ends_that_connection_alone(
     sending.join()
     assert list(node.peers.lines) == [2] and Member(1, 0) not in node.agent._alive
     told = capsys.readouterr().err
-    assert "node 1 is lost (it has sent what is no message: " in told and len(told) < 400
+    assert "node 1 is lost (it has sent what is not a message: " in told and len(told) < 400
     other.sendall(b'{"broken": 1}\n')
     node.look()
     assert node.agent._is_broken, "the other is heard"
@@ -291,7 +291,7 @@ def test_no_stranger_and_no_token_is_named_in_what_is_printed(
     node.connect(hello(token, 77)[:-1] + b"?")
     node.look()
     out, err = capsys.readouterr()
-    assert "no message" in err and token not in out + err and token not in repr(node.contact)
+    assert "not a message" in err and token not in out + err and token not in repr(node.contact)
 
 
 # The token's file.

@@ -144,7 +144,7 @@ def test_an_outcome_takes_no_steps_of_another_layout_or_micro_batch() -> None:
         # No policy that keeps or grows the batch undoes what another one has shrunk.
         (2, {"copus_policy": "static"}),
         (2, {"copus_policy": "cbs"}),
-        # A batch that is no size of the grid, as phases or lost ranks leave one, may be kept.
+        # A batch that is not a size of the grid, as phases or lost ranks leave one, may be kept.
         (26, {"copus_max_global_batch_size": 32}),
     ],
 )

@@ -280,7 +280,7 @@ def refused(words: str, said: str, **others: Any) -> Any:
         refused("--prompt ok --prompts-file FILE", "line 2, is empty", file="a\n\nb\n"),
         refused("--prompts-file FILE", "cannot be read", file=b"\xff"),
         refused("--prompts-file nowhere.txt", "--prompts-file nowhere.txt cannot be read"),
-        refused("--prompts-file FILE", "line 1, is no JSON", file="{", name="p.jsonl"),
+        refused("--prompts-file FILE", "line 1, is not valid JSON", file="{", name="p.jsonl"),
         refused("--prompts-file FILE", "line 1, has no prompt", file="{}", name="q.jsonl"),
         refused("--prompt " + "x" * 32, "32 positions"),
         refused("--prompt \udcff", "cannot become tokens"),
@@ -322,7 +322,7 @@ def test_what_cannot_be_is_one_line(
 def test_checkpoints_that_cannot_be_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: dict[str, str] = {"nowhere": "is no directory", "empty": "holds no checkpoint"}
+    said: dict[str, str] = {"nowhere": "is not a directory", "empty": "holds no checkpoint"}
     (tmp_path / "empty").mkdir()
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")

@@ -16,9 +16,9 @@ from copus_ext.goodput.headroom import (
     EXPONENTS,
     LEVEL_SPREAD,
     WORTH,
-    Course,
     Headroom,
     Prior,
+    Trajectory,
     estimate,
     fixed_cost_samples,
     of_inputs,
@@ -39,30 +39,30 @@ def affine(h: float, batches: Any = FINE, **more: Any) -> list[ConfigThroughput]
     return [row(b, b / (h + b), **more) for b in batches]
 
 
-def found(rows: list[ConfigThroughput], *courses: Course, at: int = 0) -> Headroom:
-    return estimate(rows, at, courses, source="published")
+def found(rows: list[ConfigThroughput], *trajectories: Trajectory, at: int = 0) -> Headroom:
+    return estimate(rows, at, trajectories, source="published")
 
 
-def closed_form(h: float, course: Course) -> float:
-    share = course.progress / course.progress.sum()
-    mean = float(share @ (1 / course.critical_batch_size))
-    m = float(share @ course.critical_batch_size**-0.5) / math.sqrt(mean)
+def closed_form(h: float, trajectory: Trajectory) -> float:
+    share = trajectory.progress / trajectory.progress.sum()
+    mean = float(share @ (1 / trajectory.critical_batch_size))
+    m = float(share @ trajectory.critical_batch_size**-0.5) / math.sqrt(mean)
     k = math.sqrt(h * mean)
     return 2 * k * (1 - m) / (1 + k) ** 2
 
 
-def some_course(rng: np.random.Generator, intervals: int) -> Course:
+def some_course(rng: np.random.Generator, intervals: int) -> Trajectory:
     phi = np.exp(rng.uniform(math.log(2000), math.log(5e5), intervals))
-    return Course(progress=rng.uniform(0.1, 1, intervals), critical_batch_size=phi)
+    return Trajectory(progress=rng.uniform(0.1, 1, intervals), critical_batch_size=phi)
 
 
 @pytest.mark.parametrize("h", [200.0, 5000.0, 100_000.0])
 def test_adapting_saves_what_the_closed_form_says(h: float) -> None:
     rng = np.random.default_rng(0)
     for _ in range(5):
-        course = some_course(rng, 40)
-        assert found(affine(h), course).adapting.likely == pytest.approx(
-            closed_form(h, course), abs=5e-4
+        trajectory = some_course(rng, 40)
+        assert found(affine(h), trajectory).adapting.likely == pytest.approx(
+            closed_form(h, trajectory), abs=5e-4
         )
 
 
@@ -75,8 +75,10 @@ def test_most_that_can_be_saved_where_the_critical_batch_size_grows(
     """Over all h, and progress from the first 40,000th on."""
     edges = np.geomspace(2.5e-5, 1.0, 301)
     middle = np.sqrt(edges[1:] * edges[:-1])
-    course = Course(progress=np.diff(edges), critical_batch_size=1e6 * middle**exponent)
-    most = max(found(affine(h), course).adapting.likely for h in np.geomspace(3e3, 1e6, 8).tolist())
+    trajectory = Trajectory(progress=np.diff(edges), critical_batch_size=1e6 * middle**exponent)
+    most = max(
+        found(affine(h), trajectory).adapting.likely for h in np.geomspace(3e3, 1e6, 8).tolist()
+    )
     assert 100 * most == pytest.approx(percent, abs=0.6)
 
 
@@ -87,18 +89,20 @@ def test_it_is_what_trying_everything_finds() -> None:
             row(b, float(rng.uniform(1, 5)), micro=micro, tp=tp)
             for b, micro, tp in itertools.product((8, 16, 32), (1, 2), (1, 2))
         ]
-        course = Course(
+        trajectory = Trajectory(
             progress=rng.uniform(0.1, 1, 3), critical_batch_size=np.exp(rng.uniform(1, 5, 3))
         )
 
-        def seconds(some: tuple[ConfigThroughput, ...], course: Course = course) -> float:
+        def seconds(
+            some: tuple[ConfigThroughput, ...], trajectory: Trajectory = trajectory
+        ) -> float:
             return sum(
                 w * (1 + r.global_batch_size / phi) / r.samples_per_s
-                for r, w, phi in zip(some, course.progress, course.critical_batch_size)
+                for r, w, phi in zip(some, trajectory.progress, trajectory.critical_batch_size)
             )
 
         now = rows[int(rng.integers(len(rows)))]
-        h = found(rows, course, at=rows.index(now))
+        h = found(rows, trajectory, at=rows.index(now))
         own = [r for r in rows if r.layout == now.layout]
         same = [r for r in rows if r.global_batch_size == now.global_batch_size]
         here = max((r for r in own if r in same), key=lambda r: r.samples_per_s)
@@ -116,12 +120,12 @@ def test_it_is_what_trying_everything_finds() -> None:
 
 def test_units_change_nothing_and_without_a_fixed_cost_the_smallest_batch_is_best() -> None:
     rng = np.random.default_rng(2)
-    course = some_course(rng, 20)
-    one = found(affine(3000.0), course)
+    trajectory = some_course(rng, 20)
+    one = found(affine(3000.0), trajectory)
     faster = [dataclasses.replace(r, samples_per_s=60 * r.samples_per_s) for r in affine(3000.0)]
-    slower = dataclasses.replace(course, progress=7 * course.progress)
+    slower = dataclasses.replace(trajectory, progress=7 * trajectory.progress)
     assert found(faster, slower).batch.likely == pytest.approx(one.batch.likely)
-    flat = found([row(b, 1.0) for b in FINE], course)
+    flat = found([row(b, 1.0) for b in FINE], trajectory)
     assert flat.adapting.likely == flat.batch.likely == 0.0 and flat.best_batch == min(FINE)
 
 
@@ -140,19 +144,19 @@ def test_samples_that_the_fixed_cost_is_worth(h: float) -> None:
 def test_the_prior_holds_the_level_where_it_is_known() -> None:
     measured = Prior.measured(64.0, start=5000, end=100_000)
     assert measured is not None and measured.source == "measured"
-    courses = measured.courses(32)
-    assert len(courses) == 9
+    trajectories = measured.trajectories(32)
+    assert len(trajectories) == 9
     spread = LEVEL_SPREAD["measured"]
-    for course, factor in zip(courses, [1.0] * 3 + [1 / spread] * 3 + [spread] * 3):
-        assert course.critical_batch_size[0] == pytest.approx(64 * factor, rel=0.01)
-        # The same samples at the present batch, whatever the course.
-        samples = course.progress @ (1 + 32 / course.critical_batch_size)
+    for trajectory, factor in zip(trajectories, [1.0] * 3 + [1 / spread] * 3 + [spread] * 3):
+        assert trajectory.critical_batch_size[0] == pytest.approx(64 * factor, rel=0.01)
+        # The same samples at the present batch, whatever the trajectory.
+        samples = trajectory.progress @ (1 + 32 / trajectory.critical_batch_size)
         assert samples == pytest.approx(95_000, rel=1e-3)
     assert set(EXPONENTS) == {0.46, 0.63, 0.9}
     published = Prior.published(start=0, end=100_000, tokens_per_sample=2048.0)
     assert published is not None and published.source == "published"
     level = published_critical_batch_size(100_000, 2048.0)
-    assert published.courses(32)[0].critical_batch_size[-1] == pytest.approx(level, rel=0.02)
+    assert published.trajectories(32)[0].critical_batch_size[-1] == pytest.approx(level, rel=0.02)
     # A law of tokens: twice the tokens a sample for half the samples halves the batch.
     assert published_critical_batch_size(50_000, 4096.0) == pytest.approx(level / 2)
     for start, tokens in ((100_000, 2048.0), (0, 0.0), (0, None)):
@@ -164,16 +168,16 @@ def test_the_prior_holds_the_level_where_it_is_known() -> None:
 
 def test_a_course_is_a_power_of_the_progress() -> None:
     known: dict[str, Any] = {"level": 64.0, "level_at": 20_000.0, "exponent": 0.5}
-    course = power_law_course(start=20_000, end=1e6, batch=512, **known)
+    trajectory = power_law_course(start=20_000, end=1e6, batch=512, **known)
     # Samples up to there: P + 2 P 512 / Phi(P), which is 64 at 20,000 samples.
     done = 20_000 / 17
-    progress = done + np.cumsum(course.progress)
+    progress = done + np.cumsum(trajectory.progress)
     assert progress[-1] * (1 + 2 * 512 / (64 * math.sqrt(progress[-1] / done))) == pytest.approx(
         1e6, rel=1e-3
     )
     last = 64 * math.sqrt(progress[-1] / done)
-    assert course.critical_batch_size[-1] == pytest.approx(last, rel=0.01)
-    assert course.progress @ (1 + 512 / course.critical_batch_size) == pytest.approx(
+    assert trajectory.critical_batch_size[-1] == pytest.approx(last, rel=0.01)
+    assert trajectory.progress @ (1 + 512 / trajectory.critical_batch_size) == pytest.approx(
         980_000, rel=1e-3
     )
     # Where the batch costs no samples, progress is samples.
@@ -187,9 +191,9 @@ def test_a_course_is_a_power_of_the_progress() -> None:
 def test_a_critical_batch_size_that_levels_off_leaves_less_to_gain() -> None:
     def saved(at_most: float) -> float:
         known: dict[str, Any] = {"level": 1e5, "level_at": 1e8, "exponent": 0.9, "at_most": at_most}
-        course = power_law_course(start=0, end=1e8, batch=0, **known)
-        assert course.critical_batch_size.max() <= at_most
-        return found(affine(5000.0), course).adapting.likely
+        trajectory = power_law_course(start=0, end=1e8, batch=0, **known)
+        assert trajectory.critical_batch_size.max() <= at_most
+        return found(affine(5000.0), trajectory).adapting.likely
 
     assert saved(1e5) > saved(1e4) > saved(1e3) > 0
 
@@ -215,7 +219,7 @@ def test_a_plan_is_compared_with_what_is_best_for_the_whole_run() -> None:
     h = of_plans(plans([*range(4, 64), *FINE]), **length)
     prior = Prior.published(start=0, end=1e8, tokens_per_sample=2048.0)
     assert h is not None and prior is not None and h.source == "published"
-    saved = [closed_form(2000.0, course) for course in prior.courses(h.best_batch)]
+    saved = [closed_form(2000.0, trajectory) for trajectory in prior.trajectories(h.best_batch)]
     wanted = (saved[0], min(saved), max(saved))
     assert dataclasses.astuple(h.adapting) == pytest.approx(wanted, abs=5e-4)
     assert h.adapting == h.batch and h.together == h.batch

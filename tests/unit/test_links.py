@@ -62,14 +62,14 @@ def test_links_go_to_json_and_back() -> None:
         ({"bytes_per_s": matrix(None)}, r"bytes_per_s\[0\]\[1\] is None"),
         ({"bytes_per_s": matrix(True)}, r"bytes_per_s\[0\]\[1\] is True"),
         ({"bytes_per_s": matrix([1])}, r"bytes_per_s\[0\]\[1\] is \[1\]"),
-        ({"bytes_per_s": matrix("quick")}, "'quick' is no size"),
+        ({"bytes_per_s": matrix("quick")}, "'quick' is not a size"),
         ({"bytes_per_s": matrix(1e9), "latency_s": -1e-6}, r"latency_s\[0\]\[1\] is -1e-06"),
         ({"bytes_per_s": matrix(1e9), "latency_s": "1us"}, r"latency_s\[0\]\[1\] is '1us'; use 0"),
         ({"bytes_per_s": matrix(1e9), "hosts": "a,b,c"}, "hosts 'a,b,c' must be a list"),
         ({"bytes_per_s": matrix(1e9), "hosts": ["a", "b"]}, "hosts has 2 names for 3 nodes"),
         ({"bytes_per_s": matrix(1e9), "hosts": ["a", "b", "a"]}, "names a twice"),
-        ({"bytes_per_s": matrix(1e9), "hosts": ["a", "b", "c\nd"]}, "is no host name"),
-        ({"bytes_per_s": matrix(1e9), "hosts": ["a", "b", 3]}, "hosts 3 is no host name"),
+        ({"bytes_per_s": matrix(1e9), "hosts": ["a", "b", "c\nd"]}, "is not a host name"),
+        ({"bytes_per_s": matrix(1e9), "hosts": ["a", "b", 3]}, "hosts 3 is not a host name"),
     ],
 )
 def test_bad_links_are_refused_in_one_line(links: Any, said: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megatron.training.config.arguments import parse_args, resolve
 from tests.helpers.examples import names_a_way_on
 from tests.helpers.scaled_commands import SCALED, grouped, scaled
 
-LEAST_ACCEPTED = 95
+MIN_ACCEPTED = 95
 """May grow, must not fall."""
 
 
@@ -27,7 +27,7 @@ def judgements() -> dict[str, Any]:
 def test_commands_are_accepted_and_none_crashes(judgements: dict[str, Any]) -> None:
     count = compatibility.counts(judgements)
     assert len(judgements) == 165 and count["crashed"] == 0
-    assert count["accepted"] >= LEAST_ACCEPTED
+    assert count["accepted"] >= MIN_ACCEPTED
 
 
 def test_every_refusal_names_a_way_on(judgements: dict[str, Any]) -> None:

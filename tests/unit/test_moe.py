@@ -244,7 +244,7 @@ def test_the_expert_bias_moves_as_megatron_core_moves_it() -> None:
 
 def test_the_load_is_told() -> None:
     load = balance_of().load(sums_of([4, 2, 1, 1], [2, 2, 2, 2]))
-    assert load.most_over_mean == [2.0, 1.0]
+    assert load.max_over_mean == [2.0, 1.0]
     assert load.balance_losses == [4 * (16 + 4 + 1 + 1) / 64, 1.0]
 
 

@@ -53,7 +53,7 @@ def measured(
     if mode == "rank":
         own, theirs = own.sum(axis=1, keepdims=True), theirs.sum(axis=1, keepdims=True)
     rows = [[float(micro)] * num_microbatches for _ in range(shared)]
-    numbers = np.sum([hooks_of(mode)._own_weights(rows) for _ in range(DP)], axis=0)
+    numbers = np.sum([hooks_of(mode)._local_weights(rows) for _ in range(DP)], axis=0)
     small_signal, small_noise, expert_signal, expert_noise, w, a, _ = numbers
     small = {"attention": (own**2).sum(), "experts": (theirs**2).sum()}
     big = {
@@ -110,5 +110,5 @@ def test_one_unit_for_all_would_be_wrong() -> None:
 
 def test_weights_of_one_replica_are_those_of_the_rest() -> None:
     for mode, rows in itertools.product(("micro", "rank", "half"), ([[3.0, 5.0]], [[2.0] * 4])):
-        small_signal, small_noise, *experts, _, _, _ = hooks_of(mode)._own_weights(rows)
+        small_signal, small_noise, *experts, _, _, _ = hooks_of(mode)._local_weights(rows)
         assert experts == [small_signal, small_noise]

@@ -186,7 +186,7 @@ def test_a_wrong_alignment_is_another_ownership(monkeypatch: pytest.MonkeyPatch,
 def test_default_buckets_are_larger_on_many_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = replace(TOY, overlap_grad_reduce=True)
     one_bucket, layout = all_of_layout(shape, Layout(dp=4)), Layout(dp=4)
-    monkeypatch.setattr(ownership, "LEAST_BUCKET", 100)
+    monkeypatch.setattr(ownership, "MIN_BUCKET", 100)
     monkeypatch.setattr(ownership, "BUCKET_PER_REPLICA", 10)
     assert all_of_layout(shape, layout) == all_of_layout(
         replace(shape, ddp_bucket_size=100), layout

@@ -53,7 +53,7 @@ def blocks(forward: Any, *, kept: float = 1.0, static: float = 1.0) -> Blocks:
 def brute(p: PartitionProblem) -> tuple[float, float]:
     """The shortest step of all partitions that fit, and the fewest bytes that any lacks."""
     best, lacks = np.inf, np.inf
-    layers, least = p.blocks.num_layers, p.least_layers
+    layers, least = p.blocks.num_layers, p.min_layers
     b, slow = p.blocks, 1 / p.speed
     for partition in ways(layers, list(least)):
         stops = [*(1 + np.cumsum(partition))[:-1], layers + 2]
@@ -151,7 +151,7 @@ def problems(draw: Any, most_layers: int = 12, vpp: int = 1) -> PartitionProblem
 @given(st.one_of(problems(), problems(most_layers=8, vpp=2)))
 def test_a_search_of_all_equals_brute_force(problem: PartitionProblem) -> None:
     best, lacks = brute(problem)
-    found = search(problem, most_partitions=10**6)
+    found = search(problem, max_partitions=10**6)
     assert found.proved
     if np.isfinite(best):
         assert found.step_s == pytest.approx(best, rel=1e-9) and found.excess_bytes <= 0
@@ -163,7 +163,7 @@ def test_a_search_of_all_equals_brute_force(problem: PartitionProblem) -> None:
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_branch_and_bound_equals_looking_at_all(problem: PartitionProblem) -> None:
-    every = search(problem, most_partitions=10**6)
+    every = search(problem, max_partitions=10**6)
     # More branches than partitions: none is dropped, and fewer than that leaves a bound that holds.
     found = branch_and_bound(problem, 10**6)
     assert found.proved == every.proved
@@ -188,7 +188,7 @@ def test_no_cut_beats_its_lower_bound(problem: PartitionProblem) -> None:
 @SOME
 @given(problems(most_layers=12, vpp=2))
 def test_balanced_cuts_of_chunks_fit_and_are_near_the_best(problem: PartitionProblem) -> None:
-    every, near = search(problem, most_partitions=10**6), search(problem, most_partitions=0)
+    every, near = search(problem, max_partitions=10**6), search(problem, max_partitions=0)
     if np.isfinite(near.step_s):
         # Random problems reach 1.504; the search says that it has proved nothing there.
         assert every.step_s * (1 - 1e-9) <= near.step_s <= every.step_s * 1.75
@@ -204,12 +204,12 @@ def test_a_search_cut_short_is_no_worse_than_its_start(
     problem: PartitionProblem, work: float
 ) -> None:
     every = problem.all_partitions()
-    best = search(problem, most_partitions=10**6)
+    best = search(problem, max_partitions=10**6)
     fits = every[problem.excess(problem.price(every)) <= 0]
     if not len(fits):
         return
     start = fits[len(fits) // 2]
-    found = search(problem, most_partitions=0, most_work=work, starts=[start])
+    found = search(problem, max_partitions=0, most_work=work, starts=[start])
     assert found.step_s <= problem.step_s(problem.price(start[None]))[0] * (1 + 1e-9)
     assert found.least_step_s <= best.step_s * (1 + 1e-9)
     assert not found.proved or found.step_s == pytest.approx(best.step_s, rel=1e-8)
@@ -332,7 +332,7 @@ def test_why_there_is_no_cut() -> None:
     assert isinstance(few, NoPartition) and few.code == "layers"
     assert few.detail == "3 layers cannot fill 4 chunks (pp=4 vpp=1)" and "at most 3" in few.fix
     for most in (0, 10**6):
-        small = best_partition(even_problem(12, 3, limit_bytes=5 * 2.0**0), most_partitions=most)
+        small = best_partition(even_problem(12, 3, limit_bytes=5 * 2.0**0), max_partitions=most)
         assert isinstance(small, NoPartition) and small.code == "memory" and small.proved
         assert "stage" in small.detail and "too much" in small.fix
 

@@ -20,7 +20,7 @@ from copus_ext.goodput import costs
 from copus_ext.goodput.costs import LayoutChangeCosts, Machine, MovedBytes, pause_s
 from copus_ext.reshard.model_shape import ModelShape
 from copus_ext.reshard.ownership import all_of_layout
-from copus_ext.reshard.pause import MOST_COUNTED, PausePredictor, shape_for
+from copus_ext.reshard.pause import MAX_COUNTED, PausePredictor, shape_for
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, make_plan
 from megatron.training.config.layout import Layout
 from tests.unit.test_plan_layouts import EXAMPLES, changes
@@ -123,7 +123,7 @@ def test_no_change_takes_longer_than_one_that_moves_everything() -> None:
         predictor = PausePredictor(shape_for(spec, tp_sizes=[1, 2, 4], sharded=True), machine)
         layouts = [Layout(dp=8), Layout(tp=2, dp=4), Layout(tp=4, dp=2), Layout(tp=2, pp=2, dp=2)]
         for before in layouts:
-            most = predictor.most_seconds(before)
+            most = predictor.max_seconds(before)
             for after in layouts:
                 # The largest stage of the other layout may be a little larger.
                 assert predictor.seconds(before, after) <= 1.5 * most
@@ -132,9 +132,9 @@ def test_no_change_takes_longer_than_one_that_moves_everything() -> None:
 def test_of_many_ranks_all_of_the_state_is_taken_to_move() -> None:
     shape = shape_for(PRESETS["llama-3.2-3b"], tp_sizes=[1, 2], sharded=True)
     predictor = PausePredictor(shape, MACHINE)
-    before, after = Layout(dp=2 * MOST_COUNTED), Layout(tp=2, dp=MOST_COUNTED)
+    before, after = Layout(dp=2 * MAX_COUNTED), Layout(tp=2, dp=MAX_COUNTED)
     moved = pause_s(predictor.moved(before, after), MACHINE)
-    assert predictor.seconds(before, after) == predictor.most_seconds(before) > 0.99 * moved
+    assert predictor.seconds(before, after) == predictor.max_seconds(before) > 0.99 * moved
 
 
 def test_the_constants_are_the_lines_through_what_was_measured() -> None:

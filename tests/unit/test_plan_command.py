@@ -166,7 +166,7 @@ def write_uneven(folder: Path) -> Path:
         (
             "--model llama-2-7b --seq-length 2048 --nodes 1 --gpu H100-80GB --nic 1.2.3GB",
             2,
-            "'1.2.3GB' is no size",
+            "'1.2.3GB' is not a size",
         ),
         (
             "--model llama-2-7b --seq-length 2048 --nodes 1 --gpu H999",
@@ -275,7 +275,7 @@ def test_a_profile_of_another_model_is_refused(
     code, _, err = run(
         capsys, f"--model llama-2-13b --seq-length 2048 {flags} --profile {tmp_path / 'none'}"
     )
-    assert code == 5 and "no profile" in err
+    assert code == 5 and "not a profile" in err
 
 
 def commands_of(page: str) -> list[str]:

@@ -221,7 +221,7 @@ def test_files_that_do_not_fit_are_refused(
         ({"loss_increase": [{"4": "x"}]}, "loss_increase[0]['4'] is 'x'"),
         ({"loss_increase": [{}, {"9": 0.1}]}, "loss_increase[1] has '9' bits"),
         ({"standard_error": 3}, "standard_error must be a list"),
-        ({"los": 2.0}, "los is no field of it"),
+        ({"los": 2.0}, "los is not a field of it"),
     ],
 )
 def test_a_file_of_losses_is_refused_by_field_and_name(

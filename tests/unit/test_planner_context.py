@@ -552,9 +552,9 @@ def test_times_of_another_length_are_refused(
 
 
 def test_one_replica_of_many_ranks_is_blind() -> None:
-    assert configuration("tp1.cp4.pp1.dp1", batch=1).is_blind
-    assert not configuration("tp1.cp4.pp1.dp1", batch=2).is_blind
-    assert not configuration("tp1.cp2.pp1.dp2", batch=2).is_blind
+    assert configuration("tp1.cp4.pp1.dp1", batch=1).noise_unmeasurable
+    assert not configuration("tp1.cp4.pp1.dp1", batch=2).noise_unmeasurable
+    assert not configuration("tp1.cp2.pp1.dp2", batch=2).noise_unmeasurable
 
 
 def test_peaks_are_those_of_memory_and_ranks_of_a_sample_are_explained() -> None:

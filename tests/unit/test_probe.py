@@ -480,7 +480,7 @@ def test_the_table_names_every_node(n: int) -> None:
     ("flags", "said"),
     [
         (["--sizes", "8"], "--sizes 8: give 2 or more that grow"),
-        (["--sizes", "8,4kiB"], "--sizes 8,4kiB: '4kiB' is no size"),
+        (["--sizes", "8,4kiB"], "--sizes 8,4kiB: '4kiB' is not a size"),
         (["--sizes", "64KiB,8"], "give 2 or more that grow"),
         (["--sizes", "8,8GiB"], "from 1 to 4GiB"),
         (["--repeats", "0"], "--repeats 0 must be above 0"),

@@ -50,7 +50,7 @@ def test_times_of_another_machine_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ForeignProfile, match="mixes machines"):
         read_profile(path)
     (tmp_path / "empty").touch()
-    with pytest.raises(ForeignProfile, match="no profile"):
+    with pytest.raises(ForeignProfile, match="not a profile"):
         read_profile(tmp_path / "empty")
 
 

@@ -319,7 +319,7 @@ def test_the_course_is_left_by_a_run_that_is_done(
     with monkeypatch.context() as broken:
         broken.setitem(sys.modules, "copus_ext.monitor.trace", None)
         broken.delattr("copus_ext.monitor.trace", raising=False)
-        pretrain.leave_course(outcome, code)
+        pretrain.write_trace(outcome, code)
     assert len(caplog.records) == is_left and not (tmp_path / "traces").exists()
-    pretrain.leave_course(outcome, code)
+    pretrain.write_trace(outcome, code)
     assert (tmp_path / DECISIONS).exists() == is_left

@@ -20,7 +20,7 @@ from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.monitor.downsample import changes, downsample, running_mean
 from copus_ext.monitor.explain import gain
-from copus_ext.monitor.figures import most_points
+from copus_ext.monitor.figures import max_points
 from copus_ext.monitor.landscape import chosen_decisions
 from copus_ext.monitor.report import ReportData, names_of, render
 from copus_ext.monitor.run_files import RunReader
@@ -367,8 +367,8 @@ def test_fewer_points_keep_both_ends_extremes_and_gaps(
 def test_a_hundred_thousand_steps_become_few_and_keep_every_spike_and_turn() -> None:
     spikes = {777: 50.0, 50_001: -3.0, 99_998: 40.0}
     loss = [spikes.get(i, 2.0 + math.sin(i)) for i in range(100_000)]
-    chosen = downsample([loss], most_points(1))
-    assert spikes.keys() <= set(chosen) and len(chosen) <= most_points(1) + 1
+    chosen = downsample([loss], max_points(1))
+    assert spikes.keys() <= set(chosen) and len(chosen) <= max_points(1) + 1
     batch = [8 << (i // 9_999) for i in range(100_000)]
     assert [batch[i] for i in changes(batch)][:-1] == sorted(set(batch))
 

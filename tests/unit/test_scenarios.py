@@ -60,7 +60,7 @@ def test_an_interval_over_clusters_is_as_wide_as_they_differ() -> None:
 
 
 def refuse(name: str) -> float:
-    raise AssertionError(f"{name} is no JSON")
+    raise AssertionError(f"{name} is not valid JSON")
 
 
 def test_results_are_strict_json_and_those_of_other_scenarios_stay(tmp_path: Path) -> None:

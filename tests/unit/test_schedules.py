@@ -60,7 +60,7 @@ SCHEDULES = [
     "--train-iters 60 --lr-warmup-iters 12 --lr-decay-style cosine --min-lr 1e-4 "
     "--decoupled-lr 5e-3 --decoupled-min-lr 1e-3",
 ]
-MOST_STRETCH = 0.05
+MAX_STRETCH = 0.05
 """Of the decay."""
 
 
@@ -235,7 +235,7 @@ def test_whatever_the_batch_does_the_schedule_is_the_users(
     then = [batch for steps, batch in changes for batch in [None] * (steps - 1) + [batch]]
     while run.counters.consumed_samples < total:
         run.step(then.pop(0) if then else None)
-    warmup, most = config.optim.lr_warmup_samples, MOST_STRETCH * config.optim.lr_decay_samples
+    warmup, most = config.optim.lr_warmup_samples, MAX_STRETCH * config.optim.lr_decay_samples
     group = run.optimizer.param_groups[0]
     of_flags, changed, before = BatchSchedule.of(config), 0, run.rates[0][1]
     for consumed, batch, rate, weight_decay in run.rates:

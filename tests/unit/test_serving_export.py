@@ -315,6 +315,6 @@ def test_what_is_no_checkpoint_is_refused(
 ) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    for name, said in (("hf", "is a Hugging Face model"), ("nowhere", "is no directory")):
+    for name, said in (("hf", "is a Hugging Face model"), ("nowhere", "is not a directory")):
         code, _, err = run(capsys, str(tmp_path / name), *words[1:])
         assert code == 2 and said in err and "--save directory" in err

@@ -15,7 +15,7 @@ from copus_ext.commands import replay
 from copus_ext.commands import simulate as tool
 from copus_ext.controller.decision_log import NAME, VERSION, DecisionLog, read_journal
 from copus_ext.goodput.costs import Machine, pause_s
-from copus_ext.goodput.headroom import Course, estimate
+from copus_ext.goodput.headroom import Trajectory, estimate
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.configuration import Configuration
 from copus_ext.simulate.compare import best_moves, compare, optima, optimum
@@ -195,12 +195,12 @@ def test_the_oracle_without_pauses_saves_the_headroom() -> None:
     dynamics, speeds, target = scenario.dynamics, scenario.speeds(), scenario.last
     lengths = np.clip(target - np.array(dynamics.edges[:-1]), 0.0, np.diff(dynamics.edges))
     noise = scenario.truth.noise_scale_multiplier * np.array(dynamics.phis)
-    course = Course(progress=lengths, critical_batch_size=noise)
+    trajectory = Trajectory(progress=lengths, critical_batch_size=noise)
     rows = list(speeds.actual.values())
     for at in (0, len(rows) // 2, len(rows) - 1):
         present = rows[at].global_batch_size, rows[at].samples_per_s
         seconds = dynamics.samples(present[0], target) / present[1]
-        found = estimate(rows, at, [course], source="measured").together.likely
+        found = estimate(rows, at, [trajectory], source="measured").together.likely
         saved = 1 - optimum(scenario, speeds, target).seconds / seconds
         assert found == pytest.approx(saved, abs=1e-9) and saved > 0.01
 

@@ -106,7 +106,7 @@ def test_a_task_of_srun_becomes_a_rank(commands: Path) -> None:
 
 def test_variables_that_make_no_sense_are_one_line() -> None:
     for name in ("SLURM_PROCID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"):
-        with pytest.raises(UsageError, match="is no ") as error:
+        with pytest.raises(UsageError, match="is not ") as error:
             adopt_srun({**TASK, name: "zwei"})
         assert "\n" not in str(error.value)
 
@@ -460,7 +460,7 @@ def test_a_list_of_nodes_is_expanded() -> None:
     }.items():
         assert expand_nodes(nodes) == names
     for nodes in ("n[1-]x", "n[a-b]", "n[0-99999999999]"):
-        with pytest.raises(UsageError, match="no list of nodes"):
+        with pytest.raises(UsageError, match="not a list of nodes"):
             expand_nodes(nodes)
 
 

@@ -21,17 +21,17 @@ from copus_ext.monitor.run_files import RunHistory, RunReader
 from copus_ext.monitor.run_status import read_status
 from copus_ext.monitor.summary import facts
 from copus_ext.monitor.terminal import screen
-from copus_ext.monitor.time_saved import Stretch, so_far, stretches_of, time_saved
+from copus_ext.monitor.time_saved import Segment, segments_of, so_far, time_saved
 from megatron.training.logging.log_line import StepReport
 from megatron.training.logging.tracker import Tracker
 from tests.helpers.recorded import noise, row, situation
 
 LAYOUT = "tp1.pp1.dp2"
 FIRST = f"batch 4 in micro-batches of 2 on {LAYOUT}"
-AWAY = Stretch(
+AWAY = Segment(
     samples=320.0,
     seconds=32.0,
-    own_s=2.0,
+    overhead_s=2.0,
     batch=16,
     first_batch=4,
     is_first=False,
@@ -39,7 +39,13 @@ AWAY = Stretch(
     first_samples_per_s=4.0,
 )
 AT_FIRST = dataclasses.replace(
-    AWAY, samples=40.0, seconds=11.0, own_s=1.0, batch=4, is_first=True, critical_batch_size=None
+    AWAY,
+    samples=40.0,
+    seconds=11.0,
+    overhead_s=1.0,
+    batch=4,
+    is_first=True,
+    critical_batch_size=None,
 )
 
 
@@ -79,7 +85,7 @@ def test_the_estimate_is_that_of_a_spelled_out_race() -> None:
 def test_any_stretch_is_that_of_a_race(phi: float, batch: int) -> None:
     steps = [(batch, 0.25 + 0.01 * batch)] * 12
     taken_s, staying_s = brute_force(steps, first=8, speed=16.0, phi=phi)
-    stretch = dataclasses.replace(
+    segment = dataclasses.replace(
         AWAY,
         samples=12.0 * batch,
         seconds=taken_s,
@@ -88,7 +94,7 @@ def test_any_stretch_is_that_of_a_race(phi: float, batch: int) -> None:
         critical_batch_size=phi,
         first_samples_per_s=16.0,
     )
-    found = time_saved([stretch])
+    found = time_saved([segment])
     assert found is not None and found.staying_s == pytest.approx(staying_s, rel=1e-3)
 
 
@@ -243,7 +249,7 @@ def grown(path: Path, **options: Any) -> Run:
 
 def test_a_run_that_grew_has_saved_what_the_race_says(tmp_path: Path) -> None:
     run = grown(tmp_path)
-    first, *rest = stretches_of(run.history)
+    first, *rest = segments_of(run.history)
     assert first.is_first and (first.samples, first.seconds) == (40.0, 10.0)
     assert [(s.samples, s.seconds, s.is_first) for s in rest] == [(160.0, 15.0, False)] * 2
     # 10 s and 40 s of staying; 10 s and 30 s were taken.
@@ -289,7 +295,7 @@ def test_pauses_and_decisions_count(tmp_path: Path) -> None:
     run.decide()
     run.step(10, 1.5)
     run.decide()
-    found = time_saved(stretches_of(run.history))
+    found = time_saved(segments_of(run.history))
     assert found is not None
     assert found.taken_s == pytest.approx(40.0 + 0.25 + 2.0)
     assert found.staying_s == pytest.approx(50.0)
@@ -317,7 +323,7 @@ def test_a_run_that_goes_on_elsewhere_counts_from_its_first_decision_there(tmp_p
     run.speeds[4] = 4.0, "measured"
     run.decide(16)
     run.step(20, 1.5)
-    (only,) = stretches_of(run.history)
+    (only,) = segments_of(run.history)
     assert (only.samples, only.seconds, only.is_first) == (320.0, 30.0, False)
 
 
@@ -330,11 +336,11 @@ def test_longer_samples_are_counted_in_their_own_length(tmp_path: Path) -> None:
     run.phi = 4.0
     run.step(10, 2.0)
     run.decide()
-    last = stretches_of(run.history)[-1]
+    last = segments_of(run.history)[-1]
     # Batch 4 is 2 samples of twice the length.
     assert (last.samples, last.seconds, last.batch, last.first_batch) == (80.0, 20.0, 8, 2)
     assert not last.is_first and last.first_samples_per_s == 1.5 and last.first_sd == 0.1
-    found = time_saved(stretches_of(run.history))
+    found = time_saved(segments_of(run.history))
     assert found is not None
     # The batch went by a critical batch size of 8 samples of the first length when this began.
     phi = 8.0 / 2
@@ -348,7 +354,7 @@ def test_a_layout_that_the_user_changed_is_no_gain(tmp_path: Path) -> None:
     run.speeds = {4: (3.0, "corrected")}
     run.step(10, 2.0)
     run.decide()
-    last = stretches_of(run.history)[-1]
+    last = segments_of(run.history)[-1]
     assert last.first_samples_per_s == 3.0 and not last.is_first
     assert "staying at batch 4 in micro-batches of 2 on tp1.pp2.dp1" in run.line
     assert "by the critical batch size and the predicted speed" in run.line
@@ -360,7 +366,7 @@ def test_what_was_timed_counts_more_than_what_was_derived_later(tmp_path: Path) 
     run.speeds[4] = 400.0, "corrected"
     run.decide()
     assert run.line == line
-    assert [s.first_samples_per_s for s in stretches_of(run.history)] == [4.0] * 3
+    assert [s.first_samples_per_s for s in segments_of(run.history)] == [4.0] * 3
 
 
 @pytest.mark.parametrize(("speeds", "known"), [((3.5, 4.0, 4.5), True), ((1.0, 4.0, 9.0), False)])
@@ -377,7 +383,7 @@ def test_what_others_tell_of_a_speed_counts_if_they_agree(
     assert ("by the critical batch size and the predicted speed" in run.line) == known
     assert ("is not sure enough" in run.line) != known
     if known:
-        _, *others = stretches_of(run.history)
+        _, *others = segments_of(run.history)
         scatter = 1.4826 * abs(math.log(4.5 / 4.0))
         told = [(s.first_samples_per_s, pytest.approx(s.first_sd)) for s in others]
         assert told == [(4.0, scatter)] * 3
@@ -501,7 +507,7 @@ def test_steps_whose_record_is_lost_end_the_account(tmp_path: Path) -> None:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     kept = [r for r in records if r.get("iteration") != 21]
     path.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept))
-    assert sum(s.samples for s in stretches_of(run.history)) == 200.0
+    assert sum(s.samples for s in segments_of(run.history)) == 200.0
     assert run.line.endswith("; until step 20")
 
 

@@ -272,7 +272,7 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(
     def none(file: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(metrics, "_MOST_HELD", 3)
+    monkeypatch.setattr(metrics, "_MAX_HELD", 3)
     with Tracker(tmp_path, launch="a.0.0") as tracker:
         for iteration, writes in enumerate([write, half, none, write, none, none, none, none], 1):
             monkeypatch.setattr(metrics.os, "write", writes)

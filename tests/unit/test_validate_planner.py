@@ -175,7 +175,7 @@ def test_the_columns_change_what_is_predicted(tmp_path: Path) -> None:
         ({"recompute": "some"}, "recompute some: use none"),
         ({"overlap": "maybe"}, "overlap maybe: write 1 or 0"),
         ({"cluster": "abacus:8"}, "unknown kind"),
-        ({"micro_batch_size": "5"}, "global_batch_size is no multiple"),
+        ({"micro_batch_size": "5"}, "global_batch_size is not a multiple"),
         ({"hidden_size": "0"}, "hidden_size 0"),
         ({"attention": "fast"}, "attention 'fast' is none of flash, unfused, torch"),
         ({"attention": "flash", "fused_attention": "1"}, "attention and fused_attention say"),
@@ -245,7 +245,7 @@ def test_a_run_of_uneven_stages_is_left_out(
     path = write(tmp_path / "runs.csv", [*rows_of(), uneven])
     assert validate_planner.main([str(path), "--json"]) == 0
     out, err = capsys.readouterr()
-    assert err.count("\n") == 1 and "line 8 is left out: 60 layers are no multiple of pp" in err
+    assert err.count("\n") == 1 and "line 8 is left out: 60 layers are not a multiple of pp" in err
     found = json.loads(out)["in_all"]
     assert found["left_out"] == 1 and found["runs"] == len(LAYOUTS)
     with pytest.warns(UserWarning, match="line 8 is left out"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from copus_ext.reshard import verify
 from copus_ext.reshard.saved_state import _alone, adam_steps
-from copus_ext.reshard.verify import Mismatch, checked_keys, compare, own_sums, sums_of
+from copus_ext.reshard.verify import Mismatch, checked_keys, compare, local_sums, sums_of
 from megatron.training.common.device import use_device
 from megatron.training.distributed.sharding import Record, records_of_block
 from megatron.training.model.shards import KINDS, Shards
@@ -63,7 +63,7 @@ def shards_of(state: State, cuts: dict[str, list[int]], *, is_first: bool = True
 
 def sums(state: State, cuts: dict[str, list[int]] | None = None) -> dict[str, int]:
     keys = sorted(state)
-    return sums_of(own_sums(shards_of(state, cuts or {}), keys), keys)
+    return sums_of(local_sums(shards_of(state, cuts or {}), keys), keys)
 
 
 @st.composite
@@ -154,16 +154,16 @@ def test_elements_kinds_and_tensors_out_of_place_are_seen() -> None:
 @pytest.mark.parametrize("num_copies", [1, 3])
 def test_copies_count_once_and_must_be_equal(num_copies: int) -> None:
     state, keys = random_state({"norm": (8,)}), ["norm"]
-    first = own_sums(shards_of(state, {}), keys)
+    first = local_sums(shards_of(state, {}), keys)
     copies = [shards_of(state, {"norm": [3]}, is_first=False) for _ in range(num_copies)]
-    total = first + sum(own_sums(copy, keys) for copy in copies)
+    total = first + sum(local_sums(copy, keys) for copy in copies)
     assert sums_of(total, keys) == sums(state)
     copies[-1].tensors[1]["exp_avg"].view(torch.int32)[2] ^= 1
     with pytest.raises(Mismatch, match="copies of 1 tensors differ, the first: norm"):
-        sums_of(first + sum(own_sums(copy, keys) for copy in copies), keys)
+        sums_of(first + sum(local_sums(copy, keys) for copy in copies), keys)
     lost = Shards(records=copies[0].records[:1], tensors=copies[0].tensors)
     with pytest.raises(Mismatch, match="copies"):
-        sums_of(first + own_sums(lost, keys), keys)
+        sums_of(first + local_sums(lost, keys), keys)
 
 
 def test_a_sample_is_a_sixteenth_and_never_nothing() -> None:

@@ -1,7 +1,7 @@
 """Which stage runs which layers: the fastest partition of uneven layers over equal or mixed GPUs.
 
 The schedule is simulated exactly (`copus_ext.cost_model.schedule`); every stage has its own speed
-and memory. Up to `search.MOST_PARTITIONS` partitions are all priced. Beyond that,
+and memory. Up to `search.MAX_PARTITIONS` partitions are all priced. Beyond that,
 `LayerPartition.proved` says whether the answer is surely the best.
 """
 
@@ -21,7 +21,7 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.peak_correction import AS_PREDICTED, PeakCorrection
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.problem import PartitionProblem, measured_costs
-from copus_ext.planner.partition.search import MOST_PARTITIONS, MOST_WORK, search
+from copus_ext.planner.partition.search import MAX_PARTITIONS, MOST_WORK, search
 from copus_ext.planner.plan import Plan
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
@@ -118,7 +118,7 @@ class NoPartition:
 def best_partition(
     problem: PartitionProblem,
     *,
-    most_partitions: int = MOST_PARTITIONS,
+    max_partitions: int = MAX_PARTITIONS,
     most_work: float = MOST_WORK,
     starts: Sequence[Sequence[int]] = (),
 ) -> LayerPartition | NoPartition:
@@ -128,7 +128,7 @@ def best_partition(
 
     Args:
         problem: layers, stages and limits.
-        most_partitions: up to so many are all looked at.
+        max_partitions: up to so many are all looked at.
         most_work: what may be computed beyond that; see `search`.
         starts: partitions to start from, besides balanced ones.
     """
@@ -141,9 +141,7 @@ def best_partition(
             ),
             fix=f"use at most {layers} chunks",
         )
-    found = search(
-        problem, most_partitions=most_partitions, most_work=most_work, starts=list(starts)
-    )
+    found = search(problem, max_partitions=max_partitions, most_work=most_work, starts=list(starts))
     peaks = problem.price(found.partition[None]).peak_bytes[:, 0]
     if found.excess_bytes > 0:
         worst = int(np.argmax(peaks - problem.limit_bytes))
@@ -188,7 +186,7 @@ def price_partition(
             f"a partition of {given} is none of {problem.blocks.num_layers} layers into "
             f"{problem.num_chunks} chunks; give one number per chunk that add up"
         )
-    if (np.array(given) < problem.least_layers).any():
+    if (np.array(given) < problem.min_layers).any():
         raise ValueError(f"a partition of {given} leaves a chunk empty; give every chunk a layer")
     priced = problem.price([given])
     step_s = float(problem.step_s(priced)[0])

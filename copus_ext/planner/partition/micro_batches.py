@@ -61,7 +61,7 @@ def best_split(samples: int, seconds: Mapping[int, float]) -> Split:
                 best[total] = found
     whole = best[samples]
     if whole is None:
-        raise ValueError(f"{samples} samples are no sum of micro-batches of {sizes}")
+        raise ValueError(f"{samples} samples are not a sum of micro-batches of {sizes}")
     chosen, left = [], samples
     while left:
         entry = best[left]
@@ -86,7 +86,7 @@ def best_tail(samples: int, seconds: Mapping[int, float]) -> Split:
             total = full * seconds[size] + (seconds[left] if left else 0.0)
             found.append(Split(sizes=sizes, seconds=total))
     if not found:
-        raise ValueError(f"{samples} samples are no sum of micro-batches of {sorted(seconds)}")
+        raise ValueError(f"{samples} samples are not a sum of micro-batches of {sorted(seconds)}")
     return min(found, key=lambda x: (x.seconds, len(x.sizes)))
 
 

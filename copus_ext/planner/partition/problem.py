@@ -179,7 +179,7 @@ class PartitionProblem:
         return self.pp * self.vpp
 
     @property
-    def least_layers(self) -> Any:
+    def min_layers(self) -> Any:
         """[chunks] layers that a chunk must hold."""
         least = np.ones(self.num_chunks, dtype=np.int64)
         if self.bare_ends and self.num_chunks > 1:
@@ -189,22 +189,22 @@ class PartitionProblem:
     @property
     def num_partitions(self) -> int:
         """How many partitions there are, fitting or not."""
-        spare = self.blocks.num_layers - int(self.least_layers.sum())
+        spare = self.blocks.num_layers - int(self.min_layers.sum())
         if spare < 0:
             return 0
         return math.comb(spare + self.num_chunks - 1, self.num_chunks - 1)
 
     def all_partitions(self) -> Any:
         """[n, chunks] layers of every chunk, of every partition."""
-        spare = self.blocks.num_layers - int(self.least_layers.sum())
+        spare = self.blocks.num_layers - int(self.min_layers.sum())
         places, bars = spare + self.num_chunks - 1, self.num_chunks - 1
         chosen = itertools.chain.from_iterable(itertools.combinations(range(places), bars))
         at = np.fromiter(chosen, dtype=np.int64).reshape(self.num_partitions, bars)
         edges = np.full((len(at), 1), -1), np.full((len(at), 1), places)
-        return np.diff(np.concatenate([edges[0], at, edges[1]], axis=1)) - 1 + self.least_layers
+        return np.diff(np.concatenate([edges[0], at, edges[1]], axis=1)) - 1 + self.min_layers
 
     @functools.cached_property
-    def most_working(self) -> Any:
+    def max_working_bytes(self) -> Any:
         """[pp, i, k] greatest working bytes of the blocks i to k - 1."""
         values = self.of_stages("working_bytes")
         num = values.shape[1]
@@ -235,7 +235,7 @@ class PartitionProblem:
             name: (values[stage, stop] - values[stage, start]).swapaxes(0, 1)
             for name, values in self.prefix.items()
         }
-        peak = self.most_working[stage, start, stop].max(axis=0) + self.fixed_bytes
+        peak = self.max_working_bytes[stage, start, stop].max(axis=0) + self.fixed_bytes
         static, held = parts["static_bytes"].sum(axis=1), parts["parameters"].sum(axis=1)
         peak = peak + static
         saved = parts["saved_bytes"] + self.chunk_bytes

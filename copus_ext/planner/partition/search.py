@@ -4,7 +4,7 @@ In plain 1F1B the work, bytes and end of a stage depend only on where the stage 
 Dynamic programs over (stage, first block) bound all ways to continue from there that fit. The
 bounds start a branch and bound, prune its branches, and prove where nothing fits.
 
-Chunks of one stage depend on each other. Beyond `MOST_PARTITIONS` the search climbs from balanced
+Chunks of one stage depend on each other. Beyond `MAX_PARTITIONS` the search climbs from balanced
 partitions, moves one layer at a time, and proves little.
 
 `MOST_WORK` bounds what a search computes, counted and not timed: every machine answers the same.
@@ -19,7 +19,7 @@ import numpy as np
 
 from copus_ext.planner.partition.problem import PartitionProblem, Priced
 
-MOST_PARTITIONS = 50_000
+MAX_PARTITIONS = 50_000
 """Up to so many partitions are all priced, and so many branches are kept."""
 MOST_WORK = 4e8
 """Numbers that a search moves, about: a second or two."""
@@ -31,7 +31,7 @@ a partition before it is simulated; and a run of blocks on a stage, before any b
 _SETTLED = 20
 _SAME = 1e-9
 """Relative difference of two step times that are one."""
-_MOST_ROUNDS, _CLIMBED = 200, 4
+_MAX_ROUNDS, _CLIMBED = 200, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class _Best:
             share = self.work / 2
             one = _Best(problem=p, work=share)
             one.try_all(starts[i][None])
-            for _ in range(_MOST_ROUNDS):
+            for _ in range(_MAX_ROUNDS):
                 before = one.step_s
                 if one.work > 0:
                     one.try_all(_neighbours(p, one.partition), until_better=True)
@@ -160,7 +160,7 @@ class _Best:
 def search(
     problem: PartitionProblem,
     *,
-    most_partitions: int = MOST_PARTITIONS,
+    max_partitions: int = MAX_PARTITIONS,
     most_work: float = MOST_WORK,
     starts: Any = (),
 ) -> Found:
@@ -168,23 +168,23 @@ def search(
 
     Args:
         problem: with at least one partition (`PartitionProblem.num_partitions`).
-        most_partitions: up to so many are all looked at, and so many branches are kept at a time.
+        max_partitions: up to so many are all looked at, and so many branches are kept at a time.
         most_work: what may be computed, about, in numbers that are moved.
         starts: [n, chunks] partitions to climb from, besides balanced ones.
     """
     best = _Best(problem=problem, work=most_work)
     more = np.asarray(starts, dtype=np.int64).reshape(-1, problem.num_chunks)
-    if problem.num_partitions <= most_partitions:
+    if problem.num_partitions <= max_partitions:
         return _exhaustive(problem, best)
     if problem.vpp == 1:
-        return branch_and_bound(problem, most_partitions, best=best, starts=more)
+        return branch_and_bound(problem, max_partitions, best=best, starts=more)
     return _from_balanced(problem, best, more)
 
 
 def least_of_all(problem: PartitionProblem) -> float:
     """Seconds of a step that no partition beats; infinity where surely none fits."""
     if problem.vpp > 1 or not problem.num_partitions:
-        return float(_least_of_all(problem))
+        return float(_min_of_all(problem))
     tables = _Tables(problem)
     least = max(tables.ahead[0, 0], tables.through[0, 0] + tables.turns[0, 0])
     return float(least) + problem.fixed_s
@@ -237,10 +237,10 @@ class _Tables:
         self.allowed[-1, :, :-1] = False
         self.allowed[1:, 0] = False
         self.allowed[:-1, :, -1] = False
-        least = p.least_layers + (np.arange(p.pp) == 0) + (np.arange(p.pp) == p.pp - 1)
+        least = p.min_layers + (np.arange(p.pp) == 0) + (np.arange(p.pp) == p.pp - 1)
         self.allowed &= size >= least[:, None, None]
         flying = np.minimum(p.pp - np.arange(p.pp), p.num_microbatches)[:, None, None]
-        peak = parts["static_bytes"] + p.most_working + p.fixed_bytes
+        peak = parts["static_bytes"] + p.max_working_bytes + p.fixed_bytes
         peak = peak + flying * (parts["saved_bytes"] + p.chunk_bytes)
         self.excess = np.where(self.allowed, peak - p.limit_bytes[:, None, None], np.inf)
         self.fits = self.excess <= 0
@@ -286,7 +286,7 @@ class _Tables:
             places.append(int(following[r, places[-1]]))
         return _layers(np.array([places]))[0]
 
-    def least_excess(self) -> Any:
+    def min_excess(self) -> Any:
         """[pp] the partition whose worst stage lacks the fewest bytes."""
         p = self.problem
         worst = np.full(self.num + 1, np.inf)
@@ -309,7 +309,7 @@ def _layers(places: Any) -> Any:
 
 def branch_and_bound(
     problem: PartitionProblem,
-    most_branches: int,
+    max_branches: int,
     *,
     best: _Best | None = None,
     starts: Any = None,
@@ -318,7 +318,7 @@ def branch_and_bound(
 
     Args:
         problem: with vpp 1 and at least one partition.
-        most_branches: how many are kept at a time; where more could still hold the best, the answer
+        max_branches: how many are kept at a time; where more could still hold the best, the answer
             is not proved, but `Found.least_step_s` counts those left out.
         best: says what may be computed.
         starts: [n, chunks] partitions to climb from, too.
@@ -326,14 +326,14 @@ def branch_and_bound(
     assert problem.vpp == 1, "stages of several chunks depend on more than where they start"
     tables = _Tables(problem)
     if not np.isfinite(tables.ahead[0, 0]):
-        return _nothing(problem, tables.least_excess(), proved=True)
+        return _nothing(problem, tables.min_excess(), proved=True)
     best = best or _Best(problem=problem, work=MOST_WORK)
     best.work -= _TABLE * tables.fits.size
     first = [_balanced_partitions(problem), tables.start()[None]]
     best.climb(np.concatenate(first if starts is None else [*first, starts]))
     # What is left when the branches have been followed is for the simulations.
     cells = _CELL * problem.pp * (problem.blocks.num_layers + 2)
-    most_branches = min(most_branches, max(int(best.work / 2 / cells), 1))
+    max_branches = min(max_branches, max(int(best.work / 2 / cells), 1))
     places = np.zeros((1, 1), dtype=np.int64)
     low, end, down, shift, turn = (np.full(1, x) for x in (-np.inf, 0.0, 0.0, 0.0, 0.0))
     dropped = np.inf
@@ -351,10 +351,10 @@ def branch_and_bound(
         promise = np.where(tables.fits[r, i], promise, np.inf)
         at, to = np.nonzero(promise < best.step_s * (1 - _SAME))
         best.work -= _CELL * promise.size
-        if len(at) > most_branches:
+        if len(at) > max_branches:
             order = np.argsort(promise[at, to], kind="stable")
-            dropped = min(dropped, float(promise[at, to][order[most_branches]]))
-            at, to = at[order[:most_branches]], to[order[:most_branches]]
+            dropped = min(dropped, float(promise[at, to][order[max_branches]]))
+            at, to = at[order[:max_branches]], to[order[:max_branches]]
         places = np.concatenate([places[at], to[:, None]], axis=1)
         low, turn = bound[at, to], turns[at, to]
         end = np.broadcast_to(first, promise.shape)[at, to]
@@ -362,7 +362,7 @@ def branch_and_bound(
         shift = shift[at] + way[at, to]
     best.try_all(_layers(places))
     if best.partition is None:
-        return _nothing(problem, tables.least_excess(), proved=not np.isfinite(dropped))
+        return _nothing(problem, tables.min_excess(), proved=not np.isfinite(dropped))
     return best.found(dropped, not dropped < best.step_s * (1 - _SAME))
 
 
@@ -370,7 +370,7 @@ def _neighbours(problem: PartitionProblem, partition: Any) -> Any:
     """[n, chunks] the partition with one layer taken from one chunk and given to another."""
     one = np.eye(len(partition), dtype=np.int64)
     moved = partition + (one[None] - one[:, None]).reshape(-1, len(partition))
-    return moved[(moved >= problem.least_layers).all(axis=1) & (moved != partition).any(axis=1)]
+    return moved[(moved >= problem.min_layers).all(axis=1) & (moved != partition).any(axis=1)]
 
 
 def _from_balanced(problem: PartitionProblem, best: _Best, more: Any) -> Found:
@@ -381,7 +381,7 @@ def _from_balanced(problem: PartitionProblem, best: _Best, more: Any) -> Found:
         if problem.excess(problem.price(partition[None]))[0] > 0:
             return _nothing(problem, partition, proved=False)
         best.climb(partition[None])
-    least = float(_least_of_all(problem))
+    least = float(_min_of_all(problem))
     return best.found(least, best.step_s <= least * (1 + _SAME))
 
 
@@ -393,7 +393,7 @@ def _balanced_partitions(problem: PartitionProblem) -> Any:
 
 def _ends_varied(problem: PartitionProblem) -> Any:
     """[n, chunks] partitions of all sizes of both end chunks, as even as can be between."""
-    chunks, layers, least = problem.num_chunks, problem.blocks.num_layers, problem.least_layers
+    chunks, layers, least = problem.num_chunks, problem.blocks.num_layers, problem.min_layers
     most, partitions = 2 * -(-layers // chunks) + 1, []
     if chunks < 3:
         return np.zeros((0, chunks), dtype=np.int64)
@@ -410,7 +410,7 @@ def _ends_varied(problem: PartitionProblem) -> Any:
 def _balanced(problem: PartitionProblem) -> Any:
     """[n, chunks] the partition whose slowest chunk is fastest, and the one whose slowest stage is,
     the layers of a stage spread over its chunks."""
-    p, least = problem, problem.least_layers
+    p, least = problem, problem.min_layers
     found = [_fastest_slowest(p, least, np.arange(p.num_chunks) % p.pp)]
     if p.vpp > 1:
         stages = _fastest_slowest(p, least.reshape(p.vpp, p.pp).sum(axis=0), np.arange(p.pp))
@@ -455,7 +455,7 @@ def _made_to_fit(problem: PartitionProblem, starts: Any, work: float) -> Any:
     so much was computed."""
     partition, lacks = None, np.inf
     partitions = starts
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         excess = problem.excess(problem.price(partitions))
         work -= _PRICED * partitions.size
         if not excess.min() < lacks or lacks <= 0:
@@ -467,7 +467,7 @@ def _made_to_fit(problem: PartitionProblem, starts: Any, work: float) -> Any:
     return partition
 
 
-def _least_of_all(problem: PartitionProblem) -> Any:
+def _min_of_all(problem: PartitionProblem) -> Any:
     """Seconds that no partition beats: all work on all stages at once."""
     fastest = (problem.of_stages("forward_s") + problem.of_stages("backward_s")).min(axis=0)
     work = problem.num_microbatches * fastest.sum() / problem.speed.sum()

@@ -30,7 +30,7 @@ CORE_MARK = "metadata.json"
 COMMON = "common.pt"
 OUR_KEY = "copus"
 """Entry of the common state in every checkpoint that COPUS trained, and in no other."""
-LEAST_ROOM = 3
+MIN_ROOM = 3
 """Checkpoints that the disk should still take."""
 _UNFINISHED = ".unfinished"
 _CHUNK_BYTES = 1 << 22
@@ -175,7 +175,7 @@ def begin(root: Path, iteration: int) -> Path:
         remove(root, iteration)
     discard(root, iteration)
     if folder.exists():
-        raise FileExistsError(f"{folder} is there and is no checkpoint of this format: move it")
+        raise FileExistsError(f"{folder} is there and is not a checkpoint of this format: move it")
     _mark_of(root, iteration).touch()
     folder.mkdir()
     return folder
@@ -354,7 +354,7 @@ def little_room(root: Path, *, stored: int, free: int | None) -> str | None:
         stored: bytes of one.
         free: what `free_bytes` said.
     """
-    if free is None or free >= LEAST_ROOM * stored:
+    if free is None or free >= MIN_ROOM * stored:
         return None
     return (
         f"{free / 1e6:.0f} MB are free in --save {root}, and a checkpoint takes "

@@ -207,7 +207,7 @@ def _problem(metadata: Metadata) -> str | None:
         return "it lacks the tensors, or the places where they are stored"
     for key, entry in entries.items():
         if not isinstance(key, str) or not _is_entry(entry):
-            return f"the entry {str(key)[:80]!r} is no tensor and no object"
+            return f"the entry {str(key)[:80]!r} is neither a tensor nor an object"
     for index, where in places.items():
         if not isinstance(index, MetadataIndex) or not _is_place(where):
             return f"the place of {str(index)[:80]!r} is none"

@@ -42,7 +42,7 @@ def require(library: str, *, extra: str, what: str) -> None:
 
 
 def installed() -> dict[str, bool]:
-    """What ranks on GPUs will find, as arguments of `resolve`, for whoever is no rank.
+    """What ranks on GPUs will find, as arguments of `resolve`, for whoever is not a rank.
 
     It looks for the packages and imports none, since an import would occupy a GPU.
     """

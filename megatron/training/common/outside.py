@@ -13,7 +13,7 @@ from typing import Any
 MAX_NESTING = 100
 """Objects and lists inside one another. What is deeper makes a parser fail with RecursionError, or
 whatever copies, prints or stores the value later."""
-_MOST_YAML_BYTES = 1 << 20
+_MAX_YAML_BYTES = 1 << 20
 
 
 def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
@@ -25,8 +25,8 @@ def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
             parser makes `nan` and `inf` of them.
 
     Raises:
-        ValueError: one line. It is no JSON, bytes are no text, a number has too many digits, or
-            the value is nested deeper than `MAX_NESTING`.
+        ValueError: one line. It is not valid JSON or not text, a number has too many digits, or the
+            value is nested deeper than `MAX_NESTING`.
     """
     hooks: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite} if finite else {}
     try:
@@ -48,13 +48,13 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML text of plain values, lists and mappings.
 
     Raises:
-        ValueError: one line. It is no YAML, a value is none of its kind, it is nested deeper than
-            `MAX_NESTING`, or it has aliases, of which a short text can make an endless value.
+        ValueError: one line. It is not valid YAML, a value is none of its kind, it is nested deeper
+            than `MAX_NESTING`, or it has aliases, of which a short text can make an endless value.
     """
     import yaml
 
-    if len(text) > _MOST_YAML_BYTES:
-        raise ValueError(f"it has more than {_MOST_YAML_BYTES} characters")
+    if len(text) > _MAX_YAML_BYTES:
+        raise ValueError(f"it has more than {_MAX_YAML_BYTES} characters")
     depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):

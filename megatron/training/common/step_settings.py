@@ -127,7 +127,7 @@ def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: 
     scheduler.step(increment=0)
     for group in optimizer.param_groups:
         rate = group["lr"] * settings.lr_factor
-        least = _least_rate(group, scheduler) if settings.lr_factor < 1.0 else 0.0
+        least = _min_lr(group, scheduler) if settings.lr_factor < 1.0 else 0.0
         group["lr"] = max(rate, least)
         group["weight_decay"] *= settings.weight_decay_factor
         if rate < least:
@@ -135,7 +135,7 @@ def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: 
         group["betas"] = (group["betas"][0], beta2 if settings.beta2 is None else settings.beta2)
 
 
-def _least_rate(group: dict[str, Any], scheduler: Any) -> float:
+def _min_lr(group: dict[str, Any], scheduler: Any) -> float:
     """The least learning rate of a group whose rate is the schedule's, and never above that. After
     the warm-up this is `--min-lr`; before, it is below that as the schedule is below its peak."""
     peak = float(group.get("max_lr", scheduler.max_lr))

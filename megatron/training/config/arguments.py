@@ -195,7 +195,7 @@ def _refusals(given: Mapping[KnownFlag, Any]) -> list[str]:
 
 
 def _unknown(rest: Sequence[str], names: Collection[str], in_files: Mapping[str, str]) -> list[str]:
-    """One line for each unknown flag; a word before all flags is no value of one.
+    """One line for each unknown flag; a word before all flags is not a value of one.
 
     Args:
         rest: words that the parser left.
@@ -214,7 +214,7 @@ def _unknown(rest: Sequence[str], names: Collection[str], in_files: Mapping[str,
             lines.append(f"{flag} is refused: {family}")
             continue
         if flag in in_files:
-            lines.append(f"{flag} is no flag; {in_files[flag]}")
+            lines.append(f"{flag} is not a flag; {in_files[flag]}")
             continue
         near = nearest_flag(flag, names)
         lines.append(f"unknown flag {flag}; " + (f"did you mean {near}?" if near else "remove it"))

@@ -93,7 +93,7 @@ class OptionSpec:
         """Reads one value as the command line does.
 
         Raises:
-            ValueError: the text is no value of this option; says what would be.
+            ValueError: the text is not a value of this option; says what would be.
         """
         reader = {int: _whole_number, float: _number, str: str}[self.kind]
         value = reader(text)
@@ -106,14 +106,14 @@ def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no whole number; give one") from None
+        raise ValueError(f"{text!r} is not a whole number; give one") from None
 
 
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no number; give one") from None
+        raise ValueError(f"{text!r} is not a number; give one") from None
 
 
 @functools.cache

@@ -14,7 +14,7 @@ FLAG = "--pipeline-model-parallel-layout"
 _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_MOST_CHARACTERS = 100_000
+_MAX_CHARACTERS = 100_000
 _TOKEN = re.compile(r"\*\d{1,6}|[A-Za-z|()]")
 
 
@@ -92,7 +92,8 @@ def partition_of_ends(
     sizes[-1] = middle if last is None else last
     if broken := [n for n in sizes if n % vpp]:
         raise UsageError(
-            f"{flags}: the {broken[0]} layers of a stage are no multiple of {vpp} virtual stages; "
+            f"{flags}: the {broken[0]} layers of a stage are not a multiple of {vpp} virtual "
+            "stages; "
             f"give {FLAG} instead"
         )
     return tuple(n // vpp for n in sizes) * vpp
@@ -229,7 +230,7 @@ def _expanded(text: str) -> str:
             open_parts[-1].append(inner)
         elif token[0] == "*" and open_parts[-1]:
             times, last = int(token[1:]), open_parts[-1].pop()
-            if times * len(last) > _MOST_CHARACTERS:
+            if times * len(last) > _MAX_CHARACTERS:
                 raise UsageError(f"{FLAG} {text} is too long")
             open_parts[-1].append(last * times)
         elif token in "*)" or token[0] == "*":

@@ -17,7 +17,7 @@ _TEXT = re.compile(
     r"tp(?P<tp>\d+)(?:\.cp(?P<cp>\d+))?\.pp(?P<pp>\d+)(?:\.vpp(?P<vpp>\d+))?"
     r"(?:\.ep(?P<ep>\d+))?(?:\.etp(?P<etp>\d+))?\.dp(?P<dp>\d+)(?:\.cut(?P<cut>[\dx-]+))?"
 )
-_MOST_CHUNKS = 1 << 16
+_MAX_CHUNKS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Copies of every weight that is no expert's, over which the distributed optimizer shards
+        """Copies of every weight outside the experts, over which the distributed optimizer shards
         its state: Megatron's data parallel group with context parallelism."""
         return self.cp * self.dp
 
@@ -157,7 +157,7 @@ class Layout:
         """
         found = _TEXT.fullmatch(text)
         if not found:
-            raise ValueError(f"{text!r} is no layout such as tp2.pp1.dp4")
+            raise ValueError(f"{text!r} is not a layout such as tp2.pp1.dp4")
         tp, pp, vpp, dp = (int(found[name] or 1) for name in _SIZES)
         more = found.groupdict()
         runs, ep, etp = more.get("cut"), int(more.get("ep") or 1), more.get("etp")
@@ -297,7 +297,7 @@ def _runs(counts: Sequence[int]) -> str:
 
 
 def _from_runs(text: str, chunks: int) -> tuple[int, ...]:
-    if chunks > _MOST_CHUNKS:
+    if chunks > _MAX_CHUNKS:
         raise ValueError(f"no model has {chunks} chunks")
     numbers: list[int] = []
     for run in text.split("-"):

@@ -94,8 +94,8 @@ def parse_lengths(text: str) -> list[tuple[Position, int]]:
     for length in lengths:
         if length % lengths[0] != 0:
             raise UsageError(
-                f"{flag}: {length} tokens are no multiple of the first length, {lengths[0]}; the "
-                "first must be the shortest and divide every other one"
+                f"{flag}: {length} tokens are not a multiple of the first length, {lengths[0]}; "
+                "the first must be the shortest and divide every other one"
             )
     return [(position, int(word)) for position, word in entries]
 
@@ -419,7 +419,7 @@ def _check_batches(draft: Draft, schedule: BatchSchedule, layouts: Sequence[Layo
         for size in schedule.sizes_between(start, end):
             if size % ratio != 0:
                 draft.problem(
-                    f"a batch of {size} samples of {lengths[0]} tokens is no whole number of "
+                    f"a batch of {size} samples of {lengths[0]} tokens is not a whole number of "
                     f"samples of {lengths[number]}; make --global-batch-size a multiple of {ratio}"
                 )
                 continue

@@ -100,7 +100,7 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
 def stdlib_sources(root: Path | None = None) -> list[Path]:
     """The .py files of the standard library, sorted by path below its folder.
 
-    Installed packages are no part of it; the order is the same on every machine with the same
+    Installed packages are not a part of it; the order is the same on every machine with the same
     Python.
 
     Raises:

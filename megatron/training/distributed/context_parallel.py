@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 
-def own_tokens(batch: dict[str, torch.Tensor], group: Any) -> dict[str, torch.Tensor]:
+def local_tokens(batch: dict[str, torch.Tensor], group: Any) -> dict[str, torch.Tensor]:
     """This rank's chunks of every tensor of a micro-batch.
 
     Args:
@@ -25,10 +25,10 @@ def own_tokens(batch: dict[str, torch.Tensor], group: Any) -> dict[str, torch.Te
     """
     if group.size() == 1:
         return batch
-    return {name: own_chunks(whole, group, dim=1) for name, whole in batch.items()}
+    return {name: local_chunks(whole, group, dim=1) for name, whole in batch.items()}
 
 
-def own_chunks(whole: torch.Tensor, group: Any, *, dim: int) -> torch.Tensor:
+def local_chunks(whole: torch.Tensor, group: Any, *, dim: int) -> torch.Tensor:
     """This rank's two chunks of a tensor with all tokens of the sample along `dim`."""
     size, rank = group.size(), group.rank()
     chunks = whole.chunk(2 * size, dim=dim)

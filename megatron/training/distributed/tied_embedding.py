@@ -38,7 +38,7 @@ def exchanging_own_shard(
         The same function where no embedding is tied over stages; else one that leaves other bytes
         than the own shard of its gradient undefined.
     """
-    shards = list(_own_shards(chunks, groups))
+    shards = list(_local_shards(chunks, groups))
     if groups.pp.size() == 1 or not shards:
         return finalize
 
@@ -52,7 +52,7 @@ def exchanging_own_shard(
     return finalized
 
 
-def _own_shards(chunks: Sequence[Any], groups: Any) -> Iterator[torch.Tensor]:
+def _local_shards(chunks: Sequence[Any], groups: Any) -> Iterator[torch.Tensor]:
     """This rank's shard of the gradient of each tied embedding that it holds, which has a bucket of
     its own."""
     for chunk in chunks:

@@ -23,8 +23,8 @@ METRICS_FILE = "metrics.jsonl"
 GENERATION_MARK = "-g"
 """Before the number of a generation, in the name of a launch that goes on with other ranks."""
 
-_MOST_DIGITS = 9
-_MOST_HELD = 10_000
+_MAX_DIGITS = 9
+_MAX_HELD = 10_000
 """Records kept in memory while the disk takes none; a step's is less than a kilobyte."""
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -63,10 +63,10 @@ class RecordFile:
                     "cannot write %s (%s); training goes on, up to %d records are held back",
                     self._path,
                     error,
-                    _MOST_HELD,
+                    _MAX_HELD,
                 )
             self._complained = True
-            while len(self._held) > _MOST_HELD:
+            while len(self._held) > _MAX_HELD:
                 del self._held[1]  # of the first a part may be written
                 self._num_lost += 1
             return
@@ -133,7 +133,7 @@ def next_number(prefix: str, previous: Iterable[str]) -> int:
     """The first number behind a prefix that is above those of all previous names. What follows the
     prefix in a damaged record need not be a number."""
     counts = [name[len(prefix) :] for name in previous if name.startswith(prefix)]
-    known = [int(n) for n in counts if n.isascii() and n.isdecimal() and len(n) <= _MOST_DIGITS]
+    known = [int(n) for n in counts if n.isascii() and n.isdecimal() and len(n) <= _MAX_DIGITS]
     return max(known, default=-1) + 1
 
 
@@ -173,7 +173,7 @@ def read_metrics(path: Path, *, superseded: bool = False) -> list[dict[str, Any]
     """Returns the records of a run in the order written.
 
     Lines cut short by a crash are left out. So are steps and evaluations that a later launch did
-    again, or that lie beyond the iteration a later launch started from: they are no part of the
+    again, or that lie beyond the iteration a later launch started from: they are not a part of the
     committed history of the run. All other kinds are kept.
 
     Args:

@@ -21,7 +21,7 @@ def open_plain(path: Path) -> BinaryIO:
     """Opens what anybody may have put there: no link is followed, no pipe waited for.
 
     Raises:
-        OSError: it cannot be read, or is no plain file.
+        OSError: it cannot be read, or is not a plain file.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -31,7 +31,7 @@ def open_plain(path: Path) -> BinaryIO:
         raise
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file", str(path))
+            raise OSError(errno.EINVAL, "it is not a plain file", str(path))
         return os.fdopen(handle, "rb")
     except BaseException:
         os.close(handle)
@@ -48,7 +48,7 @@ class Tail:
     """
 
     def __init__(self, path: Path, *, most_bytes: int | None = _MOST_BYTES) -> None:
-        self.path, self._most_bytes = path, most_bytes
+        self.path, self._max_bytes = path, most_bytes
         self._at: int | None = None if most_bytes else 0
         self._inode = -1
         self.is_whole = True
@@ -77,14 +77,14 @@ class Tail:
             file = open_plain(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return
-        longest = self._most_bytes or _LONGEST_LINE
+        longest = self._max_bytes or _LONGEST_LINE
         with file:
             status = os.fstat(file.fileno())
             self._inode = status.st_ino
             if self._at is None:
                 self._at = max(status.st_size - longest, 0)
                 self.is_whole = self._at == 0
-            until = self._at + longest if self._most_bytes else math.inf
+            until = self._at + longest if self._max_bytes else math.inf
             file.seek(self._at)
             while self._at < until and (line := file.readline(longest)):
                 if not line.endswith(b"\n") and len(line) < longest:
@@ -94,8 +94,8 @@ class Tail:
                 yield begin, line
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The records on the new lines. Torn lines, what is no object, and a file that cannot be
-        read are passed over."""
+        """The records on the new lines. Torn lines, what is not an object, and a file that cannot
+        be read are passed over."""
         with contextlib.suppress(OSError):
             for _, line in self.lines():
                 record = decode(line.decode(errors="replace"))

@@ -15,7 +15,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.training.distributed.context_parallel import own_chunks
+from megatron.training.distributed.context_parallel import local_chunks
 from megatron.training.distributed.process_groups import WHOLE_SAMPLE_STREAM
 
 
@@ -53,7 +53,7 @@ def kept_weights(own: torch.Tensor, prob: float, size: int) -> torch.Tensor:
 def _dropped(own: torch.Tensor, prob: float, group: Any) -> torch.Tensor:
     """[s / c, ...] the tokens of this rank after dropout."""
     whole = own.new_ones(group.size() * own.shape[0], *own.shape[1:])
-    return own * own_chunks(F.dropout(whole, prob), group, dim=0)
+    return own * local_chunks(F.dropout(whole, prob), group, dim=0)
 
 
 class _Dropout(torch.nn.Dropout):

@@ -200,7 +200,7 @@ class ExpertLoad:
 
     balance_losses: list[float]
     """`E sum_i f_i P_i` with both of this global batch; 1 is an even load."""
-    most_over_mean: list[float]
+    max_over_mean: list[float]
     """Load of the busiest expert over the mean."""
 
 
@@ -311,7 +311,7 @@ class Balance:
         losses = _shares(counts) * _shares(scores)
         return ExpertLoad(
             balance_losses=(self.num_experts * losses.sum(dim=1)).tolist(),
-            most_over_mean=(self.num_experts * _shares(routed).max(dim=1).values).tolist(),
+            max_over_mean=(self.num_experts * _shares(routed).max(dim=1).values).tolist(),
         )
 
     def advance(self, state: TrainState, sums: torch.Tensor, *, global_batch_size: int) -> None:

@@ -40,7 +40,7 @@ def build_job(
     tokenizer: Any,
     device: Device,
     callbacks: Callbacks,
-    outside: RunServices,
+    services: RunServices,
 ) -> Job:
     """Builds groups, model, optimizer, data and checkpointer of one layout, with weights initial or
     loaded.
@@ -50,7 +50,7 @@ def build_job(
     Raises:
         StopAsked: on every rank, before the data is built: groups are left to be destroyed.
     """
-    tracker = outside.tracker
+    tracker = services.tracker
     groups = groups_of(config)
     model = build_model(config, groups, device)
     optimizer = build_optimizer(config, model, groups)
@@ -59,7 +59,7 @@ def build_job(
         log_rank_zero(f"loaded {stored.folder} (iteration {stored.iteration}) as {config.layout}")
     scheduler = build_scheduler(config, optimizer, lr_samples=state.lr_samples)
     # Loading took its time, and building the indices of the data may take longer.
-    if reason := outside.urgent_stop(state.iteration):
+    if reason := services.urgent_stop(state.iteration):
         raise StopAsked(reason)
     context = CallbackContext(
         model=model.chunks,
@@ -89,7 +89,7 @@ def build_job(
         test_data=readers.test,
         checkpointer=None,
         state=state,
-        outside=outside,
+        services=services,
         callbacks=callbacks,
         context=context,
         balance=Balance.of(config),

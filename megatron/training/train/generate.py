@@ -295,7 +295,7 @@ def open_model(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a checkpoint is opened on one process; start it without torchrun or srun")
     if not load.is_dir():
-        raise UsageError(f"--load {load} is no directory; give the --save directory of a run")
+        raise UsageError(f"--load {load} is not a directory; give the --save directory of a run")
     check_torch_build(device)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

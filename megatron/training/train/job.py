@@ -88,7 +88,7 @@ class Job:
     """Saves into `--save`, if given."""
     state: TrainState
     """Counters."""
-    outside: RunServices
+    services: RunServices
     """What it has to do with the world around."""
     callbacks: Callbacks
     """Who watches."""
@@ -115,15 +115,15 @@ class Job:
     @property
     def tracker(self) -> NullTracker:
         """Records; does nothing but on one rank."""
-        return self.outside.tracker
+        return self.services.tracker
 
     @property
     def watchdog(self) -> Watchdog:
-        return self.outside.watchdog
+        return self.services.watchdog
 
     @property
     def trace(self) -> Trace:
-        return self.outside.trace
+        return self.services.trace
 
     def detach_hooks(self) -> None:
         """Cuts what would keep the model of the present layout alive. Not collective."""
@@ -174,7 +174,7 @@ class Job:
         if by_file:
             if self.checkpointer is None and dist.get_rank() == 0:
                 print(f"note: {SAVE_FILE} has no effect without --save", flush=True)
-            self.outside.control.save_obeyed()
+            self.services.control.save_obeyed()
         return is_well
 
     def poll(self) -> None:

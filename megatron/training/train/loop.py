@@ -23,14 +23,14 @@ def train(job: Job) -> StopReason | None:
     """
     config, state, reporter, bad_steps = job.config, job.state, Reporter(job), BadSteps()
     job.fire("on_train_start")
-    why = job.outside.urgent_stop(state.iteration)
+    stop_reason = job.services.urgent_stop(state.iteration)
     saved, evaluated = state.iteration, -1
-    while why is None and job.next_batch_fits:
+    while stop_reason is None and job.next_batch_fits:
         batch = job.global_batch_size
         if state.iteration + 1 in config.batch.iterations_to_skip:
             state.skip_samples(job.counted_samples)
             request = enter_next_phase(job)
-            why, is_saved = _obey(job, request, StopReason.of(request))
+            stop_reason, is_saved = _apply_request(job, request, StopReason.of(request))
             saved = state.iteration if is_saved else saved
             continue
         sizes = {"global_batch_size": batch, "micro_batch_size": job.micro_batch_size}
@@ -50,32 +50,35 @@ def train(job: Job) -> StopReason | None:
             info = replace(info, learning_rate=learning_rate(job.optimizer))
         reporter.record(info)
         bad_steps.check(job, info)
-        why = shared.stop or StopReason.of(request)
-        if not (why is not None and why.is_urgent) and job.evaluation_due(info):
-            cut = _evaluate(job, reporter, "valid")
-            why, evaluated = why or cut, state.iteration
+        stop_reason = shared.stop or StopReason.of(request)
+        if not (stop_reason is not None and stop_reason.is_urgent) and job.evaluation_due(info):
+            interrupted = _evaluate(job, reporter, "valid")
+            stop_reason, evaluated = stop_reason or interrupted, state.iteration
         # Before the save: its position and its settings are those of the next phase.
-        wish = enter_next_phase(job)
-        request, why = join_requests(request, wish), why or StopReason.of(wish)
-        why, is_saved = _obey(
-            job, request, why, is_due=shared.save or job.save_is_due, by_file=shared.save
+        phase_request = enter_next_phase(job)
+        request, stop_reason = (
+            join_requests(request, phase_request),
+            stop_reason or StopReason.of(phase_request),
+        )
+        stop_reason, is_saved = _apply_request(
+            job, request, stop_reason, is_due=shared.save or job.save_is_due, by_file=shared.save
         )
         saved = state.iteration if is_saved else saved
-    reporter.leaving(why)
+    reporter.leaving(stop_reason)
     if saved != state.iteration:
         job.save(must=True)
     job.finish_saving()
-    if why is None and evaluated != state.iteration:
-        why = _evaluate(job, reporter, "valid", where="on validation set")
-    why = why or _evaluate(job, reporter, "test", where="on test set")
+    if stop_reason is None and evaluated != state.iteration:
+        stop_reason = _evaluate(job, reporter, "valid", where="on validation set")
+    stop_reason = stop_reason or _evaluate(job, reporter, "test", where="on test set")
     job.fire("on_train_end")
-    return why
+    return stop_reason
 
 
-def _obey(
+def _apply_request(
     job: Job,
     request: Request | None,
-    why: StopReason | None,
+    stop_reason: StopReason | None,
     *,
     is_due: bool = False,
     by_file: bool = False,
@@ -85,7 +88,7 @@ def _obey(
     Args:
         job: of all ranks.
         request: of all callbacks together.
-        why: why the run leaves, or None.
+        stop_reason: why the run leaves, or None.
         is_due: whether a checkpoint follows whatever callbacks ask for.
         by_file: whether it was asked for by a file.
 
@@ -93,16 +96,16 @@ def _obey(
         Why the run leaves, and whether there is a checkpoint of this step.
     """
     job.poll()
-    move = None if request is None or why is not None else request.move
+    move = None if request is None or stop_reason is not None else request.move
     is_asked = request is not None and request.kind != "change"
     leaves = request is not None and request.leaves and move is not None
     is_saved = False
     # Before a move, which may break. A run that leaves is saved after it, as it goes on, and only
     # once: a second save of a step removes the first.
     if (is_asked or is_due) and not leaves:
-        must = why is not None or (is_asked and move is not None)
+        must = stop_reason is not None or (is_asked and move is not None)
         is_saved = job.save(must=must, by_file=by_file)
-    return (why if move is None else job.move(move)), is_saved
+    return (stop_reason if move is None else job.move(move)), is_saved
 
 
 def _evaluate(job: Job, reporter: Reporter, split: str, *, where: str = "") -> StopReason | None:

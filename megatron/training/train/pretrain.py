@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 def pretrain(
     config: Config,
     callbacks: Iterable[Callback] = (),
-    tell: Callable[[RunOutcome], None] = lambda outcome: None,
+    on_exit: Callable[[RunOutcome], None] = lambda outcome: None,
     *,
     stored: Stored | None = None,
     start_fields: Mapping[str, Any] = MappingProxyType({}),
@@ -73,7 +73,7 @@ def pretrain(
     Args:
         config: from `arguments.resolve`.
         callbacks: told of every event, on every rank.
-        tell: told on every rank how the run ended, also when it failed, while its directory is
+        on_exit: told on every rank how the run ended, also when it failed, while its directory is
             still held and the file that asked it to stop still there.
         stored: where to go on from; None as the flags say.
         start_fields: more fields of the record of the start.
@@ -107,7 +107,7 @@ def pretrain(
         init_distributed(opened, timeout_minutes=config.parallel.distributed_timeout_minutes)
         signals.defers = True
         start = functools.partial(_run, stored=stored, start_fields=start_fields)
-        outcome = start(config, Callbacks(callbacks), opened, signals, started_s, tell)
+        outcome = start(config, Callbacks(callbacks), opened, signals, started_s, on_exit)
         # After an error the world goes with the process: closing it here would end the other ranks
         # with an error of theirs before this one can say what happened.
         if not joined:
@@ -121,7 +121,7 @@ def _run(
     device: Device,
     signals: StopSignals,
     started_s: float,
-    tell: Callable[[RunOutcome], None],
+    on_exit: Callable[[RunOutcome], None],
     *,
     stored: Stored | None,
     start_fields: Mapping[str, Any],
@@ -154,7 +154,7 @@ def _run(
                 _watch(run, limits, state, tracker) as watchdog,
                 _trace(config, run, device, watchdog) as trace,
             ):
-                outside = RunServices(
+                services = RunServices(
                     tracker=tracker,
                     control=control,
                     watchdog=watchdog,
@@ -162,15 +162,15 @@ def _run(
                     local_stop=local_stop,
                 )
                 build = functools.partial(
-                    build_job, config, stored, state, tokenizer, device, callbacks, outside
+                    build_job, config, stored, state, tokenizer, device, callbacks, services
                 )
                 reason, layout = _train(config, state, tracker, build, let_go)
                 outcome = replace(outcome, reason=reason, layout=layout)
                 # Before the sinks are closed: one that uploads may take longer than a launcher
                 # waits once another rank has left.
-                tell(outcome)
+                on_exit(outcome)
         except TrainingFailure as failure:
-            tell(replace(outcome, failure=failure))
+            on_exit(replace(outcome, failure=failure))
             raise
         # One that came too late for a run that is started again is for its next launch.
         if dist.get_rank() == 0 and (reason is None or reason.kind != "relayout"):

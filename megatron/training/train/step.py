@@ -19,7 +19,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training.common.signals import StopReason
 from megatron.training.common.step_settings import StepInfo, learning_rate
 from megatron.training.config.layout_rules import group_of_microbatches
-from megatron.training.distributed.context_parallel import own_tokens
+from megatron.training.distributed.context_parallel import local_tokens
 from megatron.training.distributed.process_groups import seed_step
 from megatron.training.model.moe import Balance, ExpertLoad, set_counting
 from megatron.training.optim.optimizer import StepResult, optimizer_step
@@ -68,7 +68,7 @@ def language_model_loss(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class StepSummary:
     """What all ranks know after a batch."""
 
     loss: float
@@ -102,7 +102,7 @@ def forward_step(
     """
     job.watchdog.beat()
     with job.trace.span("data"):
-        batch = {} if batches is None else own_tokens(next(batches), job.groups.cp)
+        batch = {} if batches is None else local_tokens(next(batches), job.groups.cp)
         device = job.device.torch_device
         batch = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
     mask = batch.get("loss_mask")
@@ -234,7 +234,7 @@ def share_numbers(
     iteration: int,
     elapsed_s: float | None = None,
     num_further: int = 0,
-) -> Shared:
+) -> StepSummary:
     """Gives every rank the losses, what any rank asks for, and the time of the slowest. One small
     all-gather over the world.
 
@@ -245,14 +245,14 @@ def share_numbers(
         iteration: steps done.
         elapsed_s: seconds of the training step so far on this rank; None for other batches.
     """
-    outside = job.outside
-    stop = outside.local_stop(iteration)
+    services = job.services
+    stop = services.local_stop(iteration)
     count = 6 + 2 * num_further
     own = torch.zeros(count, dtype=torch.float64, device=job.device.torch_device)
     if losses is not None and job.groups.tp.rank() == 0:
         sums = losses.double().sum(dim=0)[: 1 + num_further].flatten()
         own[:2], own[6:] = sums[:2], sums[2:]
-    own[2], own[3] = stop.code if stop else 0, outside.control.save_asked()
+    own[2], own[3] = stop.code if stop else 0, services.control.save_asked()
     if elapsed_s is not None:
         own[4], own[5] = elapsed_s, job.model.clock.own_s()
     gathered = torch.empty(dist.get_world_size() * count, dtype=torch.float64, device=own.device)
@@ -264,7 +264,7 @@ def share_numbers(
     total, tokens = rows[:, :2].sum(dim=0).tolist()
     further = rows[:, 6:].sum(dim=0).view(-1, 2)
     code, save, seconds = rows[:, 2:5].max(dim=0).values.tolist()
-    return Shared(
+    return StepSummary(
         loss=total,
         num_tokens=tokens,
         further_losses=tuple(_mean(*pair) for pair in further.tolist()),
@@ -274,7 +274,7 @@ def share_numbers(
     )
 
 
-def train_step(job: Job) -> tuple[StepInfo, Shared]:
+def train_step(job: Job) -> tuple[StepInfo, StepSummary]:
     """Takes one step from `state.consumed_samples` and counts it. All ranks take part.
 
     Returns:
@@ -291,7 +291,7 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     balance = job.balance
     if balance is not None:
         prepare_routers(job, balance, sizes)
-    batches = _own_batches(job)
+    batches = _local_batches(job)
     for chunk in job.model.chunks:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
@@ -342,7 +342,7 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         length_ratio=config.phase.ratio,
         further_losses=shared.further_losses,
         load_balancing_loss=load and statistics.fmean(load.balance_losses),
-        max_expert_load=load and max(load.most_over_mean),
+        max_expert_load=load and max(load.max_over_mean),
     )
     for feature in job.features:
         feature.after_step(job, info)
@@ -389,7 +389,7 @@ def prepare_routers(job: Job, balance: Balance, sizes: Sequence[int]) -> None:
         with torch.no_grad():
             run_schedule(
                 job,
-                _own_batches(job),
+                _local_batches(job),
                 len(sizes),
                 micro_batch_size=job.micro_batch_size,
                 forward_only=True,
@@ -425,7 +425,7 @@ def mean_samples_of(job: Job, sizes: Sequence[int]) -> float | None:
     return None if sizes[0] == sizes[-1] else sum(sizes) / len(sizes)
 
 
-def _own_batches(job: Job) -> Iterator[Batch] | None:
+def _local_batches(job: Job) -> Iterator[Batch] | None:
     """This replica's micro-batches of the next step; None on a middle stage."""
     if not job.needs_data:
         return None

@@ -527,7 +527,7 @@ def _rope_arguments(config: Mapping[str, Any], default: float) -> dict[str, Any]
         )
     theta, factor = found[0]["rope_theta"], found[0].get("factor")
     if theta != int(theta):
-        raise Refused(f"config.json: rope_theta {theta} is no integer, as --rotary-base needs")
+        raise Refused(f"config.json: rope_theta {theta} is not an integer, as --rotary-base needs")
     if factor is None:
         return {"rotary_base": int(theta), "use_rope_scaling": False}
     return {
