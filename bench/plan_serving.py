@@ -19,8 +19,8 @@ import numpy as np
 from bench.support import arguments, origin, write
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.serving.costs import ServingCosts, Workload
-from copus_ext.serving.plan import plan_serving
+from copus_ext.extras.serving.costs import ServingCosts, Workload
+from copus_ext.extras.serving.plan import plan_serving
 
 BITS = (3, 4, 8, 16)
 LIMITS = (0.02, 0.05, 0.1)

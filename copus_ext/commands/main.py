@@ -29,7 +29,6 @@ COMMANDS = (
     "generate",
     "inspect-checkpoint",
     "convert-checkpoint",
-    "plan-serving",
 )
 _ELSEWHERE = {"launch": "copus_ext.launch.supervisor"}
 

@@ -254,31 +254,6 @@ def settings(rng: random.Random, folder: Path) -> str | None:
     return spoil.problem_of(lambda: read_settings(path), UsageError)
 
 
-def sensitivity(rng: random.Random, folder: Path) -> str | None:
-    """Measured losses of quantised layers."""
-    from copus_ext.serving.sensitivity import Sensitivity
-    from megatron.training.common.errors import UsageError
-
-    whole = Sensitivity(
-        settings={"iteration": 3},
-        group_size=64,
-        loss=2.0,
-        loss_16=2.001,
-        loss_increase=[{"4": 0.1, "8": 0.01}] * 2,
-        standard_error=[{"4": 0.01, "8": 0.01}] * 2,
-    )
-    path = folder / "sensitivity.json"
-    whole.write(path)
-    path.write_bytes(spoil.spoiled_json(rng, json.loads(path.read_text())))
-
-    def read() -> None:
-        found = Sensitivity.read(path)
-        found.table([4, 8, 16])
-        assert found.rounding >= 0
-
-    return spoil.problem_of(read, UsageError)
-
-
 def links(rng: random.Random, folder: Path) -> str | None:
     """The file of a probe that goes on."""
     from copus_ext.probe.link_fit import Timed
@@ -596,7 +571,7 @@ def tokenizer(rng: random.Random, folder: Path) -> str | None:
 KINDS: dict[str, Callable[[random.Random, Path], str | None]] = {
     check.__name__.replace("_", " "): check
     for check in (
-        *(peer, launcher, stranger, contact, error_file, settings, sensitivity, links, too_large),
+        *(peer, launcher, stranger, contact, error_file, settings, links, too_large),
         *(trace, trajectory, table, hugging_face, safetensors, pickled, tracker),
         *(document, hosts, run_directory, tokenizer),
     )

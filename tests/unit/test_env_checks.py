@@ -83,7 +83,6 @@ def test_the_commands_of_the_quickstart_need_nothing_else(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "command",
     [
-        "tools/plan_serving.py nowhere --cluster h100-80g:2",
         "tools/probe_links.py --cluster h100-80g:16 --output cluster.json",
     ],
 )

@@ -101,6 +101,15 @@ def test_no_extra_needs_another() -> None:
             assert not [package for package in others if package in text], file
 
 
+def test_no_file_of_the_core_names_an_extra() -> None:
+    places = [folder.parent for folder in FOLDERS.values()]
+    for package in ("megatron", "copus_ext"):
+        for file in (ROOT / package).rglob("*.py"):
+            if not any(place in file.parents for place in places):
+                text = file.read_text()
+                assert not [e.package for e in extras() if e.package in text], file
+
+
 DEMONSTRATION = {
     "extra.py": '''"""Counts steps, for a test."""
 from megatron.training.common.extras import Extra

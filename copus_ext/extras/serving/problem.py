@@ -70,7 +70,7 @@ def pipeline_objective(
 
     A micro-batch cannot begin its next token before its last one has left the pipeline. So each
     token takes the longer of one pass, and of all micro-batches through the slowest stage. LLM-PQ
-    counts less with few micro-batches, see `llm_pq_objective`.
+    counts sum Td + (M - 1)(n - 1) max Td, which is one token for all n where M is 1.
 
     Args:
         prompts: of the batch.
@@ -86,19 +86,6 @@ def pipeline_objective(
     return Objective(max_prefill=math.ceil(prompts / prefill) - 1.0, decode=pieces, theta=theta)
 
 
-def llm_pq_objective(
-    *, prompts: int, prefill: int, decode: int, tokens: int, theta: float = 0.0
-) -> Objective:
-    """The objective of LLM-PQ, whose decoding is sum Td + (ceil(G / md) - 1) (n - 1) max Td.
-
-    One micro-batch counts as one token here, however many are generated, so that it suits a given
-    number of micro-batches, and does not choose it.
-    """
-    waits = (math.ceil(prompts / decode) - 1.0) * max(tokens - 1, 0)
-    prefill_waits = math.ceil(prompts / prefill) - 1.0
-    return Objective(max_prefill=prefill_waits, decode=((1.0, waits),), theta=theta)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServingProblem:
     """Layers that cost alike, devices in the order of the pipeline, and what limits a plan."""
@@ -108,9 +95,7 @@ class ServingProblem:
     loss_increase: Any
     """[layers, bits] increase of the loss if this layer alone has such weights."""
     prefill: Phase
-    """Seconds in prefill."""
     decode: Phase
-    """Seconds for one further token."""
     layer_bytes: Any
     """[bits] of one layer: its weights, and its keys and values of all prompts."""
     first_bytes: float
@@ -120,18 +105,15 @@ class ServingProblem:
     capacity_bytes: Any
     """[devices] for layers, embedding and head."""
     objective: Objective
-    """What is least."""
     max_loss_increase: float | None = None
     """Limit of the sum of loss increases; None: there is none."""
 
     @property
     def num_layers(self) -> int:
-        """Transformer layers."""
         return len(self.loss_increase)
 
     @property
     def num_devices(self) -> int:
-        """Devices; some may stay without layers."""
         return len(self.capacity_bytes)
 
     def with_bits(self, *bits: int) -> ServingProblem:
@@ -156,11 +138,8 @@ class Stage:
     """Layers that follow each other on one device."""
 
     device: int
-    """Number of the device in the pipeline's order."""
     start: int
-    """First layer."""
     bits: tuple[int, ...]
-    """Of each layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +147,6 @@ class Costs:
     """What a plan costs."""
 
     objective: float
-    """Value of the objective."""
     prefill_s: tuple[float, ...]
     """Of a micro-batch on each stage, in prefill."""
     decode_s: tuple[float, ...]
@@ -176,18 +154,12 @@ class Costs:
     num_bytes: tuple[float, ...]
     """Of layers, embedding and head on each stage."""
     loss_increase: float
-    """Sum over all layers."""
     fits: bool
     """Whether memory and loss are within their limits."""
 
 
 def costs_of(problem: ServingProblem, stages: tuple[Stage, ...]) -> Costs:
-    """Prices a plan: what `search` finds the least of.
-
-    Args:
-        problem: the layers, the devices and the limits.
-        stages: that hold all layers in order.
-    """
+    """Prices a plan: what `search` finds the least of."""
     at = {bits: i for i, bits in enumerate(problem.bits)}
     seconds: list[list[float]] = [[], []]
     num_bytes, loss, fits = [], 0.0, True

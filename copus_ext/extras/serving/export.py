@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from copus_ext.serving.measure import matrices_of, round_all, serving_dtype
-from copus_ext.serving.plan import check_bits
-from copus_ext.serving.quantise import (
+from copus_ext.extras.serving.measure import matrices_of, round_all, serving_dtype
+from copus_ext.extras.serving.quantise import (
     Quantised,
     check_group_size,
     pack,
@@ -46,13 +45,9 @@ class Written:
     """A model in a folder that has no name yet."""
 
     folder: Path
-    """Where it is."""
     bits: Sequence[int]
-    """Of each layer."""
     group_size: int
-    """Weights that share a scale."""
     notes: tuple[str, ...]
-    """What the user should know."""
 
 
 def quantisation_config(
@@ -60,11 +55,6 @@ def quantisation_config(
 ) -> dict[str, Any]:
     """`quantization_config` of `config.json`: a group for each number of bits, which names its
     layers; all else is left alone.
-
-    Args:
-        bits: of each layer.
-        group_size: weights that share a scale.
-        linears: names of the linear modules of all layers.
     """
     groups = {}
     for number, one in enumerate(sorted(set(bits) - {16})):
@@ -105,19 +95,11 @@ def written(
 ) -> Iterator[Written]:
     """Writes the model that becomes `destination` if the block succeeds, and else is deleted.
 
-    Args:
-        opened: its checkpoint is written.
-        destination: must not exist.
-        bits: of each layer.
-        group_size: weights that share a scale.
-        trust_unverified: `--ckpt-trust-unverified`.
-
     Raises:
         Refused: `config.json` cannot express the network.
         UsageError: the destination is taken, or groups do not fill the rows.
         VerificationFailed: the files do not read back as they were written.
     """
-    check_bits(bits)
     source = opened.stored.folder
     if destination.exists():
         raise UsageError(f"--apply {destination} exists; name another or remove it")

@@ -15,13 +15,13 @@ import torch
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from safetensors.torch import load_file
 
-from copus_ext.commands import plan_serving
-from copus_ext.serving.export import quantisation_config
-from copus_ext.serving.held_out import HeldOut, Text
-from copus_ext.serving.measure import matrices_of
-from copus_ext.serving.quantise import check_group_size, pack, quantise, unpack
-from copus_ext.serving.sensitivity import FILE, Sensitivity
-from copus_ext.serving.source import Source
+from copus_ext.extras.serving import command
+from copus_ext.extras.serving.export import quantisation_config
+from copus_ext.extras.serving.held_out import HeldOut, Text
+from copus_ext.extras.serving.measure import matrices_of
+from copus_ext.extras.serving.quantise import check_group_size, pack, quantise, unpack
+from copus_ext.extras.serving.sensitivity import FILE, Sensitivity
+from copus_ext.extras.serving.source import Source
 from megatron.training.checkpoint.convert import huggingface
 from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.checkpoint.convert.writing import Piece
@@ -76,7 +76,7 @@ def words(checkpoint: Path, tmp_path: Path) -> list[str]:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
-    code = plan_serving.main([*words, "--json"])
+    code = command.main([*words, "--json"])
     out, err = capsys.readouterr()
     return code, json.loads(out), err
 

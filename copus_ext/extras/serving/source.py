@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.serving.export import Written, load_written, written
-from copus_ext.serving.held_out import HeldOut, Text
-from copus_ext.serving.measure import measure
-from copus_ext.serving.sensitivity import FILE, Sensitivity
+from copus_ext.extras.serving.export import load_written, written
+from copus_ext.extras.serving.held_out import HeldOut, Text
+from copus_ext.extras.serving.measure import measure
+from copus_ext.extras.serving.sensitivity import FILE, Sensitivity
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert.archive import Archive, open_archive
 from megatron.training.checkpoint.convert.huggingface import is_model
@@ -25,31 +25,18 @@ from megatron.training.train.generate import OpenedModel, open_model
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """A model that was written, and its loss."""
+    """A model that was written, and its loss in nats per token before and after."""
 
     loss_before: float
-    """Of the checkpoint, in nats per token."""
     loss_after: float
     """Of the weights that were written, read back."""
     loss_increase: float
-    """Between the two."""
     standard_error: float
-    """Of that, over samples."""
     notes: tuple[str, ...]
-    """What the user should know."""
 
 
 class Source:
     """A checkpoint and the text to measure its loss on.
-
-    Args:
-        checkpoint: a `--save` directory, or the folder of one iteration.
-        step: iteration; None takes the latest.
-        device: see `open_model`.
-        trust_unverified: `--ckpt-trust-unverified`.
-        data_path: words of `--data-path`; empty for the data of the run.
-        split: of `--split`; None for that of the run.
-        num_samples: samples to measure on.
 
     Raises:
         Refused: there is no complete checkpoint.
@@ -83,14 +70,12 @@ class Source:
 
     @cached_property
     def model(self) -> ModelSpec:
-        """The shape of its model."""
         stored = self.archive.arguments
         args = with_checkpoint_args(parse_args(["--seq-length", str(self.text.seq_length)]), stored)
         args.padded_vocab_size = stored.get("padded_vocab_size")
         return ModelSpec.from_arguments(args)
 
     def open(self) -> AbstractContextManager[OpenedModel]:
-        """Builds its model with its weights."""
         return open_model(
             self.root,
             step=self.step,
@@ -117,14 +102,7 @@ class Source:
         on_layer: Callable[[int, int], None] = lambda done, layers: None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> Sensitivity:
-        """What the loss increases by, as measured before or now.
-
-        Args:
-            bits: that must be known.
-            group_size: weights that share a scale.
-            on_layer: called with layers done and layers in all.
-            tell: called with a note.
-        """
+        """What the loss increases by, as measured before or now."""
         path, settings = self.root / FILE, self.settings(group_size)
         known = None
         if path.is_file():
@@ -176,7 +154,8 @@ class Source:
             before = held_out.losses()
             how = {"group_size": group_size, "trust_unverified": self.trust_unverified}
             with written(opened, destination, bits, **how) as made:
-                found = _measured(held_out, made)
+                load_written(opened, made)
+                found = held_out.losses()
                 increase, error = found.increase_over(before)
                 if max_loss_increase is not None and not increase <= max_loss_increase:
                     raise VerificationFailed(
@@ -191,11 +170,6 @@ class Source:
             standard_error=error,
             notes=made.notes,
         )
-
-
-def _measured(held_out: HeldOut, made: Written) -> Any:
-    load_written(held_out.opened, made)
-    return held_out.losses()
 
 
 def _has(known: Sensitivity, bits: Sequence[int], model: ModelSpec) -> bool:

@@ -53,7 +53,7 @@ def plan(trained: Path, *words: str | Path) -> dict:
     cluster.write_text(json.dumps(CLUSTER))
     flags = ["--cluster", cluster, "--prompts", "4", "--prompt", "32", "--generate", "16"]
     flags += ["--group-size", "32", "--max-loss-increase", str(LIMIT), "--json", *words]
-    tool = [ROOT / "tools/plan_serving.py", trained / "save", *flags]
+    tool = [ROOT / "copus_ext/commands/main.py", "plan-serving", trained / "save", *flags]
     return json.loads(run_ranks(tool, 1, timeout_s=400).check().stdout.splitlines()[-1])
 
 

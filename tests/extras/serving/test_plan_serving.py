@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,11 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from copus_ext.commands import plan_serving
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.serving.costs import ServingCosts, Workload, micro_batches
-from copus_ext.serving.sensitivity import SCHEMA, Sensitivity
+from copus_ext.extras.serving import command
+from copus_ext.extras.serving.costs import ServingCosts, Workload, micro_batches
+from copus_ext.extras.serving.sensitivity import SCHEMA, Sensitivity
 from megatron.training.common.errors import UsageError
 from tests.helpers.launch import ROOT
 
@@ -67,12 +69,12 @@ def given(tmp_path: Path) -> list[str]:
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert plan_serving.main([*words, "--json"]) == 0
+    assert command.main([*words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    code = plan_serving.main(list(words))
+    code = command.main(list(words))
     (line,) = capsys.readouterr().err.strip().splitlines()
     return f"{code} {line}"
 
@@ -90,7 +92,7 @@ def test_fewer_bits_save_time_where_weights_are_read_and_a_slow_node_takes_longe
         np.zeros((32, 4)),
         prefill=8,
         decode=1,
-        objective=None,  # pyright: ignore[reportArgumentType]
+        theta=0.0,
         max_loss_increase=None,
     )
     decode, prefill = one.decode.layer_s, one.prefill.layer_s
@@ -107,7 +109,7 @@ def test_all_weights_are_read_once_for_a_token() -> None:
         np.zeros((32, 4)),
         prefill=1,
         decode=1,
-        objective=None,  # pyright: ignore[reportArgumentType]
+        theta=0.0,
         max_loss_increase=None,
     )
     whole = 32 * one.decode.layer_s[0, 3]
@@ -147,7 +149,7 @@ def test_a_price_of_loss_takes_the_place_of_a_limit(
 
 
 def test_the_table_says_what_is_known(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan_serving.main(given) == 0
+    assert command.main(given) == 0
     text = capsys.readouterr().out
     for words in ("A100-40GB of node 0", "limit 0.02", "best with equal bits: 8 bits", "predicted"):
         assert words in text
@@ -186,6 +188,7 @@ def test_a_gain_by_chance_is_no_gain() -> None:
         (["x", "--bits", "3,4", "--apply", "new"], "pack 3 bits in different ways"),
         (["x", "--apply", "."], "--apply . exists"),
         (["x", "--memory-margin", "1"], "--memory-margin"),
+        (["x", "--promt=3"], "did you mean --prompt?"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
@@ -193,6 +196,20 @@ def test_flags_that_make_no_sense_are_refused(
 ) -> None:
     line = refusal(capsys, *words, "--cluster", "a100-80g:2")
     assert line.startswith("2 ") and said in line
+
+
+def test_a_plan_needs_no_torch() -> None:
+    code = "import sys; from copus_ext.extras.serving import command, plan, sensitivity; "
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_scipy_is_asked_for_before_anything_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    line = refusal(capsys, "nowhere", "--cluster", "h100-80g:2")
+    assert line.startswith("2 ") and line.endswith('needs scipy; run: pip install -e ".[fit]"')
 
 
 def test_files_that_do_not_fit_are_refused(
@@ -233,7 +250,7 @@ def test_a_file_of_losses_is_refused_by_field_and_name(
 ) -> None:
     path = measured(tmp_path / "own.json", **changes)
     line = refusal(capsys, *given[:-1], str(path))
-    assert line.startswith(f"2 plan_serving.py: error: --sensitivity {path} holds no measured")
+    assert line.startswith(f"2 copus plan-serving: error: --sensitivity {path} holds no measured")
     assert said in line and "docs/serving.md" in line
 
 

@@ -27,7 +27,6 @@ class Sensitivity:
     settings: dict[str, Any]
     """What was measured: checkpoint, data, groups."""
     group_size: int
-    """Weights that share a scale."""
     loss: float
     """Of the checkpoint, in nats per token."""
     loss_16: float
@@ -93,12 +92,8 @@ def _checked(record: Any) -> dict[str, Any]:
         raise ValueError(f"schema is {record.get('schema')!r} and must be {SCHEMA!r}")
     values = {"settings": {}, "standard_error": [], **record}
     del values["schema"]
-    for name in values:
-        if name not in _FIELDS:
-            raise ValueError(f"{name} is not a field of it")
-    for name in _FIELDS:
-        if name not in values:
-            raise ValueError(f"{name} is missing")
+    for name in sorted(values.keys() ^ set(_FIELDS)):
+        raise ValueError(f"{name} is {'not a field of it' if name in values else 'missing'}")
     size = values["group_size"]
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"group_size is {size!r} and must be a whole number of at least 1")

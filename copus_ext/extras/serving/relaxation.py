@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.serving.problem import ServingProblem
+from copus_ext.extras.serving.problem import ServingProblem
 
 
 @dataclass(frozen=True, kw_only=True)

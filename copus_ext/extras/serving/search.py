@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.serving.loss_tables import LossTables
-from copus_ext.serving.problem import TOLERANCE, Costs, ServingProblem, Stage, costs_of
-from copus_ext.serving.relaxation import Prices, relax
+from copus_ext.extras.serving.loss_tables import LossTables
+from copus_ext.extras.serving.problem import TOLERANCE, Costs, ServingProblem, Stage, costs_of
+from copus_ext.extras.serving.relaxation import Prices, relax
 
 _PRICE_STEPS = 8
 """Prices of the loss increase that a node tries."""
@@ -34,27 +34,21 @@ class Found:
     """A plan and its costs."""
 
     stages: tuple[Stage, ...]
-    """In the order of the pipeline."""
     costs: Costs
-    """What it costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
-    """Ways to fill a range of layers on devices of one kind, ordered by range."""
+    """Ways to fill a range of layers on devices of one kind, ordered by range: [n] arrays of the
+    first layer, the layers, the row of `LossTables.counts`, seconds of the stage in prefill and for
+    one further token, and the least loss increase."""
 
     start: Any
-    """[n] first layer."""
     length: Any
-    """[n] layers."""
     choice: Any
-    """[n] row of `LossTables.counts`."""
     prefill: Any
-    """[n] seconds of the stage in prefill."""
     decode: Any
-    """[n] seconds of the stage for a further token."""
     loss: Any
-    """[n] least loss increase."""
     ranges: Any
     """Where the columns of each range begin."""
 
@@ -81,17 +75,10 @@ class _Path:
     value: float
     """What a bound charges for it."""
     loss: float
-    """Its loss increase."""
 
 
 class Search:
-    """Finds the best plan of one problem.
-
-    Args:
-        problem: with its micro-batches settled.
-        tables: of its loss increases; made here if None, and grown where needed.
-        prices: of its linear program; found here if None.
-    """
+    """Finds the best plan of one problem."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Plans how to serve a trained model: bits of every layer, stages, micro-batches; and writes it.
 
-python tools/plan_serving.py checkpoints --cluster mixed.json --prompt 512 --generate 128
-python tools/plan_serving.py checkpoints --cluster here --max-loss-increase 0.02 --apply served
-python tools/plan_serving.py --model llama-3-70b --sensitivity losses.json --cluster mixed.json
+copus plan-serving checkpoints --cluster mixed.json --prompt 512 --generate 128
+copus plan-serving checkpoints --cluster here --max-loss-increase 0.02 --apply served
+copus plan-serving --model llama-3-70b --sensitivity losses.json --cluster mixed.json
 
 The loss that each layer's bits cost is measured on held-out text, and kept beside the checkpoint.
 Seconds are predicted. Exit codes: 0 done, 1 I/O, 2 wrong flags, 3 refused or nothing fits, 4 the
@@ -21,19 +21,18 @@ from typing import Any
 
 from megatron.training.common.errors import Refused, UsageError
 from megatron.training.common.optional import require
-from megatron.training.common.program import json_failure, program_name, run_command, tell
+from megatron.training.common.program import json_failure, run_command, tell
 from megatron.training.config.arguments import Parser
 
-_SCRIPT = "plan_serving.py"
+_NAME = "copus plan-serving"
 _BITS = (3, 4, 8, 16)
 _VLLM_GROUPS = (32, 64, 128)
 _LIMIT = 0.02
-"""Loss increase allowed where neither a limit nor its price is given."""
 
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(
-        prog=program_name(_SCRIPT),
+        prog=_NAME,
         description=(__doc__ or "").splitlines()[0],
         allow_abbrev=False,
     )
@@ -85,29 +84,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def bits_of(args: argparse.Namespace) -> tuple[int, ...]:
-    """The bits to choose from, ascending.
-
-    Raises:
-        UsageError: no such bits, or bits that are not written.
-    """
+    """The bits to choose from, ascending."""
     text = args.bits or ",".join(map(str, _BITS[1:] if args.apply else _BITS))
     parts = text.split(",")
     if not all(x.isdecimal() and int(x) in (*range(2, 9), 16) for x in parts):
         raise UsageError(f"--bits {text}: write numbers from 2 to 8, and 16, such as 4,8,16")
     found = tuple(sorted(set(map(int, parts))))
     if args.apply:
-        from copus_ext.serving.plan import check_bits
+        from copus_ext.extras.serving.plan import check_bits
 
         check_bits(found)
     return found
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses flags that make no sense.
-
-    Raises:
-        UsageError: naming the flag.
-    """
+    """Refuses flags that make no sense; sets the limit of the loss where nothing else does."""
     for name in ("prompts", "prompt", "generate", "group_size", "eval_samples"):
         if not 1 <= getattr(args, name) <= 1 << 24:
             flag, value = name.replace("_", "-"), getattr(args, name)
@@ -127,6 +118,8 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError("--apply writes a checkpoint; give CHECKPOINT in place of --model")
     if args.apply is not None and args.apply.exists():
         raise UsageError(f"--apply {args.apply} exists; name another or remove it")
+    if args.max_loss_increase is None and args.theta is None:
+        args.max_loss_increase = _LIMIT
     require("scipy", extra="fit", what="a serving plan")
 
 
@@ -155,7 +148,7 @@ def source_of(args: argparse.Namespace) -> Any:
     set_process_defaults()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     check_environment()
-    from copus_ext.serving.source import Source
+    from copus_ext.extras.serving.source import Source
 
     return Source(
         args.checkpoint,
@@ -172,7 +165,7 @@ def measured_of(args: argparse.Namespace, source: Any, bits: tuple[int, ...]) ->
     """The loss increases: given, kept from before, or measured now with a bar."""
     from tqdm import tqdm
 
-    from copus_ext.serving.sensitivity import Sensitivity
+    from copus_ext.extras.serving.sensitivity import Sensitivity
 
     if args.sensitivity is not None:
         try:
@@ -193,15 +186,8 @@ def measured_of(args: argparse.Namespace, source: Any, bits: tuple[int, ...]) ->
             bar.update(done - bar.n)
 
         return source.sensitivity(
-            bits, args.group_size, on_layer=on_layer, tell=lambda text: tell(_SCRIPT, text)
+            bits, args.group_size, on_layer=on_layer, tell=lambda text: tell(_NAME, text)
         )
-
-
-def limit_of(args: argparse.Namespace) -> float | None:
-    """The limit of the loss increase; None: it has a price instead."""
-    if args.max_loss_increase is None and args.theta is None:
-        return _LIMIT
-    return args.max_loss_increase
 
 
 def answer(args: argparse.Namespace, model: Any, cluster: Any, measured: Any) -> tuple[Any, Any]:
@@ -211,10 +197,10 @@ def answer(args: argparse.Namespace, model: Any, cluster: Any, measured: Any) ->
         Refused: nothing fits.
     """
     from copus_ext.cost_model.spec_file import SpecError
-    from copus_ext.serving import plan as plans
-    from copus_ext.serving.costs import ServingCosts, Workload
+    from copus_ext.extras.serving import plan as plans
+    from copus_ext.extras.serving.costs import ServingCosts, Workload
 
-    bits, limit = bits_of(args), limit_of(args)
+    bits, limit = bits_of(args), args.max_loss_increase
     if len(measured.loss_increase) != model.num_layers:
         raise UsageError(
             f"the sensitivity has {len(measured.loss_increase)} layers and the model "
@@ -252,11 +238,7 @@ def answer(args: argparse.Namespace, model: Any, cluster: Any, measured: Any) ->
 
 
 def check_model(model: Any) -> None:
-    """Refuses a model that cannot be priced, before anything is measured.
-
-    Raises:
-        UsageError: naming what is not known.
-    """
+    """Refuses a model that cannot be priced, before anything is measured."""
     from copus_ext.cost_model.spec_file import SpecError
 
     try:
@@ -267,8 +249,7 @@ def check_model(model: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, plans, writes; returns the exit code."""
-    from copus_ext.serving.plan import applied_line, table
+    from copus_ext.extras.serving.plan import applied_line, table
 
     check(args)
     bits = bits_of(args)
@@ -282,7 +263,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print("\n".join(table(record)), flush=True)
     if args.apply is not None and source is not None:
-        limit = limit_of(args)
+        limit = args.max_loss_increase
         done = source.apply(args.apply, best.bits, args.group_size, max_loss_increase=limit)
         record["applied"] = {**dataclasses.asdict(done), "folder": str(args.apply)}
         notes = list(done.notes)
@@ -290,7 +271,7 @@ def run(args: argparse.Namespace) -> int:
             known = ", ".join(map(str, _VLLM_GROUPS))
             notes.append(f"vLLM has kernels for --group-size {known}, and may not load this one")
         for note in notes:
-            tell(_SCRIPT, f"note: {note}")
+            tell(_NAME, f"note: {note}")
         if not args.json:
             print(applied_line(record["applied"]))
     if args.json:
@@ -301,7 +282,7 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, plans, and turns problems into one line and an exit code."""
     failed = json_failure(argv)
-    return run_command(_SCRIPT, lambda: run(parser().parse_args(argv)), on_failure=failed)
+    return run_command(_NAME, lambda: run(parser().parse_args(argv)), on_failure=failed)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ their bits with one scale of 16 bits a group. Arithmetic, keys and values have 1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from copus_ext.cost_model.layer_time import attention_s
 from copus_ext.cost_model.memory import FRAGMENTATION
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.rows import RECOMPUTE_NONE, Rows
-from copus_ext.serving.problem import Objective, Phase, ServingProblem
+from copus_ext.extras.serving.problem import Phase, ServingProblem, pipeline_objective
 
 WHOLE = 16
 """Bits of weights that are not quantised."""
@@ -37,28 +36,22 @@ _PAIR = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is asked of a server at once."""
+    """What is asked of a server at once: prompts of a batch, tokens of each and of its answer."""
 
     prompts: int
-    """Prompts of a batch."""
     prompt: int
-    """Tokens of a prompt."""
     generate: int
-    """Tokens to generate for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One place in the pipeline."""
+    """One place in the pipeline: a device of a node."""
 
     node: int
-    """Number of its node."""
     spec: NodeSpec
-    """What it is."""
 
     @property
     def name(self) -> str:
-        """What to call it."""
         return f"{self.spec.gpu.name} of node {self.node}"
 
 
@@ -71,15 +64,10 @@ def devices_of(cluster: ClusterSpec) -> list[Device]:
 
 
 class ServingCosts:
-    """Prices a dense model on a cluster.
+    """Prices a dense model on a cluster, whose devices are the stages.
 
-    Args:
-        model: what is served; its sample length has no effect.
-        cluster: whose devices are the stages.
-        work: what is asked for.
-        bits: that weights may have, ascending.
-        group_size: weights that share a scale.
-        memory_margin: share of each device's memory to leave free.
+    Weights may have some `bits`, ascending, and `group_size` of them share a scale. A share of each
+    memory, `memory_margin`, is left free. The sample length of the model has no effect.
     """
 
     def __init__(
@@ -92,7 +80,6 @@ class ServingCosts:
         group_size: int,
         memory_margin: float = 0.04,
     ) -> None:
-        model.check_dense("`plan-serving`")
         self.model = replace(model, precision="bf16", gradient_bytes=4)
         self.cluster, self.work, self.bits = cluster, work, bits
         self.group_size, self.memory_margin = group_size, memory_margin
@@ -158,44 +145,43 @@ class ServingCosts:
         *,
         prefill: int,
         decode: int,
-        objective: Objective,
+        theta: float,
         max_loss_increase: float | None,
     ) -> ServingProblem:
-        """The problem of some micro-batches.
-
-        Args:
-            loss_increase: [layers, bits].
-            prefill: prompts of a micro-batch of prefill.
-            decode: prompts of a micro-batch of decoding.
-            objective: of these micro-batches.
-            max_loss_increase: limit of the sum of loss increases.
-        """
+        """The problem of micro-batches of so many prompts, with increases of [layers, bits]."""
         first, last = self.end_bytes()
         return ServingProblem(
             bits=self.bits,
             loss_increase=np.asarray(loss_increase, dtype=float),
-            prefill=self._phase(prefill * self.work.prompt, prefill, self._prefill_attention),
-            decode=self._phase(decode, decode, self._decode_attention),
+            prefill=self._phase(prefill * self.work.prompt, prefill, is_prefill=True),
+            decode=self._phase(decode, decode, is_prefill=False),
             layer_bytes=self.layer_bytes(),
             first_bytes=first,
             last_bytes=last,
             capacity_bytes=self.capacity_bytes(prefill, decode),
-            objective=objective,
+            objective=pipeline_objective(
+                prompts=self.work.prompts,
+                prefill=prefill,
+                decode=decode,
+                tokens=self.work.generate,
+                theta=theta,
+            ),
             max_loss_increase=max_loss_increase,
         )
 
-    def _phase(
-        self, tokens: int, prompts: int, attention: Callable[[Rows, Constants, int], float]
-    ) -> Phase:
+    def _phase(self, tokens: int, prompts: int, *, is_prefill: bool) -> Phase:
         """Seconds of a micro-batch of so many tokens of so many prompts."""
         m, layers, ends = self.model, [], []
         for device in self.devices:
             rows, c = self._rows(device, prompts), self._constants(device)
             moved = 28.0 * tokens * m.hidden_size + 2.0 * tokens * m.ffn * (3 if m.gated else 2)
-            other = attention(rows, c, prompts) + float(moved_s(rows, c, moved))
-            layers.append(
-                [self._joined(self._work_s(rows, c, tokens, b) + other, c) for b in self.bits]
-            )
+            attention = attention_s(rows, c) if is_prefill else self._attention_s(rows, c, prompts)
+            other = float(attention) + float(moved_s(rows, c, moved))
+            of_bits = [
+                sum(self._product_s(rows, c, tokens, n, k, b) for k, n in self._products)
+                for b in self.bits
+            ]
+            layers.append([self._joined(seconds + other, c) for seconds in of_bits])
             head = self._product_s(rows, c, prompts, self._vocabulary, m.hidden_size, WHOLE)
             ends.append((float(moved_s(rows, c, 6.0 * tokens * m.hidden_size)), head))
         speed = np.array([d.spec.speed for d in self.devices])
@@ -207,17 +193,11 @@ class ServingCosts:
             hop_s=self._hop_s(_PAIR * tokens * m.hidden_size),
         )
 
-    def _work_s(self, rows: Rows, c: Constants, tokens: int, bits: int) -> float:
-        return sum(self._product_s(rows, c, tokens, n, k, bits) for k, n in self._products)
-
     def _product_s(self, rows: Rows, c: Constants, m: int, n: int, k: int, bits: int) -> float:
         read = float(moved_s(rows, c, self.weight_bytes(float(n * k), bits)))
         return max(float(gemm_s(rows, c, max(m, _TILE_ROWS), n, k)), read)
 
-    def _prefill_attention(self, rows: Rows, c: Constants, prompts: int) -> float:
-        return float(attention_s(rows, c))
-
-    def _decode_attention(self, rows: Rows, c: Constants, prompts: int) -> float:
+    def _attention_s(self, rows: Rows, c: Constants, prompts: int) -> float:
         """One token of each prompt on all before it, at the middle of what is generated."""
         m = self.model
         keys = prompts * (self.work.prompt + self.work.generate / 2)

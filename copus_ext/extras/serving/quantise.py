@@ -20,7 +20,6 @@ class Quantised:
     scales: torch.Tensor
     """[rows, columns / group size] in the number format of the matrix."""
     bits: int
-    """Of a value."""
 
     def whole(self) -> torch.Tensor:
         """[rows, columns] value times scale, in the number format of the scales."""
@@ -31,11 +30,6 @@ class Quantised:
 
 def check_group_size(group_size: int, columns: int, name: str) -> None:
     """Refuses groups that do not fill a row.
-
-    Args:
-        group_size: weights that share a scale.
-        columns: of the matrix.
-        name: of the matrix.
 
     Raises:
         UsageError: naming the flag.

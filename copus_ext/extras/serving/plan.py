@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from copus_ext.serving.costs import ServingCosts, micro_batches
-from copus_ext.serving.problem import TOLERANCE, ServingProblem, pipeline_objective
-from copus_ext.serving.search import Found, find_best
+from copus_ext.extras.serving.costs import ServingCosts, micro_batches
+from copus_ext.extras.serving.problem import TOLERANCE, ServingProblem
+from copus_ext.extras.serving.search import Found, find_best
 from megatron.training.common.errors import UsageError
 
 SCHEMA = "copus-serving-plan/1"
@@ -22,20 +22,15 @@ NOT_MEASURED = "seconds and bytes are predicted by the cost model; no serving la
 
 @dataclass(frozen=True, kw_only=True)
 class ServingPlan:
-    """Bits, stages and micro-batches, and what they are predicted to cost."""
+    """Stages, prompts of a micro-batch of `prefill` and `decode`, and what they should cost."""
 
     prefill: int
-    """Prompts of a micro-batch of prefill."""
     decode: int
-    """Prompts of a micro-batch of decoding."""
     problem: ServingProblem
-    """That it solves."""
     found: Found
-    """Its stages."""
 
     @property
     def bits(self) -> list[int]:
-        """Of every layer."""
         return [b for stage in self.found.stages for b in stage.bits]
 
     @property
@@ -45,16 +40,11 @@ class ServingPlan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole batch."""
         costs, objective = self.found.costs, self.problem.objective
         return costs.objective - objective.theta * costs.loss_increase
 
     def to_json(self, costs: ServingCosts) -> dict[str, Any]:
-        """Plain JSON types.
-
-        Args:
-            costs: that it was priced with.
-        """
+        """Plain JSON types."""
         found = self.found.costs
         stages = [
             {
@@ -101,24 +91,11 @@ def plan_serving(
         None, and leaves out bits, where nothing fits.
     """
     sizes = list(itertools.product(micro_batches(costs.work.prompts), repeat=2))
-    problems = []
-    for prefill, decode in sizes:
-        objective = pipeline_objective(
-            prompts=costs.work.prompts,
-            prefill=prefill,
-            decode=decode,
-            tokens=costs.work.generate,
-            theta=theta,
-        )
-        problems.append(
-            costs.problem(
-                loss_increase,
-                prefill=prefill,
-                decode=decode,
-                objective=objective,
-                max_loss_increase=max_loss_increase,
-            )
-        )
+    limits: dict[str, Any] = {"theta": theta, "max_loss_increase": max_loss_increase}
+    problems = [
+        costs.problem(loss_increase, prefill=prefill, decode=decode, **limits)
+        for prefill, decode in sizes
+    ]
 
     def best(of: list[ServingProblem]) -> ServingPlan | None:
         answer = find_best(of)
@@ -153,15 +130,7 @@ def record_of(
     limit: float | None,
     rounding: float,
 ) -> dict[str, Any]:
-    """The answer in plain JSON types.
-
-    Args:
-        best: the plan.
-        uniform: the best plans with equal bits, by bits.
-        costs: that both were priced with.
-        limit: of the loss increase; None: there is none.
-        rounding: loss increase of rounding all weights to 16 bits.
-    """
+    """The answer in plain JSON types."""
     rivals = {
         str(bits): {
             "predicted_s": plan.seconds,

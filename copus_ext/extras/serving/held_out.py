@@ -49,11 +49,8 @@ class Text:
     flags: dict[str, Any]
     """Fields of the trainer's `DataConfig`."""
     seq_length: int
-    """Tokens of a sample."""
     seed: int
-    """Of the order of samples."""
     num_samples: int
-    """Samples to take."""
 
     @classmethod
     def of_run(
@@ -65,12 +62,6 @@ class Text:
         num_samples: int,
     ) -> Text:
         """The held-out split of a run, or of other data.
-
-        Args:
-            arguments: flags that the checkpoint was saved with.
-            data_path: words of `--data-path`; empty for the data of the run.
-            split: of `--split`; None for that of the run.
-            num_samples: samples to take.
 
         Raises:
             UsageError: the checkpoint does not say what it was trained on.
@@ -97,7 +88,6 @@ class Text:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         paths = {n: list(self.flags[n]) for n in _PATHS if self.flags[n]}
         shown = {"mock_data": True} if self.flags["mock_data"] else paths
         return {
@@ -111,10 +101,6 @@ class Text:
 
 class HeldOut:
     """Held-out samples of an opened model.
-
-    Args:
-        opened: the model.
-        text: to take samples of.
 
     Raises:
         UsageError: there is no such text; names the flag.
@@ -138,7 +124,6 @@ class HeldOut:
 
     @torch.no_grad()
     def losses(self) -> Losses:
-        """Of the model as it is now."""
         (chunk,) = self.opened.model.chunks
         sums, counts = [], []
         for batch in self._reader.read_evaluation(

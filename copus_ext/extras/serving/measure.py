@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from copus_ext.serving.held_out import HeldOut, Losses
-from copus_ext.serving.quantise import check_group_size, quantise
-from copus_ext.serving.sensitivity import Sensitivity
+from copus_ext.extras.serving.held_out import HeldOut, Losses
+from copus_ext.extras.serving.quantise import check_group_size, quantise
+from copus_ext.extras.serving.sensitivity import Sensitivity
 from megatron.training.model.gpt import Model
 
 
@@ -49,14 +49,6 @@ def measure(
     on_layer: Callable[[int, Sensitivity], None] = lambda done, found: None,
 ) -> Sensitivity:
     """Quantises one layer after the other and measures the loss; rounds the model to 16 bits.
-
-    Args:
-        held_out: with the model.
-        bits: to try.
-        group_size: weights that share a scale.
-        settings: kept with the results.
-        known: results of the same settings, which are not measured again.
-        on_layer: called with the layers done and the results so far.
 
     Raises:
         UsageError: groups do not fill the rows.

@@ -1,0 +1,1 @@
+"""Abilities beside the core, one folder each. Nothing outside imports them."""

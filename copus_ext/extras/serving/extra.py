@@ -1,0 +1,5 @@
+"""Plans for serving a trained model with fewer bits, and the export of one."""
+
+from megatron.training.common.extras import Extra
+
+EXTRA = Extra(title="serving plans", commands={"plan-serving": "command"})
