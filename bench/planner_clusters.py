@@ -33,7 +33,7 @@ from bench.planner_accuracy import (
 from bench.planner_tables import timed_table
 from bench.support import arguments, origin, write
 from copus_ext.cost_model.constants import Constants
-from copus_ext.planner import validation
+from copus_ext.extras.planner_validation import validation
 
 CLUSTERS = {
     "vTrain's, A100": ("vtrain_multi", "vtrain_single"),

@@ -18,7 +18,7 @@ import numpy as np
 from bench.planner_tables import read
 from bench.support import arguments, origin, write
 from copus_ext.cost_model.step import step_time
-from copus_ext.planner import validation
+from copus_ext.extras.planner_validation import validation
 from copus_ext.planner.space import points_of, to_rows
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.support import ROOT
 from copus_ext.cost_model.rows import Rows
-from copus_ext.planner.validation import MeasuredRun, read_table, rows_of
+from copus_ext.extras.planner_validation.validation import MeasuredRun, read_table, rows_of
 from megatron.training.model.flops import training_flops_per_sample
 
 DATA = Path(__file__).parent / "data"

@@ -20,7 +20,6 @@ COMMANDS = (
     "plan",
     "profile-layouts",
     "probe-links",
-    "validate-planner",
     "status",
     "report",
     "replay",

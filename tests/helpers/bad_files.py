@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import gzip
@@ -336,33 +335,6 @@ def trajectory(rng: random.Random, folder: Path) -> str | None:
     return spoil.problem_of(read, TrajectoryError)
 
 
-def table(rng: random.Random, folder: Path) -> str | None:
-    """Measured runs as CSV."""
-    from copus_ext.cost_model.spec_file import SpecError
-    from copus_ext.planner.validation import read_table
-
-    row = {
-        "cluster": "a100-80g:8",
-        "num_layers": "16",
-        "hidden_size": "2048",
-        "num_attention_heads": "32",
-        "vocab_size": "32000",
-        "seq_length": "2048",
-        "tp": "2",
-        "micro_batch_size": "1",
-        "global_batch_size": "32",
-        "step_s": "1.5",
-    }
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerows([list(row), list(row.values())])
-    path = folder / "runs.csv"
-    path.write_bytes(spoil.spoiled_text(rng, out.getvalue()).encode(errors="surrogatepass"))
-    return spoil.problem_of(
-        lambda: read_table(path, skipped=print), SpecError, OSError, UnicodeDecodeError
-    )
-
-
 def hugging_face(rng: random.Random, folder: Path) -> str | None:
     """`config.json`, by the converter and by the planner."""
     from copus_ext.cost_model.model_spec import ModelSpec
@@ -572,7 +544,7 @@ KINDS: dict[str, Callable[[random.Random, Path], str | None]] = {
     check.__name__.replace("_", " "): check
     for check in (
         *(peer, launcher, stranger, contact, error_file, settings, links, too_large),
-        *(trace, trajectory, table, hugging_face, safetensors, pickled, tracker),
+        *(trace, trajectory, hugging_face, safetensors, pickled, tracker),
         *(document, hosts, run_directory, tokenizer),
     )
 }

@@ -20,7 +20,7 @@ from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.memory import memory, peaks, static_bytes
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.step import least_step_s, step_time
-from copus_ext.planner import sharing, validation
+from copus_ext.planner import sharing
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Ranked, Rejected
 from copus_ext.planner.profile import Timing
@@ -508,28 +508,6 @@ def test_the_command_shows_and_limits_the_size(capsys: pytest.CaptureFixture[str
     assert code == 2 and "tp x cp x pp does not divide 128" in err
     code, out, _ = run(capsys, f"explain tp8.cp8.pp2.dp1,recompute=full {ASKED}")
     assert code == 0 and "  cp  " in out and "--context-parallel-size 8" in out
-
-
-def test_a_table_of_runs_has_the_size_and_the_exchange(tmp_path: Path) -> None:
-    path = tmp_path / "runs.csv"
-    header = "cluster,model,tp,cp,cp_comm_type,micro_batch_size,global_batch_size,step_s,seq_length"
-    lines = [
-        "h100-80g:8,llama-2-7b,1,4,,1,2,1.0,8192",
-        "h100-80g:8,llama-2-7b,1,8,a2a,1,1,2.0,8192",
-    ]
-    path.write_text("\n".join([header, *lines]))
-    runs = validation.read_table(path)
-    assert [str(r.configuration.layout) for r in runs] == ["tp1.cp4.pp1.dp2", "tp1.cp8.pp1.dp1"]
-    assert [r.configuration.cp_comm_type for r in runs] == ["p2p", "a2a"]
-    assert validation.predict(runs).step_s.shape == (2,)
-    for bad, words in (
-        ("h100-80g:8,llama-2-7b,1,3,,1,2,1.0,8192", "does not divide 8"),
-        ("h100-80g:8,llama-2-7b,1,8,,1,1,1.0,8200", "not divisible by 16"),
-        ("h100-80g:8,llama-2-7b,1,8,ring,1,1,1.0,8192", "use one of all_gather"),
-    ):
-        path.write_text("\n".join([header, bad]))
-        with pytest.raises(ValueError, match=words):
-            validation.read_table(path)
 
 
 def test_times_of_another_length_are_refused(

@@ -93,7 +93,7 @@ def columns() -> tuple[str, ...]:
 
 
 def read_table(path: Path, *, skipped: Callable[[str], None] = warnings.warn) -> list[MeasuredRun]:
-    """Reads a CSV file with a header. `docs/planner.md` describes the columns.
+    """Reads a CSV file with a header. `docs/validate-planner.md` describes the columns.
 
     Args:
         path: of the file.

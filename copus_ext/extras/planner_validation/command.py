@@ -3,8 +3,8 @@
     copus validate-planner FILE.csv [--known 2] [--json]
 
 Every line of the file is a run: its model, cluster and configuration, and its seconds of a step or
-that it ran out of memory. docs/planner.md describes the columns. Runs of one group are compared
-with each other. Exit codes: 0, 2 wrong flags, 5 the file cannot be used.
+that it ran out of memory. docs/validate-planner.md describes the columns. Runs of one group are
+compared with each other. Exit codes: 0, 2 wrong flags, 5 the file cannot be used.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.program import CommandParser, close_output, program_name, tell
+from megatron.training.common.program import CommandParser, close_output, tell
 
-NAME = "validate_planner.py"
+NAME = "copus validate-planner"
 
 
 def parser() -> argparse.ArgumentParser:
     p = CommandParser(
-        prog=program_name(NAME),
+        prog=NAME,
         description="Holds the planner against measured step times.",
     )
     p.add_argument("file", type=Path, metavar="FILE.csv", help="measured runs, one a line")
@@ -82,7 +82,7 @@ def _number(value: float | None) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     from copus_ext.cost_model.spec_file import SpecError
-    from copus_ext.planner import validation
+    from copus_ext.extras.planner_validation import validation
 
     args = parser().parse_args(argv)
     if args.known < 0:

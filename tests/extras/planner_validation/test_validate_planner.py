@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.commands import validate_planner
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.extras.planner_validation import command
+from copus_ext.extras.planner_validation.validation import kendall_tau, predict, read_table
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
-from copus_ext.planner.validation import kendall_tau, predict, read_table
 from megatron.training.config.layout import Layout
 
 BASE = {"cluster": "a100-80g:16", "model": "llama-2-7b", "global_batch_size": "64"}
@@ -61,7 +61,7 @@ def _predicted(planner: Planner, row: dict[str, Any], conditions: PartFactors) -
 
 
 def judged(capsys: pytest.CaptureFixture[str], path: Path, *more: str) -> dict[str, Any]:
-    assert validate_planner.main([str(path), "--json", *more]) == 0
+    assert command.main([str(path), "--json", *more]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -73,7 +73,7 @@ def test_its_own_predictions_are_right(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["mean_kendall_tau"] == 1.0 and found["worst_regret"] == 0.0
     assert found["best_fits"] == 1.0 and found["false_alarms"] == 0.0
     assert found["out_of_memory_recall"] is None
-    assert validate_planner.main([str(path)]) == 0
+    assert command.main([str(path)]) == 0
     out = capsys.readouterr().out
     assert "llama-2-7b 32 x 4096, 2048 tokens, on a100-80g:16, batch 64" in out and "unknown" in out
 
@@ -192,7 +192,7 @@ def test_a_bad_table_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], says: str
 ) -> None:
     row = {**BASE, "tp": 1, "micro_batch_size": 1, "step_s": 1.0, **change}
-    assert validate_planner.main([str(write(tmp_path / "runs.csv", [row]))]) == 5
+    assert command.main([str(write(tmp_path / "runs.csv", [row]))]) == 5
     err = capsys.readouterr().err
     assert says in err and err.count("\n") == 1
 
@@ -202,9 +202,9 @@ def test_nothing_to_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "no text.csv").write_bytes(b"cluster,tp\n\xff\xfe,\x00\n")
     (tmp_path / "wide.csv").write_text("cluster,tp\n" + "x" * 200_000 + ",1\n")
     for path in (tmp_path / f"{name}.csv" for name in ("empty", "none", "no text", "wide")):
-        assert validate_planner.main([str(path)]) == 5
+        assert command.main([str(path)]) == 5
         assert capsys.readouterr().err.count("\n") == 1
-    assert validate_planner.main([str(tmp_path / "empty.csv"), "--known", "-1"]) == 2
+    assert command.main([str(tmp_path / "empty.csv"), "--known", "-1"]) == 2
 
 
 def test_kendall_tau_is_that_of_scipy() -> None:
@@ -243,7 +243,7 @@ def test_a_run_of_uneven_stages_is_left_out(
 ) -> None:
     uneven = {**BASE, "tp": 1, "pp": 16, "num_layers": 60, "micro_batch_size": 1, "step_s": 1.0}
     path = write(tmp_path / "runs.csv", [*rows_of(), uneven])
-    assert validate_planner.main([str(path), "--json"]) == 0
+    assert command.main([str(path), "--json"]) == 0
     out, err = capsys.readouterr()
     assert err.count("\n") == 1 and "line 8 is left out: 60 layers are not a multiple of pp" in err
     found = json.loads(out)["in_all"]
@@ -302,13 +302,13 @@ def test_errors_of_peaks_are_told_where_some_were_measured(
 ) -> None:
     rows = rows_of()
     peaks = predict(read_table(write(tmp_path / "runs.csv", rows))).peak_bytes
-    assert validate_planner.main([str(tmp_path / "runs.csv")]) == 0
+    assert command.main([str(tmp_path / "runs.csv")]) == 0
     assert "peak of memory" not in capsys.readouterr().out
     told = [{**row, "peak_bytes": f"{1.25 * peak:.0f}"} for row, peak in zip(rows, peaks)]
     path = write(tmp_path / "peaks.csv", told)
     found = judged(capsys, path)["in_all"]
     assert found["peak_mean"] == pytest.approx(0.2) and found["peak_bias"] == pytest.approx(-0.2)
-    assert validate_planner.main([str(path)]) == 0
+    assert command.main([str(path)]) == 0
     assert "mean error of a peak of memory                   20.0 %" in capsys.readouterr().out
 
 
@@ -325,3 +325,25 @@ def test_columns_of_the_implementation_change_the_memory(tmp_path: Path) -> None
     # Who says how layers are implemented is believed more.
     sure = found.peak_relative_sd
     assert sure[1] < sure[0] < sure[3]
+
+
+def test_a_table_of_runs_has_the_size_and_the_exchange(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    header = "cluster,model,tp,cp,cp_comm_type,micro_batch_size,global_batch_size,step_s,seq_length"
+    lines = [
+        "h100-80g:8,llama-2-7b,1,4,,1,2,1.0,8192",
+        "h100-80g:8,llama-2-7b,1,8,a2a,1,1,2.0,8192",
+    ]
+    path.write_text("\n".join([header, *lines]))
+    runs = read_table(path)
+    assert [str(r.configuration.layout) for r in runs] == ["tp1.cp4.pp1.dp2", "tp1.cp8.pp1.dp1"]
+    assert [r.configuration.cp_comm_type for r in runs] == ["p2p", "a2a"]
+    assert predict(runs).step_s.shape == (2,)
+    for bad, words in (
+        ("h100-80g:8,llama-2-7b,1,3,,1,2,1.0,8192", "does not divide 8"),
+        ("h100-80g:8,llama-2-7b,1,8,,1,1,1.0,8200", "not divisible by 16"),
+        ("h100-80g:8,llama-2-7b,1,8,ring,1,1,1.0,8192", "use one of all_gather"),
+    ):
+        path.write_text("\n".join([header, bad]))
+        with pytest.raises(ValueError, match=words):
+            read_table(path)

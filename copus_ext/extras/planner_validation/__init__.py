@@ -1,0 +1,1 @@
+"""The planner held against measured step times."""
