@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bench import megatron_flag_compatibility as compatibility
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
+from scripts.docs import megatron_flags as compatibility
 from tests.helpers.examples import names_a_way_on
 from tests.helpers.scaled_commands import SCALED, grouped, scaled
 
@@ -43,7 +43,7 @@ def test_only_notes_say_what_an_accepted_command_goes_without(judgements: dict[s
 
 def test_the_page_is_what_the_script_makes(judgements: dict[str, Any]) -> None:
     page = compatibility.PAGE.read_text(encoding="utf-8")
-    again = "run `python -m bench.megatron_flag_compatibility` and commit the page"
+    again = "run `PYTHONPATH=. python scripts/docs/megatron_flags.py` and commit the page"
     assert page == compatibility.page(judgements), again
 
 

@@ -1,7 +1,7 @@
 """How many of Megatron-LM's own functional-test commands this trainer accepts.
 
-    python -m bench.megatron_flag_compatibility            # writes docs/megatron-flags.md
-    python -m bench.megatron_flag_compatibility --print    # only prints the counts
+PYTHONPATH=. python scripts/docs/megatron_flags.py            writes docs/megatron-flags.md
+PYTHONPATH=. python scripts/docs/megatron_flags.py --print    only prints the counts
 
 A command counts as accepted if its flags are parsed and resolved, with or without notes, on 8 ranks
 with CUDA, Transformer Engine and apex present. More ranks are taken where the layout needs them,
@@ -10,6 +10,7 @@ fewer where the global batch has too few micro-batches. Nothing is trained.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -17,13 +18,17 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from bench.support import ROOT, arguments
 from copus_ext.controller.flags import CopusConfig
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
 
-DATA = ROOT / "bench" / "data" / "megatron_lm_flag_sets.json"
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(__file__).with_name("megatron_lm_flag_sets.json")
+"""From NVIDIA/Megatron-LM@core_v0.16.1:
+tests/functional_tests/test_cases/{gpt,mixtral,moe}/*/model_config.yaml, the flags under
+`MODEL_ARGS` as the shell passes them on."""
 PAGE = ROOT / "docs" / "megatron-flags.md"
 
 _RANKS = 8
@@ -123,7 +128,7 @@ def counts(judgements: Mapping[str, Judgement]) -> Counter[str]:
 
 def page(judgements: Mapping[str, Judgement]) -> str:
     """The page of the documentation, in Markdown."""
-    command = "python -m bench.megatron_flag_compatibility"
+    command = "PYTHONPATH=. python scripts/docs/megatron_flags.py"
     parts = [_HEAD.format(total=len(judgements), ranks=_RANKS, command=command)]
     groups: dict[str, list[Judgement]] = {}
     for name, judgement in judgements.items():
@@ -194,7 +199,7 @@ def _text(text: str) -> str:
 
 def main() -> None:
     """Prints the counts and writes the page."""
-    parser = arguments(__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--print", action="store_true", help="write nothing")
     args = parser.parse_args()
     judgements = {name: judge(flags) for name, flags in read_sets().items()}
