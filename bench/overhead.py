@@ -10,7 +10,7 @@
   of measured steps, from the schedule of measurements over whole runs, times the cost of one, and
   the rest of it times the cost of a step between.
 * controller: its part of a step between decisions, in a small run that needs no data. Writes
-  controller_cost.json, beside the steps of act_run.json.
+  controller_cost.json.
 * copies: two ranks of an elastic run with a copy in each block and without. Writes
   elastic_copy_cost.json.
 
@@ -306,8 +306,6 @@ def model_of(args: argparse.Namespace) -> str:
 def result_of(found: Any, args: argparse.Namespace) -> dict[str, Any]:
     """What is written of a part, from what its ranks timed."""
     if args.part == "controller":
-        run = json.loads((RESULTS / "act_run.json").read_text())
-        step_s = run["seconds_of_steps"] / len(run["curves"]["samples"])
         return {
             "what": "seconds of the controller per step, noise measurement and decisions left out",
             "steps": len(found["own"]),
@@ -315,8 +313,6 @@ def result_of(found: Any, args: argparse.Namespace) -> dict[str, Any]:
             "mean_s": statistics.fmean(found["own"]),
             "decisions": len(found["decide"]),
             "median_decision_s": statistics.median(found["decide"]),
-            "mean_step_of_act_run_s": step_s,
-            "share_of_that_step": statistics.fmean(found["own"]) / step_s,
         }
     ranks, batch_size, _ = PARTS[args.part]
     how = {
