@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.planner_accuracy import errors, ship
-from bench.planner_tables import Table
+from bench.planner import Table, errors, ship
 from bench.support import QUICKSTART_MODEL, ROOT, arguments, launch, origin, write
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
@@ -110,14 +109,17 @@ def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, 
 
 
 def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors, and whether the fastest of each batch is among the two predicted fastest: of all, and
-    of those that were not profiled."""
+    """Errors, and the place of the fastest of each batch in the predicted order: of all, and of
+    those that were not profiled."""
     new, old = ([r for r in rows if r["was_profiled"] is was] for was in (False, True))
+
+    def of(some: list[dict[str, Any]], name: str) -> dict[str, float]:
+        return errors(*np.array([[r[name], r["measured_s"]] for r in some]).T)
+
     return {
-        "not_measured_before": _errors(new, "predicted_s"),
-        "measured_again": _errors(old, "predicted_s"),
-        "constants_alone": _errors(rows, "constants_alone_s"),
-        "constants_alone_not_measured_before": _errors(new, "constants_alone_s"),
+        "not_measured_before": of(new, "predicted_s"),
+        "measured_again": of(old, "predicted_s"),
+        "constants_alone_not_measured_before": of(new, "constants_alone_s"),
         "choice": _choice(rows),
         "choice_not_measured_before": _choice(new),
     }
@@ -126,21 +128,16 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _choice(rows: list[dict[str, Any]]) -> dict[int, Any]:
     top = {}
     for batch in sorted({r["global_batch_size"] for r in rows}):
-        mine = [r for r in rows if r["global_batch_size"] == batch]
-        best = min(mine, key=lambda r: r["measured_s"])
-        order = sorted(mine, key=lambda r: r["predicted_s"])
+        order = [r for r in rows if r["global_batch_size"] == batch]
+        order.sort(key=lambda r: r["predicted_s"])
+        best = min(order, key=lambda r: r["measured_s"])
         top[batch] = {
-            "configurations": len(mine),
+            "configurations": len(order),
             "fastest": best["configuration"],
-            "was_profiled": best["was_profiled"],
             "predicted_rank_of_fastest": order.index(best) + 1,
             "regret": order[0]["measured_s"] / best["measured_s"] - 1,
         }
     return top
-
-
-def _errors(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
-    return errors(*np.array([[r[name], r["measured_s"]] for r in rows]).T)
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ class Constants:
 
     @classmethod
     def load(cls, path: Path) -> Constants:
-        """Reads a file that `bench/planner_accuracy.py` or a user wrote."""
+        """Reads a file that `bench/planner.py` or a user wrote."""
         return cls.from_json(read_json(path)["constants"])
 
 

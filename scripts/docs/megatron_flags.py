@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import re
 from collections import Counter
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from copus_ext.controller.flags import CopusConfig
 from megatron.training.common.errors import UsageError
+from megatron.training.common.outside import parse_json
 from megatron.training.config.arguments import parse_args, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ class Judgement:
 
 def read_sets() -> dict[str, list[str]]:
     """The flags of every command, by the name of its test."""
-    sets: dict[str, str] = json.loads(DATA.read_text(encoding="utf-8"))["sets"]
+    sets: dict[str, str] = parse_json(DATA.read_text(encoding="utf-8"))["sets"]
     return {
         name: [_FILLED_IN.get(word, word) for word in flags.split()] for name, flags in sets.items()
     }
