@@ -285,7 +285,7 @@ def noise_fields(noise: NoiseScale, *, ended: bool = False) -> list[str]:
         why = (
             "not measured yet"
             if noise.estimator != "none"
-            else "this layout and batch leave nothing to compare (docs/gns.md)"
+            else "this layout and batch leave nothing to compare (docs/controller.md)"
         )
         return [f"noise scale: {why}"]
     low = "unknown" if noise.low_samples is None else f"{noise.low_samples:.1f}"

@@ -158,7 +158,7 @@ def test_the_readme_commands_run(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text()
     commands = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
     joined = [" ".join(c.replace("\\\n", " ").split()) for c in commands]
-    preprocess = next(c for c in joined if c.startswith("python tools/preprocess_data.py"))
+    preprocess = next(c for c in joined if c.startswith("copus preprocess-data"))
     run = next(c for c in joined if c.startswith("torchrun"))
     texts = tmp_path / "my_texts"
     texts.mkdir()
@@ -192,7 +192,7 @@ def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
     files += ["copus_ext/launch/options.py", "copus_ext/planner/request.py"]
     files += map(str, (ROOT / "copus_ext/commands").glob("*.py"))
     tools = "".join((ROOT / file).read_text() for file in files)
-    named = ("user-guide", "monitoring", "index", "quickstart", "concepts", "tutorial", "faq")
+    named = ("user-guide", "monitoring", "index", "quickstart", "concepts", "tutorial", "clusters")
     for page in ("README.md", *(f"docs/{name}.md" for name in named)):
         words = (ROOT / page).read_text()
         for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", words)):

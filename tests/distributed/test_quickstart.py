@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from copus_ext.commands import inspect_checkpoint
+from copus_ext.commands.main import module_of
 from tests.helpers.launch import ROOT
 
 
@@ -57,13 +58,13 @@ def test_it_does_what_its_page_says(
     (tmp_path / "run").rename(tmp_path / "runs/quickstart")
     monkeypatch.chdir(tmp_path)
     ran = []
-    for line in re.findall(r"^\$python tools/(.+)$", page, re.MULTILINE):
+    for line in re.findall(r"^copus (.+)$", page, re.MULTILINE):
         name, *words = shlex.split(line)
-        if name not in ("report.py", "generate.py"):  # which the script has called
-            tool = importlib.import_module(f"copus_ext.commands.{Path(name).stem}")
+        if name not in ("report", "generate"):  # which the script has called
+            tool = importlib.import_module(module_of(name))
             ran.append(name)
             assert tool.main(words) == 0, line
-    assert ran == ["status.py", "replay.py", "replay.py", "inspect_checkpoint.py"]
+    assert ran == ["status", "replay", "replay", "inspect-checkpoint"]
     told = capsys.readouterr().out
     first = re.search(r"(\d+) decisions the same, 0 different", told)
     assert first and int(first[1]) > 0

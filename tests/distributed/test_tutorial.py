@@ -10,7 +10,7 @@ import pytest
 from copus_ext.commands import replay
 from tests.helpers.jobs import losses_of
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
-from tests.helpers.pages import commands
+from tests.helpers.pages import COPUS, commands
 
 PAGE = ROOT / "docs/tutorial.md"
 SMALLER = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
@@ -41,8 +41,8 @@ class Reader:
         while not " ".join(self.left[0]).startswith(begins):
             self.left.pop(0)
         program, *words = self.left.pop(0)
-        if program == "python":
-            command, ranks = [ROOT / words[0], *words[1:]], 1
+        if program == "copus":
+            command, ranks = [*COPUS, *words], 1
         else:
             assert (program, words[:2]) == ("torchrun", ["--nproc-per-node", "2"])
             flags = ["40" if word == "200" else "4" if word == "20" else word for word in words[3:]]
@@ -55,10 +55,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each command printed, by name; `folder` is where they ran."""
     reader = Reader(tmp_path_factory.mktemp("tutorial"))
     told = {"folder": str(reader.folder)}
-    told["data"] = reader.next("python tools/preprocess_data.py").stdout
+    told["data"] = reader.next("copus preprocess-data").stdout
     told["plain"] = reader.next("torchrun").stdout
     told["observe"] = reader.next("torchrun").stdout
-    told["replay"] = reader.next("python tools/replay.py runs/observe --all").stdout
+    told["replay"] = reader.next("copus replay runs/observe --all").stdout
     while "--load" not in reader.left[0]:
         reader.left.pop(0)
     told["act"] = reader.next("torchrun").stdout
@@ -83,7 +83,7 @@ def test_the_replay_says_what_the_page_quotes(
         assert [line for line in lines if not LINE.fullmatch(line)] == []
     number = LAST.fullmatch(told["replay"].splitlines()[-1])
     assert number and int(number[1]) == len(told["replay"].splitlines()) - 1
-    (words,) = re.findall(r"`python tools/replay.py (runs/observe --\S+ \d+)`", PAGE.read_text())
+    (words,) = re.findall(r"`copus replay (runs/observe --\S+ \d+)`", PAGE.read_text())
     assert replay.main([str(Path(told["folder"], words.split()[0])), *words.split()[1:]]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"\d+ decisions the same, \d+ different", last)

@@ -10,9 +10,13 @@ RECORD = """
 record() { printf '%s\\0' "$@" '' >&3; }
 python() { record python "$@"; }
 torchrun() { record torchrun "$@"; }
+copus() { record copus "$@"; }
 bash() { record bash "$@"; echo python; }
 """
 """Commands of a page write down what they were called with; others are not found."""
+
+COPUS = ("-m", "copus_ext.commands.main")
+"""What `copus` stands for on a page, as arguments of Python."""
 
 
 def commands(path: Path) -> list[list[str]]:

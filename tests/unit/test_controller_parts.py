@@ -153,7 +153,7 @@ SHIPPED = [
     ("allow_shrink", True, BOTH_WAYS),
     ("growth", 4.0, BOTH_WAYS),
     ("early_steps", 100.0, BOTH_WAYS),
-    ("min_effective_steps", 20.0, "docs/gns.md"),
+    ("min_effective_steps", 20.0, "docs/controller.md"),
     ("norm_test_eta", 0.5, "copus_ext/controller/flags.py"),
     ("schedule", (), CONTROLLER),
     ("doubling_first_samples", None, CONTROLLER),

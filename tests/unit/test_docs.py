@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from copus_ext.commands.main import module_of
 from copus_ext.controller import rules
 from copus_ext.controller.decision_log import read_journal
 from copus_ext.controller.flags import CopusConfig, controller_flags
@@ -126,7 +127,8 @@ def test_commands_are_accepted(name: str) -> None:
             options = read_options(words[2:])
             accept(*words[words.index("--") + 1 :], world_size=options.nproc_per_node)
         else:
-            tool = importlib.import_module(f"copus_ext.commands.{Path(words[0]).stem}")
+            assert program == "copus"
+            tool = importlib.import_module(module_of(words[0]))
             parser = getattr(tool, "parser", None) or tool.make_parser
             parser().parse_args(words[1:])
 
@@ -145,14 +147,14 @@ def test_the_python_of_the_tutorial_reads_a_journal(
     assert len(capsys.readouterr().out.splitlines()) == len(decisions) + rows
 
 
-def test_what_the_faq_says_of_the_run_that_would_not_grow(
+def test_what_troubleshooting_says_of_the_run_that_would_not_grow(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from copus_ext.commands.replay import main
 
-    words = " ".join((DOCS / "faq.md").read_text().split())
+    words = " ".join((DOCS / "troubleshooting.md").read_text().split())
     command, number = re.findall(
-        r"`python tools/replay.py (docs[^`]+)`, every one of its (\d+)", words
+        r"`copus replay (docs[^`]+)`, every one of its (\d+)", words
     )[0]
     assert main([*command.replace("docs/", f"{DOCS}/").split(), "--all"]) == 0
     lines = [s for s in capsys.readouterr().out.splitlines() if " step " in s]

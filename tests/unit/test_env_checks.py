@@ -64,11 +64,11 @@ def test_the_commands_of_the_quickstart_need_nothing_else(tmp_path: Path) -> Non
     absent = absent_with("run.txt")
     assert "hypothesis" in absent
     page = (ROOT / "docs" / "quickstart.md").read_text()
-    commands = re.findall(r"^\$python (tools/(?:status|report)\.py .*)$", page, re.MULTILINE)
+    commands = re.findall(r"^copus ((?:status|report) .*)$", page, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
         words = [str(run) if word == "runs/quickstart" else word for word in command.split()]
-        words[0] = str(ROOT / words[0])
+        words[0] = str(ROOT / "tools" / f"{words[0]}.py")
         done = subprocess.run(
             [sys.executable, "-c", ONLY, ",".join(sorted(absent)), *words],
             cwd=tmp_path,

@@ -282,7 +282,7 @@ def commands_of(page: str) -> list[str]:
     """Flags of every plan that a page shows."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    own = "python tools/plan.py "
+    own = "copus plan "
     found = [line.removeprefix(own) for line in lines if line.startswith(own)]
     assert found, page
     return found

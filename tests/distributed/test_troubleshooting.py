@@ -1,4 +1,4 @@
-"""docs/runbook.md: its commands run."""
+"""docs/troubleshooting.md: its commands run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from megatron.training.common import control
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import ROOT, run_ranks
+from tests.helpers.pages import COPUS
 from tests.helpers.written_runs import usual_run
 
-PAGE = (ROOT / "docs" / "runbook.md").read_text()
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-SPOKEN = re.findall(r"`((?:python|touch) [^`]*)`", PAGE)
+SPOKEN = re.findall(r"`((?:copus|touch) [^`]*)`", PAGE)
 MODEL = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
     "--max-position-embeddings 1024 --vocab-size 32000 --micro-batch-size 1"
@@ -32,10 +33,9 @@ def test_commands_run_on_a_run(tmp_path: Path) -> None:
     lines += [text.replace('"FLAGS"', repr(MODEL)).replace(" N", " 5") for text in told]
     assert len(lines) > 8
     for line in lines:
-        words = shlex.split(line.replace(" OUT ", " out "), comments=True)
-        if words[0] == "python":
-            program = [ROOT / words[1], *words[2:]]
-            run_ranks(program, 1, timeout_s=100, cwd=tmp_path).check()
+        words = shlex.split(line.replace(" docs/", f" {ROOT}/docs/"), comments=True)
+        if words[0] == "copus":
+            run_ranks([*COPUS, *words[1:]], 1, timeout_s=100, cwd=tmp_path).check()
         else:
             subprocess.run(words, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=100)
     for path in (control.STOP_FILE, control.SAVE_FILE, control.PAUSE_FILE):

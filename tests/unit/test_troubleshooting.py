@@ -1,4 +1,4 @@
-"""docs/runbook.md: its flags and files exist."""
+"""docs/troubleshooting.md: its flags and files exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from copus_ext.launch.options import read_options
 from tests.helpers.launch import ROOT
 
-PAGE = (ROOT / "docs" / "runbook.md").read_text()
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 
 def test_flags_and_variables_are_known() -> None:
