@@ -40,10 +40,9 @@ _HEAD = """# Megatron-LM's own commands
 Does `pretrain_gpt.py` take the commands of Megatron-LM's own functional tests as they are? These
 are the {total} of GPT, Mixtral and other mixtures of experts at core_v0.16.1. Each is read and
 checked for {ranks} ranks, or as many as its layout and batch need, with CUDA, Transformer Engine
-and apex present. Nothing is trained for this page. `tests/distributed/test_megatron_commands.py`
-trains one of each kind, scaled down, on CPU ranks.
-
-`{command}` writes this page.
+and apex present. Nothing is trained for this page; `tests/distributed/test_megatron_commands.py`
+trains one of each kind, scaled down, on CPU ranks. `{command}` writes
+this page.
 
 | commands | in all | accepted | refused |
 |---|---|---|---|"""
@@ -63,7 +62,9 @@ Engine, and nobody has run them here.
 | what happens instead | flags | commands |
 |---|---|---|"""
 _EACH = """
-## Each command
+## Refused commands
+
+Every other command is accepted as it is.
 
 | command | outcome | what to change |
 |---|---|---|"""
@@ -140,7 +141,7 @@ def page(judgements: Mapping[str, Judgement]) -> str:
     others = [j for j in judgements.values() if j.outcome != "accepted"]
     reasons = [f"{row} {alone} |" for row, alone in _rows(others, _refusal)]
     notes = [row for row, _ in _rows(accepted, _note)]
-    each = [_row(name, judgement) for name, judgement in judgements.items()]
+    each = [_row(name, j) for name, j in judgements.items() if j.outcome != "accepted"]
     return "\n".join([*parts, _WHY, *reasons, _NOTES, *notes, _EACH, *each]) + "\n"
 
 
@@ -178,8 +179,6 @@ def _rows(
 
 
 def _row(name: str, judgement: Judgement) -> str:
-    if judgement.outcome == "accepted":
-        return f"| `{name}` | accepted | |"
     ways: dict[str, list[str]] = {}
     for flags, reason in map(_refusal, judgement.lines):
         ways.setdefault(reason.rsplit("; ", 1)[-1], []).extend(flags)

@@ -86,7 +86,8 @@ def test_what_is_refused_is_counted_with_its_reason() -> None:
     }
     assert [j.outcome for j in judgements.values()] == ["accepted", "refused"]
     page = compatibility.page(judgements)
-    assert "| gpt | 2 | 1 | 1 |" in page and "| `gpt/good` | accepted | |" in page
+    assert "| gpt | 2 | 1 | 1 |" in page and "| `gpt/bad` | refused | " in page
+    assert "`gpt/good`" not in page
     assert (
         "did you mean `--num-layers`?" in page and "`--hybrid-context-parallel` | 1 | 0 |" in page
     )
