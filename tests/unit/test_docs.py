@@ -153,9 +153,7 @@ def test_what_troubleshooting_says_of_the_run_that_would_not_grow(
     from copus_ext.commands.replay import main
 
     words = " ".join((DOCS / "troubleshooting.md").read_text().split())
-    command, number = re.findall(
-        r"`copus replay (docs[^`]+)`, every one of its (\d+)", words
-    )[0]
+    command, number = re.findall(r"`copus replay (docs[^`]+)`, every one of its (\d+)", words)[0]
     assert main([*command.replace("docs/", f"{DOCS}/").split(), "--all"]) == 0
     lines = [s for s in capsys.readouterr().out.splitlines() if " step " in s]
     assert len(lines) == int(number)

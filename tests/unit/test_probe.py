@@ -502,6 +502,8 @@ def test_a_wrong_flag_is_named_with_its_fix(flags: list[str], said: str) -> None
 @pytest.mark.parametrize("page", ["docs/uneven.md", "copus_ext/commands/probe_links.py"])
 def test_the_command_of_the_pages_is_accepted(page: str) -> None:
     lines = (ROOT / page).read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("srun ") and re.search(r"probe[-_]links", line)]
+    (line,) = [
+        line for line in lines if line.startswith("srun ") and re.search(r"probe[-_]links", line)
+    ]
     args = parser().parse_args(re.split(r"probe[-_]links(?:\.py)?", line, maxsplit=1)[1].split())
     assert base_of(args.cluster).world_size == 64
