@@ -15,6 +15,7 @@ from megatron.training.checkpoint import files
 from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, with_values
 from tests.helpers.jobs import losses_of, steps_of
 from tests.helpers.launch import ROOT, Launcher, RanksResult, run_ranks
+from tests.helpers.pages import COPUS
 
 LOG_LINE = re.compile(
     r"^ \[[-\d:. ]+\] iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| "
@@ -163,8 +164,8 @@ def test_the_readme_commands_run(tmp_path: Path) -> None:
     texts = tmp_path / "my_texts"
     texts.mkdir()
     shutil.copy(Path(shutil.__file__).with_name("tarfile.py"), texts)
-    program, *flags = preprocess.split()[1:]
-    made = run_ranks([ROOT / program, *flags], 1, timeout_s=120, cwd=tmp_path, launcher="direct")
+    flags = preprocess.split()[1:]
+    made = run_ranks([*COPUS, *flags], 1, timeout_s=120, cwd=tmp_path, launcher="direct")
     made.check()
     nproc, program, *flags = run.removeprefix("torchrun --nproc-per-node ").split()
     assert (nproc, program) == ("4", "pretrain_gpt.py")
@@ -192,7 +193,8 @@ def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
     files += ["copus_ext/launch/options.py", "copus_ext/planner/request.py"]
     files += map(str, (ROOT / "copus_ext/commands").glob("*.py"))
     tools = "".join((ROOT / file).read_text() for file in files)
-    named = ("user-guide", "monitoring", "index", "quickstart", "concepts", "tutorial", "clusters")
+    named = ("user-guide", "monitoring", "quickstart", "concepts", "tutorial", "controller")
+    named += ("moe", "long-context", "relayout")
     for page in ("README.md", *(f"docs/{name}.md" for name in named)):
         words = (ROOT / page).read_text()
         for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", words)):
