@@ -5,7 +5,7 @@
 Four network namespaces on this machine are the nodes, with one rank in each. Two ranks share a
 core, and each has a quota of processor time (cgroup), so that no rank slows down another. One node
 has half the quota of the others. Two nodes share a link a tenth as fast as the others.
-`tools/probe_links.py` measures the links and `tools/plan.py nodes` plans on them. The trainer
+`copus probe-links` measures the links and `tools/plan.py nodes` plans on them. The trainer
 then runs each layout with nodes as given and with the best order, with even stages and with the
 best cut, and what is predicted to be fastest with nodes as given and even stages. Predicted and
 measured seconds and ranks go to docs/results/heterogeneity.json. `--draw` prints the table of that
@@ -83,7 +83,8 @@ def quotas(shares: Sequence[float]) -> Iterator[list[Path]]:
 def probe(site: Nodes, speeds: Sequence[float], work: Path) -> Path:
     """The cluster file: measured links and speeds."""
     output = work / "cluster.json"
-    tool = [str(ROOT / "tools/probe_links.py"), "--output", str(output), "--every-rank"]
+    tool = [str(ROOT / "copus_ext/commands/main.py"), "probe-links"]
+    tool += ["--output", str(output), "--every-rank"]
     tool += ["--cluster", f"cpu:{NUM_NODES}"]
     site.run(tool, work / "probe")
     data = json.loads(output.read_text())

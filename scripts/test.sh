@@ -138,7 +138,7 @@ parallel() { tests -n "$cores" "$@"; }
 # one another leave room for those of a second file.
 waiting_lane() {
     if $quick; then group "four ranks" tests tests/distributed/test_walk.py; fi
-    if has slurm; then group "tests on SLURM" tests tests/slurm; fi
+    if has slurm; then group "tests on SLURM" tests -m slurm tests/slurm tests/extras; fi
     if has browser; then group "tests in a browser" tests tests/browser; fi
     if has ranks; then
         group "ranks that wait" parallel --dist loadfile --no-loadscope-reorder -m waits \
@@ -178,9 +178,10 @@ lane computing_lane
 if has lint; then lane reading_lane; fi
 failed=0
 for lane in ${lanes[@]+"${lanes[@]}"}; do wait "$lane" || failed=1; done
-if has ranks && [ $failed = 0 ]; then
+if { has ranks || has nightly; } && [ $failed = 0 ]; then
     # They time links and steps: nothing else runs.
-    group "ranks that are timed" tests tests/distributed -m alone || failed=1
+    # shellcheck disable=SC2046
+    group "ranks that are timed" tests -m alone tests/distributed $(extra_rank_files) || failed=1
 fi
 if [ $failed = 1 ]; then
     # Once more at the end, below whatever the other lanes have said since.

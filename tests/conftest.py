@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -55,7 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder == "extras":
-            folder = "distributed" if item.path.name.startswith("test_ranks_") else "unit"
+            kinds = {"ranks": "distributed", "slurm": "slurm"}
+            folder = kinds.get(item.path.name.split("_")[1], "unit")
         if folder in ("unit", "distributed", "slurm", "browser", "gpu"):
             item.add_marker(getattr(pytest.mark, folder))
         if folder == "unit" and item.get_closest_marker("timeout") is None:
@@ -64,6 +67,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and not _has_gpu():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """One SLURM cluster that is up for all tests of it, or the reason why there is none."""
+    from tests.slurm.cluster import cluster_up, missing
+
+    if reason := missing():
+        pytest.skip(reason)
+    with cluster_up(tmp_path_factory.mktemp("jobs")) as up:
+        yield up
 
 
 def _has_gpu() -> bool:

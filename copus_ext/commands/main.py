@@ -19,7 +19,6 @@ COMMANDS = (
     "preprocess-data",
     "plan",
     "profile-layouts",
-    "probe-links",
     "status",
     "report",
     "replay",

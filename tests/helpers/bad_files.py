@@ -253,27 +253,6 @@ def settings(rng: random.Random, folder: Path) -> str | None:
     return spoil.problem_of(lambda: read_settings(path), UsageError)
 
 
-def links(rng: random.Random, folder: Path) -> str | None:
-    """The file of a probe that goes on."""
-    from copus_ext.probe.link_fit import Timed
-    from copus_ext.probe.record import LinkRecord
-    from megatron.training.common.errors import UsageError
-
-    path, hosts = folder / "links.json", ["a", "b", "c"]
-    timed = Timed(num_bytes=(1, 1 << 20), seconds=(1e-4, 1e-3), both_ways=(1 << 20, 2e-3))
-    begun = LinkRecord(path, hosts, {"backend": "gloo"})
-    begun.known = {(0, 1): timed, (1, 0): timed}
-    begun.flush()
-    path.write_bytes(spoil.spoiled_json(rng, json.loads(path.read_text())))
-
-    def read() -> None:
-        found = LinkRecord(path, hosts, {"backend": "gloo"})
-        found.begin(resume=True)
-        assert all(len(matrix) == 3 for matrix in found.matrices())
-
-    return spoil.problem_of(read, UsageError, OSError)
-
-
 def too_large(rng: random.Random, folder: Path) -> str | None:
     """What ran out of memory in a run."""
     from copus_ext.controller.out_of_memory import FILE, TooLarge, remembered
@@ -543,7 +522,7 @@ def tokenizer(rng: random.Random, folder: Path) -> str | None:
 KINDS: dict[str, Callable[[random.Random, Path], str | None]] = {
     check.__name__.replace("_", " "): check
     for check in (
-        *(peer, launcher, stranger, contact, error_file, settings, links, too_large),
+        *(peer, launcher, stranger, contact, error_file, settings, too_large),
         *(trace, trajectory, hugging_face, safetensors, pickled, tracker),
         *(document, hosts, run_directory, tokenizer),
     )

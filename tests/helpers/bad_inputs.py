@@ -320,13 +320,13 @@ def texts(rng: random.Random, folder: Path) -> str | None:
     return problem
 
 
-def of_extras() -> list[tuple[str, Check]]:
-    """`KINDS` of `bad_files.py` beside the tests of each extra that is there."""
+def of_extras(name: str) -> list[tuple[str, Any]]:
+    """`KINDS` or `FEW` of `bad_files.py` beside the tests of each extra that is there."""
     found = []
     for extra in extras():
         if (Path(__file__).parents[1] / "extras" / extra.name / "bad_files.py").is_file():
             module = importlib.import_module(f"tests.extras.{extra.name}.bad_files")
-            found += module.KINDS.items()
+            found += getattr(module, name, {}).items()
     return found
 
 
@@ -344,9 +344,11 @@ KINDS: dict[str, tuple[int, Check]] = {
     "profile": (8, profile),
     "plan": (4, plan),
     "texts": (2, texts),
-    **{kind: (8, check) for kind, check in [*bad_files.KINDS.items(), *of_extras()]},
+    **{kind: (8, check) for kind, check in [*bad_files.KINDS.items(), *of_extras("KINDS")]},
 }
 """What can be wrong: how often, compared with the others, and the check."""
+FEW_OF_EXTRAS: dict[str, int] = dict(of_extras("FEW"))
+"""Of ten thousand, for readers that take milliseconds or more."""
 
 
 def spoil_and_read(kind: str, seed: int, index: int, folder: Path) -> str | None:

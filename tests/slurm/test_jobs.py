@@ -158,3 +158,19 @@ def test_times_of_layouts(cluster: Cluster, tmp_path: Path) -> None:
     text = [json.loads(line) for line in store.read_text().splitlines()]
     assert text[0]["machine"]["world_size"] == 2
     assert sum("step_s" in line for line in text) == 2
+
+
+def test_ranks_follow_the_order_of_the_hostfile(cluster: Cluster, tmp_path: Path) -> None:
+    """Nodes in the order of `tools/plan.py --hostfile`, over a real srun."""
+    show = "import os; from copus_ext.launch.slurm import read_step; s = read_step(); "
+    show += "print('rank', s.rank, os.environ['SLURMD_NODENAME'], s.head)"
+    srun = ["srun", "--nodes=3", "--ntasks-per-node=2", "--cpu-bind=none"]
+    said = cluster.run(*srun, sys.executable, "-c", show)
+    named = sorted(line.split() for line in said.splitlines())
+    usual = [words[2] for words in named[::2]]
+    hosts = tmp_path / "hosts"
+    hosts.write_text("\n".join(usual[::-1]))
+    words = [*srun, f"--export=ALL,COPUS_HOSTFILE={hosts}", sys.executable, "-c", show]
+    moved = sorted(line.split() for line in cluster.run(*words).splitlines())
+    assert [w[2] for w in moved[::2]] == usual[::-1] == [w[2] for w in moved[1::2]]
+    assert {w[3] for w in moved} == {usual[-1]}

@@ -8,7 +8,6 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -78,31 +77,6 @@ def test_the_commands_of_the_quickstart_need_nothing_else(tmp_path: Path) -> Non
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "report.html").stat().st_size > 1e6
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "tools/probe_links.py --cluster h100-80g:16 --output cluster.json",
-    ],
-)
-def test_a_command_that_needs_more_names_the_extra_before_it_begins(
-    command: str, tmp_path: Path
-) -> None:
-    absent = absent_with("run.txt")
-    assert "scipy" in absent
-    script, *words = command.split()
-    done = subprocess.run(
-        [sys.executable, "-c", ONLY, ",".join(sorted(absent)), str(ROOT / script), *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.endswith('needs scipy; run: pip install -e ".[fit]"')
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_hints_install_what_is_here_and_not_what_an_index_has_of_our_name() -> None:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from copus_ext.probe import pair as link
-from copus_ext.probe.link_fit import Timed, one_way
-from copus_ext.probe.record import LinkRecord, Pair
+from copus_ext.extras.probe import pair as link
+from copus_ext.extras.probe.link_fit import Timed, one_way
+from copus_ext.extras.probe.record import LinkRecord, Pair
 from megatron.training.common.errors import UsageError
 from megatron.training.common.outside import parse_json
 
@@ -53,7 +53,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How links are timed; see `copus_ext.probe.pair.measure`."""
+    """How links are timed; see `copus_ext.extras.probe.pair.measure`."""
 
     backend: str
     sizes: tuple[int, ...]

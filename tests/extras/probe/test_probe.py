@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from copus_ext.commands.probe_links import base_of, expected_of, parser, settings_of
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
-from copus_ext.probe.findings import (
+from copus_ext.extras.probe.command import answer, base_of, expected_of, parser, settings_of
+from copus_ext.extras.probe.findings import (
     MOST_LINES,
     Culprits,
     culprits,
@@ -28,10 +30,10 @@ from copus_ext.probe.findings import (
     table,
     usual,
 )
-from copus_ext.probe.link_fit import Timed, duplex, fit_line, least, one_way
-from copus_ext.probe.pair import Wire, both_ways, lead
-from copus_ext.probe.record import LinkRecord, cluster_text
-from copus_ext.probe.session import tournament, without
+from copus_ext.extras.probe.link_fit import Timed, duplex, fit_line, least, one_way
+from copus_ext.extras.probe.pair import Wire, both_ways, lead
+from copus_ext.extras.probe.record import LinkRecord, cluster_text
+from copus_ext.extras.probe.session import tournament, without
 from megatron.training.common.errors import UsageError
 from tests.helpers.launch import ROOT
 
@@ -410,7 +412,7 @@ def test_a_table_that_takes_long_to_write_is_not_written_after_every_round(
 
     path = tmp_path / "rounds.json"
     clock = itertools.count()  # a second passes at every look
-    monkeypatch.setattr("copus_ext.probe.record.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("copus_ext.extras.probe.record.time.monotonic", lambda: float(next(clock)))
     record = recorded(path, ["a", "b", "c"], [(0, 1), (0, 2)])
     assert on_disk() == frozenset()
     record.flush()
@@ -499,11 +501,23 @@ def test_a_wrong_flag_is_named_with_its_fix(flags: list[str], said: str) -> None
         base_of(args.cluster)
 
 
-@pytest.mark.parametrize("page", ["docs/uneven.md", "copus_ext/commands/probe_links.py"])
+@pytest.mark.parametrize("page", ["docs/uneven.md", "copus_ext/extras/probe/command.py"])
 def test_the_command_of_the_pages_is_accepted(page: str) -> None:
     lines = (ROOT / page).read_text().splitlines()
-    (line,) = [
-        line for line in lines if line.startswith("srun ") and re.search(r"probe[-_]links", line)
-    ]
-    args = parser().parse_args(re.split(r"probe[-_]links(?:\.py)?", line, maxsplit=1)[1].split())
+    (line,) = [line for line in lines if line.startswith("srun ") and "probe-links" in line]
+    args = parser().parse_args(line.split("probe-links", 1)[1].split())
     assert base_of(args.cluster).world_size == 64
+
+
+def test_the_record_needs_no_torch() -> None:
+    code = "import sys; from copus_ext.extras.probe import record; "
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_scipy_is_asked_for_before_anything_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert answer(parser().parse_args(["--output", "c.json"])) == 2
+    assert capsys.readouterr().err.endswith('needs scipy; run: pip install -e ".[fit]"\n')

@@ -1,4 +1,4 @@
-"""tools/probe_links.py with something that goes wrong. First argument: what; the others: its flags.
+"""`copus probe-links` with something that goes wrong. First argument: what; the others: its flags.
 
 `hang A B`: node B stops in the middle of its link to node A. `interrupt`: the first node gets a
 Ctrl-C in its second round. `die`: node 1 is killed in its second round.
@@ -12,8 +12,7 @@ import sys
 import time
 from typing import Any
 
-from copus_ext.commands import probe_links
-from copus_ext.probe import session
+from copus_ext.extras.probe import command, session
 
 _measure = session._measure
 
@@ -48,7 +47,7 @@ def main() -> int:
         session._measure = _signal_in_second(0, signal.SIGINT)
     else:
         session._measure = _signal_in_second(1, signal.SIGKILL)
-    return probe_links.main(rest)
+    return command.main(rest)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from copus_ext.probe import session
-from copus_ext.probe.findings import find
-from copus_ext.probe.record import LinkRecord
-from copus_ext.probe.session import Silence, tournament
+from copus_ext.extras.probe import session
+from copus_ext.extras.probe.findings import find
+from copus_ext.extras.probe.record import LinkRecord
+from copus_ext.extras.probe.session import Silence, tournament
 from megatron.training.common.errors import UsageError
-from tests.unit.test_probe import HOW, SIZES, hosts, timed
+from tests.extras.probe.test_probe import HOW, SIZES, hosts, timed
 
 
 def test_the_first_process_of_every_node_probes() -> None:

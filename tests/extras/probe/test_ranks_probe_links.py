@@ -1,4 +1,4 @@
-"""tools/probe_links.py on real links: ranks of this machine, and emulated nodes."""
+"""`copus probe-links` on real links: ranks of this machine, and emulated nodes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.helpers.launch import ROOT, RanksResult, run_ranks
 from tests.helpers.network_namespaces import DEVICE, address, star
 from tests.helpers.two_nodes import why_not
 
-TOOL = ROOT / "tools" / "probe_links.py"
-WORKER = ROOT / "tests" / "distributed" / "worker_probe.py"
+TOOL = (ROOT / "copus_ext/commands/main.py", "probe-links")
+WORKER = Path(__file__).with_name("worker.py")
 QUICK = ("--sizes", "8,4096,1MiB", "--repeats", "3")
 
 
 def probe(output: Path, *flags: str, worker: tuple[str, ...] = (), n: int = 4) -> RanksResult:
     """Every rank counts as a node."""
-    program = [WORKER, *worker] if worker else [TOOL]
+    program = [WORKER, *worker] if worker else [*TOOL]
     flags = ("--output", str(output), "--every-rank", *QUICK, *flags)
     return run_ranks([*program, *flags], n, timeout_s=120, ends_all=False)
 
@@ -63,7 +63,7 @@ def test_four_ranks_are_probed_and_the_planner_takes_the_file(tmp_path: Path) ->
 
 def test_of_several_processes_of_a_node_the_first_probes(tmp_path: Path) -> None:
     """All ranks of this machine are one node, which has no link."""
-    program = [TOOL, "--output", tmp_path / "c.json"]
+    program = [*TOOL, "--output", tmp_path / "c.json"]
     result = run_ranks(program, 2, timeout_s=60, ends_all=False)
     assert result.codes == (2, 0) and "--every-rank" in result.stderr
     assert not list(tmp_path.iterdir())
@@ -71,7 +71,7 @@ def test_of_several_processes_of_a_node_the_first_probes(tmp_path: Path) -> None
 
 def test_under_torchrun(tmp_path: Path) -> None:
     output = tmp_path / "cluster.json"
-    program = [TOOL, "--output", output, "--every-rank", *QUICK]
+    program = [*TOOL, "--output", output, "--every-rank", *QUICK]
     run_ranks(program, 2, timeout_s=120, launcher="torchrun").check()
     assert ClusterSpec.load(output).num_nodes == 2
 
@@ -119,7 +119,7 @@ def on_nodes(names: list[str], output: Path, *flags: str) -> tuple[int, str]:
     """Exit code of the first node and what it printed."""
     world = {"WORLD_SIZE": str(len(names)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     world |= {"MASTER_ADDR": address(0), "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": DEVICE}
-    tool = [sys.executable, str(TOOL), "--output", str(output), *flags]
+    tool = [sys.executable, *map(str, TOOL), "--output", str(output), *flags]
     ranks = []
     for rank, name in enumerate(names):
         own = {"RANK": str(rank), "GROUP_RANK": str(rank), "OMP_NUM_THREADS": "1"}

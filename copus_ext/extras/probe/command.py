@@ -1,6 +1,6 @@
 """Times the links between all pairs of nodes, and writes a cluster file.
 
-srun --ntasks-per-node 1 python tools/probe_links.py --cluster h100-80g:64 --output cluster.json
+srun --ntasks-per-node 1 copus probe-links --cluster h100-80g:64 --output cluster.json
 
 Start it on every node, with srun or torchrun; of several processes on a node the first one probes.
 Every round pairs all nodes, so that n nodes take n - 1 rounds, and a few once more where a single
@@ -23,15 +23,16 @@ from typing import Any, NoReturn
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, preset
 from copus_ext.cost_model.spec_file import SpecError, quantity
-from copus_ext.probe import session
-from copus_ext.probe.findings import find, table
-from copus_ext.probe.record import LinkRecord, cluster_text
-from copus_ext.probe.session import Place, Settings, Silence
+from copus_ext.extras.probe import session
+from copus_ext.extras.probe.findings import find, table
+from copus_ext.extras.probe.record import LinkRecord, cluster_text
+from copus_ext.extras.probe.session import Place, Settings, Silence
 from megatron.training.checkpoint.files import write_atomically
 from megatron.training.common.errors import UsageError
 from megatron.training.common.optional import require
-from megatron.training.common.program import CommandParser, other_command, program_name, tell
+from megatron.training.common.program import CommandParser, other_command, tell
 
+_NAME = "copus probe-links"
 _SIZES = {
     "gloo": "8,4KiB,64KiB,1MiB,4MiB,16MiB",
     "nccl": "8,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB",
@@ -46,7 +47,7 @@ class Stopped(BaseException):
 
 def parser() -> argparse.ArgumentParser:
     p = CommandParser(
-        prog=program_name("probe_links.py"),
+        prog=_NAME,
         description=(__doc__ or "").splitlines()[0],
     )
     p.add_argument("--output", type=Path, required=True, metavar="FILE", help="cluster file")
@@ -141,7 +142,7 @@ def expected_of(text: str | None) -> float | None:
 
 
 def say(line: str) -> None:
-    tell("probe_links.py", line)
+    tell(_NAME, line)
 
 
 def lead(args: argparse.Namespace, store: Any, place: Place) -> int:
