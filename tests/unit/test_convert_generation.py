@@ -146,6 +146,37 @@ def test_a_run_that_goes_on_from_an_import_keeps_it(tmp_path: Path) -> None:
     check_same_generation(tmp_path / "out", source)
 
 
+@pytest.mark.parametrize("way", ["another", "the same elsewhere", "gone", "numbers"])
+def test_a_run_from_an_import_exports_the_tokenizer_that_it_was_trained_with(
+    way: str, tmp_path: Path
+) -> None:
+    source = model_in(tmp_path / "hf", "llama", fields=IDS, generation=GENERATION)
+    huggingface.load(source, tmp_path / "core", Changes())
+    own = tmp_path / "own"
+    own.mkdir()
+    flags: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(own)}
+    if way == "another":
+        hugging_face_folder("qwen_im_end", own)
+    elif way == "the same elsewhere":
+        hugging_face_folder("llama3_bos", own)
+    elif way == "numbers":
+        flags = {"tokenizer_type": "NullTokenizer", "tokenizer_model": None}
+    stored = open_archive(tmp_path / "core", step=None).arguments
+    shape = {name: stored[name] for name in FLAGS if name in stored}
+    make_checkpoint(tmp_path / "core", iteration=2, **{**shape, **flags})
+    result = huggingface.save(tmp_path / "core", tmp_path / "out", Changes())
+    assert any(str(own) in note for note in result.notes) == (way == "gone")
+    if way != "another":
+        check_same_generation(tmp_path / "out", source)
+        return
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(f) for f in (tmp_path / "out", own))
+    assert ours("the cat").input_ids == theirs("the cat").input_ids
+    found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    for name in IDS:
+        assert getattr(found, name) == getattr(config, name) == getattr(theirs, name), name
+
+
 @pytest.mark.parametrize(
     ("kind", "ids"),
     [

@@ -23,6 +23,7 @@ from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 SIDE = "hugging_face"
 """Folder of a checkpoint directory with the files of the model that it was imported from."""
 CONFIG, GENERATION = "config.json", "generation_config.json"
+_CONFIGURATIONS = (CONFIG, GENERATION)
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HUGGING_FACE, _GPT2 = "HuggingFaceTokenizer", "GPT2BPETokenizer"
 _WITHOUT_FILES = ("ByteLevelTokenizer", "NullTokenizer")
@@ -85,7 +86,7 @@ def files_of_model(source: Path) -> dict[str, Path]:
     """Name -> path of the files that an import keeps: the tokenizer's and the two
     configurations."""
     found = _tokenizer_files(source)
-    for name in (CONFIG, GENERATION):
+    for name in _CONFIGURATIONS:
         if (source / name).is_file():
             found[name] = source / name
     return found
@@ -124,21 +125,21 @@ def kept_beside(checkpoint: Path) -> dict[str, Path]:
 def companions_of(checkpoint: Path, arguments: Mapping[str, Any]) -> Companions:
     """What belongs to the export of a checkpoint.
 
-    What the model had that was imported stays. Else the tokenizer of the run says the ids, and its
-    files are taken where they are those of a Hugging Face model.
+    What the model had that was imported stays, unless the run was given another tokenizer of
+    Hugging Face. Else the tokenizer of the run says the ids, and its files are taken where they are
+    those of a Hugging Face model.
 
     Args:
         checkpoint: folder of one iteration.
         arguments: its stored flags.
     """
     kind, model = arguments.get("tokenizer_type"), arguments.get("tokenizer_model")
-    files = kept_beside(checkpoint)
-    if not files and kind == _HUGGING_FACE and model:
-        path = Path(model)
-        files = files_of_model(path if path.is_dir() else path.parent)
+    files, notes = kept_beside(checkpoint), ()
+    if kind == _HUGGING_FACE and model:
+        files, notes = _files_of_run(Path(model), files)
     recorded = _recorded(files.pop(CONFIG, None), arguments)
     if recorded is not None:
-        return _of_import(recorded, files)
+        return _of_import(recorded, files, notes)
     files.pop(GENERATION, None)  # of another network
     tokenizer, notes = _tokenizer_of(arguments)
     if tokenizer is None:
@@ -158,14 +159,35 @@ def companions_of(checkpoint: Path, arguments: Mapping[str, Any]) -> Companions:
     return Companions(fields=ids, generation=_known(ids), files=texts, notes=notes)
 
 
+def _files_of_run(model: Path, kept: dict[str, Path]) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """Files of the tokenizer that a run was given, or those kept of an import if it is the same.
+
+    Returns:
+        The files, and what the user should know.
+    """
+    folder = model if model.is_dir() else model.parent
+    own, imported = _tokenizer_files(folder), {n: kept[n] for n in kept if n not in _CONFIGURATIONS}
+    if not imported:
+        return files_of_model(folder), ()
+    if not own and folder.name != SIDE:
+        note = f"--tokenizer-model {model} is gone: the tokenizer that was imported is taken"
+        return kept, (note,)
+    is_same = all(own[n].read_bytes() == imported[n].read_bytes() for n in own.keys() & imported)
+    return (kept if is_same else files_of_model(folder)), ()
+
+
 def _known(ids: Mapping[str, Any]) -> dict[str, Any]:
     return {name: ids[name] for name in _IDS if ids.get(name) is not None}
 
 
-def _of_import(config: Mapping[str, Any], files: dict[str, Path]) -> Companions:
+def _of_import(
+    config: Mapping[str, Any], files: dict[str, Path], notes: tuple[str, ...]
+) -> Companions:
     fields = {name: config[name] for name in KEPT if name in config}
     # Without a file of its own, transformers takes these fields and defaults of the class.
-    return Companions(fields=fields, absent=frozenset(_IDS) - fields.keys(), files=files)
+    return Companions(
+        fields=fields, absent=frozenset(_IDS) - fields.keys(), files=files, notes=notes
+    )
 
 
 def _recorded(path: Path | None, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
