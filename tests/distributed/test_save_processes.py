@@ -30,14 +30,14 @@ LOST_RANK = {"15:0": "stop", "15:1": "rank"}
 """A rank dies while neither has written, and another process stands still."""
 
 
-def train(folder: Path, harm: dict[str, str], *own: str) -> str:
+def train(folder: Path, harm: dict[str, str], *own: str, long_step_s: float = 0.0) -> str:
     """A run on two ranks under the supervisor, to its end; returns what it said."""
     processes.guard_session()
     mark = uuid.uuid4().hex
     env = {**os.environ, "PYTHONPATH": str(ROOT), processes.MARK: mark}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"COPUS_TEST_HARM": json.dumps(harm), "COPUS_TEST_FOLDER": str(folder)}
-    env |= {"COPUS_SAVE_STALL_S": str(STALL_S)}
+    env |= {"COPUS_SAVE_STALL_S": str(STALL_S), "COPUS_TEST_LONG_STEP": str(long_step_s)}
     command = [sys.executable, "-m", "copus_ext.launch.supervisor", "--restart-wait", "0"]
     command += ["--nproc-per-node", "2", *own, "--", str(WORKER), *TINY.split()]
     command += ["--split", "1,0,0", "--train-iters", str(STEPS)]
@@ -108,4 +108,21 @@ def test_elastic_ranks_go_on_and_leave_nothing_of_a_save_that_was_under_way(
         r for r in read_metrics(tmp_path / "run", superseded=True) if r["kind"] == "run.start"
     ]
     assert len(starts) > 1, said[-6000:]
+    assert losses_of(tmp_path / "run") == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "own", [(), ("--elastic", "--copy-interval", "5")], ids=["plain", "elastic"]
+)
+def test_a_long_step_hides_no_process_that_is_lost(
+    tmp_path: Path, plain: list[float], own: tuple[str, ...]
+) -> None:
+    train(tmp_path, HARM, *own, long_step_s=60.0)
+    for what, line in (("kill", "ended with -9"), ("stop", "has not moved on for 4 s")):
+        told = json.loads((tmp_path / f"long-{what}.json").read_text())
+        assert told["seen_s"] is not None and line in told["lines"][0], told
+        assert "the rank writes itself" in told["lines"][0]
+        assert told["written_s"] is not None, "by the rank, before the step ended"
+    notes = check(tmp_path)
+    assert set(notes) == set(range(INTERVAL, STEPS + 1, INTERVAL))
     assert losses_of(tmp_path / "run") == pytest.approx(plain, rel=1e-6)

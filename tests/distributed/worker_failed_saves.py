@@ -92,7 +92,7 @@ class Faults:
 
     def let_go(self) -> None:
         """Opens the other end of all pipes, for threads of this rank that wait there."""
-        from megatron.training.checkpoint.file_threads import refuse_while_stuck
+        from megatron.training.common.file_limits import refuse_while_stuck
 
         for pipe in self.held:
             reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

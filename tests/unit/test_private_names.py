@@ -19,11 +19,11 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import (
-    base,
     common,
     filesystem_async,
     state_dict_saver,
 )
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import distrib_optimizer
@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
-from megatron.training.checkpoint import save_errors
+from megatron.training.checkpoint import files, save_errors
 from megatron.training.common.device import use_device
 from megatron.training.common.optional import have_transformer_engine
 from megatron.training.distributed.process_groups import (
@@ -191,29 +191,41 @@ def test_a_save_request_says_what_is_to_be_written() -> None:
     ]
 
 
-def test_the_common_state_is_saved_by_the_strategy_that_is_registered() -> None:
-    kept = base.get_default_strategy(base.StrategyAction.SAVE_COMMON, "torch", 1)
-    try:
-        save_errors.use_agreed_saves()
-        found = serialization.get_default_save_common_strategy()
-        assert isinstance(found, save_errors.AgreedCommonSave)
-        names = parameters_of(common.TorchCommonSaveStrategy.save_common)
-        assert names == parameters_of(save_errors.AgreedCommonSave.save_common)
-    finally:
-        base.register_default_strategy(base.StrategyAction.SAVE_COMMON, "torch", 1, kept)
-
-
-def test_a_save_request_can_be_finished_by_us() -> None:
-    assert "finalize_fns" in AsyncRequest._fields and callable(AsyncRequest.execute_sync)
-    # The last finalization marks the checkpoint and then waits for all ranks.
+def test_a_save_does_what_we_do_without_it() -> None:
+    # `begin_request`: what is stored, the common state, the request, and the mark at its end.
     source = inspect.getsource(serialization.save)
-    marks = source[source.index("def metadata_finalize_fn") :]
+    body = source[source.index("if sharded_strategy is None") :]
+    calls = ("save_preprocess(", ".save_common(", ".async_save(", ".append(metadata_finalize_fn)")
+    places = [body.index(call) for call in calls]
+    assert places == sorted(places) and "can_handle_sharded_objects" in body
+    assert serialization._CONTENT_METADATA_KEY == "content_metadata"
+    marks = body[body.index("def metadata_finalize_fn") :]
+    assert "CheckpointingConfig(sharded_strategy.backend, sharded_strategy.version)" in marks
     assert marks.index("save_config(") < marks.index("torch.distributed.barrier()")
-    assert "finalize_fns.append(metadata_finalize_fn)" in marks
-    # The first gathers what was written; rank 0 alone writes the index, and then tells the others.
+    saved = inspect.getsource(common.TorchCommonSaveStrategy.save_common)
+    assert "torch.save(common_state_dict" in saved and common.COMMON_STATE_FNAME == files.COMMON
+
+
+def test_a_save_writes_by_the_writer_that_the_module_names() -> None:
+    save_errors.use_own_writer()
+    writer = torch_strategy.FileSystemWriterAsync
+    assert writer is save_errors._Writer
+    made = inspect.getsource(torch_strategy.TorchDistSaveShardedStrategy.async_save)
+    assert made.count("FileSystemWriterAsync(") == 1
+    theirs = filesystem_async.FileSystemWriterAsync
+    for method in ("finish", "prepare_local_plan"):
+        assert parameters_of(getattr(theirs, method)) == parameters_of(getattr(writer, method))
+    # Besides these, a plan and an index touch no file.
+    plan = inspect.getsource(filesystem._FileSystemWriter.prepare_local_plan)
+    assert "self.fs.mkdir(self.path)" in plan and "if self._metadata_exists():" in plan
+    index = inspect.getsource(filesystem._FileSystemWriter.finish)
+    assert 'self.fs.create_stream(tmp_path, "wb")' in index
+    # The first finalization gathers what was written; rank 0 alone writes the index, and then
+    # tells the others.
     source = inspect.getsource(state_dict_saver.save_state_dict_async_finalize)
     places = [source.index(f"{name}(") for name in ("gather_object", "writer.finish", "broadcast")]
     assert places == sorted(places) and source.count("distributed.broadcast(") == 1
+    assert "finalize_fns" in AsyncRequest._fields
 
 
 def test_a_model_asks_for_stored_objects_only_by_their_kind() -> None:

@@ -27,23 +27,23 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from megatron.training.checkpoint import (
-    file_threads,
     save,
     save_errors,
     save_write,
     writer_process,
 )
-from megatron.training.checkpoint.file_threads import (
+from megatron.training.checkpoint.file_threads import FileThreads
+from megatron.training.checkpoint.files import complete_iterations
+from megatron.training.checkpoint.writer_process import WriterProcess
+from megatron.training.common import file_limits
+from megatron.training.common.child_processes import kill_children, never_collect_inherited
+from megatron.training.common.device import use_device
+from megatron.training.common.file_limits import (
     STALL_VARIABLE,
-    FileThreads,
     Stall,
     refuse_while_stuck,
     stall_s,
 )
-from megatron.training.checkpoint.files import complete_iterations
-from megatron.training.checkpoint.writer_process import WriterProcess
-from megatron.training.common.child_processes import kill_children, never_collect_inherited
-from megatron.training.common.device import use_device
 from megatron.training.distributed.process_groups import destroy_groups
 from megatron.training.train.callbacks import Callback, CallbackContext
 from tests.helpers import jobs
@@ -142,7 +142,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes],
 @pytest.fixture(autouse=True)
 def _no_results_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's would be a process."""
-    save_errors.use_agreed_saves()
+    save_errors.use_own_writer()
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +380,7 @@ def test_a_count_that_grows_never_stalls_and_a_pause_of_the_whole_run_counts_lit
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(file_threads.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(file_limits.time, "monotonic", lambda: now[0])
     stall = Stall(60.0)
 
     def look(after_s: float, count: int) -> bool:
@@ -393,7 +393,7 @@ def test_a_count_that_grows_never_stalls_and_a_pause_of_the_whole_run_counts_lit
 
 
 def test_the_limit_is_a_constant_unless_the_environment_says_otherwise() -> None:
-    assert stall_s({}) == file_threads.STALL_S == 60.0
+    assert stall_s({}) == file_limits.STALL_S == 60.0
     assert stall_s({STALL_VARIABLE: "0.5"}) == 0.5
 
 
@@ -452,8 +452,7 @@ def test_any_error_of_a_finalization_is_met_and_raised() -> None:
 
 def test_an_error_of_the_common_state_on_rank_0_is_met_whatever_it_is(tmp_path: Path) -> None:
     with world_of_one(), pytest.raises(OSError, match="pickle"):
-        common: Any = {"args": lambda: None}
-        save_errors.AgreedCommonSave("torch", 1).save_common(common, tmp_path)
+        save_errors._write_common({"args": lambda: None}, tmp_path)
 
 
 def async_flags(folder: Path) -> str:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 import types
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.training.common.file_limits import STALL_VARIABLE, refuse_while_stuck
 from megatron.training.config import LoggingConfig
 from megatron.training.logging import metrics
 from megatron.training.logging.log_line import StepReport
@@ -281,6 +283,42 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(
     assert [r["iteration"] for r in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 7, 8]
     assert [METRICS_FILE in record.message for record in caplog.records] == [True] * 3
     assert "2 records held back are in it, 0 are lost" in caplog.text
+
+
+def test_a_disk_that_does_not_answer_holds_no_record_up_and_gets_all_once_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, answers = os.write, threading.Event()
+
+    def held(file: int, data: bytes) -> int:
+        answers.wait()
+        return write(file, data)
+
+    monkeypatch.setenv(STALL_VARIABLE, "0.2")
+    with Tracker(tmp_path, launch="a.0.0") as tracker:
+        tracker.event("fault", 1, 16)
+        monkeypatch.setattr(metrics.os, "write", held)
+        for iteration in (2, 3, 4):
+            tracker.event("checkpoint.commit", iteration, 16)
+        assert [r["iteration"] for r in read_metrics(tmp_path)] == [1]
+        answers.set()
+    assert [r["iteration"] for r in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    (line,) = [record.message for record in caplog.records]
+    assert METRICS_FILE in line and "has not answered for 0.2 s" in line
+    refuse_while_stuck(0.0)  # no save waits for the record
+
+
+def test_a_record_that_a_disk_holds_to_the_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setenv(STALL_VARIABLE, "0.1")
+    with Tracker(tmp_path, launch="a.0.0") as tracker:
+        monkeypatch.setattr(metrics.os, "write", lambda file, data: answers.wait() and len(data))
+        for iteration in (1, 2):
+            tracker.event("fault", iteration, 16)
+    answers.set()
+    assert "the last 2 records are lost" in caplog.records[-1].message
 
 
 def test_a_sink_is_switched_off_after_three_failures_and_says_so_once(

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
@@ -29,12 +28,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.file_threads import answer_of, refuse_while_stuck, stall_s
 from megatron.training.checkpoint.save_errors import (
     FailedSaves,
-    agree_on_finalization,
+    begin_request,
     root_cause,
-    use_agreed_saves,
+    use_own_writer,
     way_out,
     what_is_left,
 )
@@ -46,6 +44,7 @@ from megatron.training.common.collectives import (
     first_problem,
 )
 from megatron.training.common.errors import TrainingFailure
+from megatron.training.common.file_limits import answer_of, refuse_while_stuck, stall_s
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.lengths import TrainingLengths
@@ -160,7 +159,7 @@ class Checkpointer:
         self.on_event = on_event
         self.failed = FailedSaves() if failed is None else failed
         self.data = [] if data is None else data
-        use_agreed_saves()
+        use_own_writer()
         if config.checkpoint.async_save:
             with contextlib.suppress(OSError):  # the first save tries again
                 writer_process()
@@ -235,15 +234,13 @@ class Checkpointer:
                     optimizer, model, self.groups, model_state=dict(sharded), metadata=metadata
                 )
             metadata.pop("dp_cp_group")
-            request = dist_checkpointing.save(
-                {**sharded, **common_state(self.config, state, scheduler, self.data)},
-                str(files.folder_of(self.root, state.iteration)),
+            common = common_state(self.config, state, scheduler, self.data)
+            request = begin_request(
+                sharded,
+                {**common, "content_metadata": metadata},
+                files.folder_of(self.root, state.iteration),
                 self._strategy(),
-                async_sharded_save=True,
-                content_metadata=metadata,
             )
-            assert request is not None
-            agree_on_finalization(request)
             write = SaveWrite(request, in_background=in_background)
         except TORCH_ERRORS as error:  # any failure must end in one line on every rank
             logger.debug("saving failed", exc_info=True)
@@ -319,6 +316,13 @@ class Checkpointer:
                 problem = answer_of(lambda _: self._make_room(iteration, needed))
         except (OSError, ValueError) as error:
             problem = root_cause(error)
+        if problem := first_problem(problem):
+            return problem
+        try:  # a file system may still remember on another node that the folder was not there
+            folder = files.folder_of(self.root, iteration)
+            answer_of(lambda _: folder.mkdir(exist_ok=True))
+        except OSError as error:
+            problem = root_cause(error)
         return first_problem(problem)
 
     def _make_room(self, iteration: int, needed: int) -> str | None:
@@ -382,8 +386,10 @@ class Checkpointer:
             "consumed_samples": pending.consumed_samples,
             "seconds": time.monotonic() - pending.started,
             "bytes": sum(size for _, part, _ in gathered for size, _ in part.values()),
-            "free_bytes": files.free_bytes(self.root),
+            "free_bytes": None,
         }
+        with contextlib.suppress(OSError):
+            fields["free_bytes"] = answer_of(lambda _: files.free_bytes(self.root))
         if notes := [note for *_, note in gathered if note]:
             fields["notes"] = notes
         self.on_event("commit", iteration, fields)

@@ -1,31 +1,39 @@
 """Errors of a save: raised on every rank together, counted, and put into words.
 
 megatron-core writes `common.pt`, `.metadata` and `metadata.json` on rank 0 while the others go on
-into a collective. They would wait there until the timeout if rank 0 alone left with an error.
+into a collective. They would wait there until the timeout if rank 0 alone left with an error, or
+if the file system did not answer. `begin_request` does what `dist_checkpointing.save` does, and
+touches no file without the limit of `file_limits`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import (
-    StrategyAction,
-    register_default_strategy,
-)
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.file_threads import answer_of
+from megatron.training.checkpoint.file_threads import GrowingFile, write_file
 from megatron.training.common.collectives import first_problem
+from megatron.training.common.file_limits import answer_of
 
 MAX_IN_A_ROW = 3
 """Failed saves one after another that end a run, unless `--on-save-failure continue`."""
@@ -85,40 +93,105 @@ def root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-class AgreedCommonSave(TorchCommonSaveStrategy):
-    """Writes `common.pt` as megatron-core does; an error is raised on every rank."""
+class _Writer(FileSystemWriterAsync):
+    """megatron-core's writer, whose index is given up where the file system does not answer."""
 
-    def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Collective over the world.
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Touches no file: the folder is there, and is empty."""
+        return plan
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Writes the index, on rank 0.
 
         Raises:
-            OSError: on every rank, when rank 0 could not write.
+            OSError: the file system refuses, or does not answer.
         """
-        problem = None
-        try:
-            save = super().save_common
-            answer_of(lambda _: save(common_state_dict, checkpoint_dir))
-        except Exception as error:  # the others wait; torch's zip writer raises RuntimeError
-            problem = str(error) or repr(error)
-        if problem := first_problem(problem):
-            raise OSError(problem)
+        finish = super().finish
+
+        def act(count: Callable[[int], None]) -> None:
+            self.fs = _CountedFiles(count)
+            finish(metadata, results)
+
+        answer_of(act)
 
 
-def use_agreed_saves() -> None:
-    """Makes megatron-core use `AgreedCommonSave`, and a queue of results in this process. Its own
-    queue needs another process beside each rank, which outlives a rank that is killed."""
-    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, AgreedCommonSave("torch", 1))
+class _CountedFiles(FileSystem):
+    """torch's way to files, where an index that takes long to write counts its bytes."""
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self._count = count
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Opens a file to be written."""
+        assert mode == "wb"
+        with io.BufferedWriter(GrowingFile(path, self._count)) as stream:
+            yield stream
+
+
+def use_own_writer() -> None:
+    """Makes megatron-core use `_Writer`, and a queue of results in this process. Its own queue
+    needs another process beside each rank, which outlives a rank that is killed."""
+    torch_strategy.FileSystemWriterAsync = _Writer
     filesystem_async._results_queue = queue.SimpleQueue()
 
 
-def agree_on_finalization(request: AsyncRequest) -> None:
-    """Makes every rank raise an error that a finalization meets on rank 0 alone.
+def begin_request(
+    sharded: dict[str, Any], common: dict[str, Any], folder: Path, strategy: Any
+) -> AsyncRequest:
+    """Writes the common state and plans the rest, as `dist_checkpointing.save` does with
+    `async_sharded_save`. Collective over the world.
 
-    Two can: the first, which writes the index and broadcasts, and the last, which marks the
-    checkpoint and ends with a barrier.
+    Args:
+        sharded: state with sharded tensors; changed by it.
+        common: state that is the same on every rank.
+        folder: of the checkpoint, empty.
+        strategy: megatron-core's for the sharded part.
+
+    Raises:
+        OSError: on every rank, when rank 0 could not write.
     """
+    assert strategy.can_handle_sharded_objects
+    sharded_part, common_part = save_preprocess({**sharded, **common})
+    _write_common(common_part, folder)
+    request = strategy.async_save(sharded_part, folder)
     request.finalize_fns[0] = _agreed(request.finalize_fns[0], _join_broadcast)
-    request.finalize_fns[-1] = _agreed(request.finalize_fns[-1], dist.barrier)
+    request.finalize_fns.append(lambda: _mark_written(strategy, folder))
+    return request
+
+
+def _write_common(state: dict[str, Any], folder: Path) -> None:
+    """Writes `common.pt` on rank 0. torch would hold the interpreter while it opens a file by name,
+    so that no thread could tell that the file system does not answer."""
+
+    def act(count: Callable[[int], None]) -> None:
+        data = io.BytesIO()
+        torch.save(state, data)
+        write_file(folder / files.COMMON, [data.getvalue()], count)
+
+    _on_rank_0(act)
+
+
+def _mark_written(strategy: Any, folder: Path) -> None:
+    """Writes `metadata.json` on rank 0, which marks what megatron-core has written as whole."""
+    config = CheckpointingConfig(strategy.backend, strategy.version)
+    _on_rank_0(lambda _: save_config(config, str(folder)))
+
+
+def _on_rank_0(act: Callable[[Callable[[int], None]], None]) -> None:
+    """Does something on rank 0 within a limit. Collective over the world.
+
+    Raises:
+        OSError: on every rank, when it failed.
+    """
+    problem = None
+    try:
+        if dist.get_rank() == 0:
+            answer_of(act)
+    except Exception as error:  # whatever it is, the others wait
+        problem = root_cause(error)
+    if problem := first_problem(problem):
+        raise OSError(problem)
 
 
 def _join_broadcast() -> None:

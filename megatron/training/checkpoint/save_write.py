@@ -2,12 +2,14 @@
 
 A synchronous save writes by threads of the rank. An asynchronous one has a process write from a
 copy. If that process ends or stands still, threads of the rank write once more from the same copy.
+A thread looks after it while the rank trains: a step may last for minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,22 +20,20 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.training.checkpoint.file_threads import (
-    FileThreads,
-    Stall,
-    stall_s,
-)
+from megatron.training.checkpoint.file_threads import FileThreads
 from megatron.training.checkpoint.writer_process import (
     WriterProcess,
     end_writer_process,
     writer_process,
 )
 from megatron.training.common.collectives import first_problem
+from megatron.training.common.file_limits import Stall, stall_s
 
 logger = logging.getLogger(__name__)
 
 _DONE, _BUSY, _STUCK = range(3)
 _POLL_S = 0.05
+_WATCH_S = 1.0
 
 
 _Bucket = tuple[Any, str, tuple[list[Any], list[Any]]]
@@ -76,6 +76,11 @@ class SaveWrite:
         self._outcome: Any = None
         self._limit_s = stall_s()
         self._is_stuck = False
+        self._rank = dist.get_rank()
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._has_lost_process = False
+        self._watch: threading.Thread | None = None
         self.holds_training_up = False
         """Whether threads of a rank write what training would change, though a process should."""
         if request.async_fn is None:  # this rank has nothing to write
@@ -85,6 +90,21 @@ class SaveWrite:
         if not (in_background and self._hand_over()):
             self._threads = FileThreads(_files_of(request.preload_fn()))
             self.holds_training_up = in_background
+        if self._process is not None:
+            watch = threading.Thread(target=self._look_after, daemon=True, name="save watch")
+            with contextlib.suppress(RuntimeError):  # then a death is seen at the step's end
+                watch.start()
+                self._watch = watch
+
+    def _look_after(self) -> None:
+        """Sees what becomes of the process during a step, and has the rank write where it is lost.
+        What all ranks do together waits for `is_written`."""
+        while not self._is_over.wait(_WATCH_S):
+            state = self._state()
+            if state == _STUCK:
+                logger.warning("%s; this save fails at the end of the step", self._held())
+            if state != _BUSY:
+                return
 
     def _hand_over(self) -> bool:
         """Has the process write; returns whether it could."""
@@ -99,7 +119,7 @@ class SaveWrite:
         return True
 
     def _tell(self, what: str) -> None:
-        self.note = f"the process of rank {dist.get_rank()} that writes checkpoints {what}"
+        self.note = f"the process of rank {self._rank} that writes checkpoints {what}"
         logger.warning("%s", self.note)
 
     def is_written(self, *, blocking: bool) -> bool:
@@ -110,6 +130,12 @@ class SaveWrite:
         """
         while True:
             mine = self._state()
+            if self._has_lost_process:
+                # Not by the thread that looks after it: Linux ends a process with the thread that
+                # has started it.
+                self._has_lost_process = False
+                with contextlib.suppress(OSError):  # the next save tries again
+                    writer_process()
             state = torch.tensor([mine], dtype=torch.int, device=torch.cuda.current_device())
             dist.all_reduce(state, op=dist.ReduceOp.MAX)
             worst = int(state.item())
@@ -117,15 +143,20 @@ class SaveWrite:
                 raise TimeoutError(first_problem(self._held() if mine == _STUCK else None))
             if worst == _DONE or not blocking:
                 return worst == _DONE
-            if self._process is not None:
-                self._process.wait(_POLL_S)
-            elif self._threads is None or self._threads.is_done(_POLL_S):
+            process, threads = self._process, self._threads
+            if process is not None:
+                process.wait(_POLL_S)
+            elif threads is None or threads.is_done(_POLL_S):
                 time.sleep(_POLL_S)
 
     def _held(self) -> str:
-        return f"a write of rank {dist.get_rank()} has not moved on for {self._limit_s:g} s"
+        return f"a write of rank {self._rank} has not moved on for {self._limit_s:g} s"
 
     def _state(self) -> int:
+        with self._lock:
+            return self._state_alone()
+
+    def _state_alone(self) -> int:
         try:
             return self._look()
         except Exception as error:  # all ranks wait for an answer, and learn of it in `finish`
@@ -161,8 +192,7 @@ class SaveWrite:
         self._tell(f"{lost}; the rank writes itself")
         self._threads = FileThreads(self._copies, anew=True)
         self._stall = Stall(self._limit_s)
-        with contextlib.suppress(OSError):  # the next save tries again
-            writer_process()
+        self._has_lost_process = True
         return _BUSY
 
     def finish(self) -> None:
@@ -184,6 +214,10 @@ class SaveWrite:
     def end(self) -> None:
         """Ends what still writes on this rank, and lets go of the copies. Call it after every
         save."""
+        self._is_over.set()
+        if self._watch is not None:
+            self._watch.join()
+            self._watch = None
         if self._process is not None:
             self._process.kill()
             self._process = None

@@ -9,12 +9,14 @@ import json
 import logging
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from megatron.training.common.control import GENERATION_VARIABLE, supervised_launch
+from megatron.training.common.file_limits import FileSystemStuck, answer_of, stall_s
 from megatron.training.common.outside import parse_json
 
 logger = logging.getLogger(__name__)
@@ -32,8 +34,8 @@ _REPEATED_KINDS = ("step", "eval")
 
 
 class RecordFile:
-    """Appends records, one line each, in one write. What a full disk does not take is held back and
-    written when there is room again."""
+    """Appends records, one line each, in one write. What a disk does not take, because it is full
+    or does not answer, is held back and written when it does."""
 
     def __init__(self, run_dir: Path) -> None:
         """Opens `<run_dir>/metrics.jsonl` for appending, making both if missing.
@@ -47,16 +49,20 @@ class RecordFile:
         self._is_cut = not _ends_with_newline(self._file)
         self._held: collections.deque[bytes] = collections.deque()
         self._num_lost, self._complained = 0, False
+        self._stuck: threading.Thread | None = None
+        """Writes what is held back, if the file system ever answers."""
 
     def append(self, record: Mapping[str, Any], *, durable: bool) -> None:
         """Writes one record after those held back, and waits for the disk if it must be durable."""
         assert self._file is not None, f"{self._path} is closed"
         had = len(self._held)
         self._held.append(encode(record).encode() + b"\n")
+        if self._stuck is not None and self._stuck.is_alive():
+            self._forget_some()
+            return
+        self._stuck = None
         try:
-            self._write_held(self._file)
-            if durable or had:
-                os.fsync(self._file)
+            self._write(self._file, durable=durable or bool(had))
         except OSError as error:
             if not self._complained:
                 logger.warning(
@@ -66,11 +72,9 @@ class RecordFile:
                     _MAX_HELD,
                 )
             self._complained = True
-            while len(self._held) > _MAX_HELD:
-                del self._held[1]  # of the first a part may be written
-                self._num_lost += 1
+            self._forget_some()
             return
-        if had:
+        if self._complained:
             logger.warning(
                 "%s can be written again: %d records held back are in it, %d are lost",
                 self._path,
@@ -78,6 +82,29 @@ class RecordFile:
                 self._num_lost,
             )
             self._num_lost, self._complained = 0, False
+
+    def _write(self, file: int, *, durable: bool) -> None:
+        """Writes what is held back, within a limit.
+
+        Raises:
+            OSError: not all of it could be written; the rest is still held back.
+        """
+
+        def act(_: object) -> None:
+            self._write_held(file)
+            if durable:
+                os.fsync(file)
+
+        try:
+            answer_of(act, holds_saves=False)
+        except FileSystemStuck as error:
+            self._stuck = error.thread
+            raise
+
+    def _forget_some(self) -> None:
+        while len(self._held) > _MAX_HELD:
+            del self._held[1]  # of the first a part may be written
+            self._num_lost += 1
 
     def _write_held(self, file: int) -> None:
         """Writes what is held back, oldest first.
@@ -99,11 +126,26 @@ class RecordFile:
     def close(self) -> None:
         """Closes the file, after one more try to write what is held back; more than once is
         harmless."""
-        if self._file is not None:
+        file, self._file = self._file, None
+        if file is None:
+            return
+        if self._stuck is not None:
+            self._stuck.join(stall_s())
+            if self._stuck.is_alive():
+                logger.warning(
+                    "%s: the file system does not answer; the last %d records are lost",
+                    self._path,
+                    self._num_lost + len(self._held),
+                )
+                return
+
+        def act(_: object) -> None:
             with contextlib.suppress(OSError):
-                self._write_held(self._file)
-            os.close(self._file)
-            self._file = None
+                self._write_held(file)
+            os.close(file)
+
+        with contextlib.suppress(OSError):
+            answer_of(act, holds_saves=False)
 
 
 def launch_id(env: Mapping[str, str], now: datetime, previous: Iterable[str] = ()) -> str:
