@@ -33,9 +33,11 @@ from megatron.training.checkpoint.load import (
 from megatron.training.checkpoint.resume import check_same_run, merge_resume_config
 from megatron.training.common.errors import TrainingFailure, UsageError
 from megatron.training.common.train_state import TrainState
-from megatron.training.config import Config
+from megatron.training.config import Config, DataConfig
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.data.fingerprint import changes, identity_of
+from megatron.training.data.datasets import build_datasets
+from megatron.training.data.fingerprint import changes, identity_of, order_of
+from megatron.training.data.tokenizer import NullTokenizer
 from tests.helpers.checkpoints import ITERATION, make_checkpoint
 from tools import convert_checkpoint, inspect_checkpoint
 
@@ -186,6 +188,52 @@ def test_other_contents_of_the_same_size_are_named(tmp_path: Path) -> None:
         Path(f"{name}.{ending}").rename(tmp_path / "new" / f"text.{ending}")
         Path(f"{name}.{ending}").symlink_to(tmp_path / "new" / f"text.{ending}")
     assert changes(stored, identity_of([name])) == [], "elsewhere, behind links"
+
+
+@pytest.mark.parametrize("blended", [False, True])
+def test_an_index_file_that_was_changed_in_the_cache_is_named(
+    tmp_path: Path, blended: bool
+) -> None:
+    names = [corpus(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    words = ("0.5", names[0], "0.5", names[1]) if blended else (names[0],)
+
+    def identity(train: int = 200) -> list[dict[str, Any]]:
+        config = DataConfig(
+            data_path=words, split="90,10,0", data_cache_path=str(tmp_path / "cache")
+        )
+        built = build_datasets(
+            config,
+            seq_length=64,
+            seed=1,
+            tokenizer=NullTokenizer(50_000),
+            num_samples=(train, 9, 0),
+        )
+        orders = [order_of(source) for source in (built.train, built.valid)]
+        return [*identity_of(names), {"order": {**orders[0], **orders[1]}}]
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        stored = json.loads(json.dumps(identity()))
+        assert changes(stored, identity()) == []
+        assert changes(stored, identity(train=300)) == [], "another length has indices of its own"
+        assert changes(stored[:-1], identity()) == [], "a checkpoint that does not say"
+        files = sorted((tmp_path / "cache").rglob("*.npy"))
+        assert len(files) >= 6
+        for file in files:
+            good = file.read_bytes()
+            array = numpy.load(file)
+            if "train" not in file.name or len(array) < 3 or (array[::-1] == array).all():
+                continue
+            numpy.save(file, array[::-1].copy())
+            told = changes(stored, identity())
+            is_used = file.name.partition("-")[0] in str(stored[-1])
+            assert bool(told) == is_used, file.name
+            assert all("another order" in line for line in told)
+            file.write_bytes(good)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_little_of_a_large_file_is_read(tmp_path: Path) -> None:

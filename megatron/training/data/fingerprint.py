@@ -15,12 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 _HEAD_BYTES = 1 << 22
 _TAIL_BYTES = 1 << 16
 _BLOCKS, _BLOCK_BYTES = 128, 4096
 """Read of a larger file: half a megabyte. A smaller one is read as a whole."""
 _READERS = 16
 """Data sets that are read at once, since each read of a network file system waits."""
+_ORDERS = (
+    *("document_index", "sample_index", "shuffle_index"),
+    *("dataset_index", "dataset_sample_index"),
+)
 _WORDS = {
     "bin_bytes": "has {now} bytes instead of {before}",
     "idx_bytes": "has {now} bytes instead of {before}",
@@ -77,14 +83,52 @@ def _blocks_crc(path: Path) -> int:
         return crc
 
 
+def order_of(source: Any) -> dict[str, int]:
+    """CRC-32 of blocks of the arrays that say which tokens are sample number so and so, by name.
+
+    megatron-core keeps them in files that are read as they lie there. A name holds what they were
+    made for, so that arrays of one name are equal unless a file was changed.
+
+    Args:
+        source: a data set of megatron-core, of a phase, or a part of one.
+    """
+    found: dict[str, int] = {}
+    name = getattr(source, "unique_description_hash", type(source).__name__)
+    for attribute in _ORDERS:
+        array = getattr(source, attribute, None)
+        if isinstance(array, numpy.ndarray):
+            split = getattr(source, "index_split", None) or getattr(source, "split", None)
+            key = f"{name}-{getattr(split, 'name', '')}-{attribute}"
+            found[key] = _array_crc(array)
+    parts = getattr(source, "datasets", None) or getattr(source, "parts", ())
+    for part in parts:
+        found |= order_of(part)
+    return found
+
+
+def _array_crc(array: numpy.ndarray) -> int:
+    """CRC-32 of blocks at equal distances, as `_blocks_crc`."""
+    flat, block = array.reshape(-1), _BLOCK_BYTES // array.itemsize
+    last = len(flat) - block
+    if last < (_BLOCKS - 1) * block:
+        return zlib.crc32(flat.tobytes())
+    starts = (last * number // (_BLOCKS - 1) for number in range(_BLOCKS))
+    crc = 0
+    for start in starts:
+        crc = zlib.crc32(flat[start : start + block].tobytes(), crc)
+    return crc
+
+
 def changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
     """Names the data sets that differ from those of a checkpoint, with the difference. Where they
-    lie does not matter.
+    lie does not matter. Both may end with an entry `order`, see `order_of`.
 
     Args:
         stored: from a checkpoint.
         now: as they are.
     """
+    stored, old_order = _without_order(stored)
+    now, order = _without_order(now)
     if len(stored) != len(now):
         names = ", ".join(str(entry.get("prefix")) for entry in stored) or "none"
         return [f"{len(now)} data sets instead of {len(stored)} ({names})"]
@@ -94,4 +138,19 @@ def changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str
         if kind is not None:
             words = _WORDS[kind].format(now=after[kind], before=before.get(kind))
             found.append(f"{after['prefix']}.{kind.partition('_')[0]} {words}")
+    if not found and any(
+        order[name] != old_order[name] for name in order.keys() & old_order.keys()
+    ):
+        found.append(
+            "the samples come in another order: an index file in the cache was changed since "
+            "(remove the cache to have it made again)"
+        )
     return found
+
+
+def _without_order(
+    entries: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The data sets, and the order of their samples."""
+    data_sets = [entry for entry in entries if "order" not in entry]
+    return data_sets, next((entry["order"] for entry in entries if "order" in entry), {})

@@ -244,6 +244,8 @@ def windows_of(stream: Any, windows: Windows, phase: Phase, *, order: numpy.ndar
     # A row is the document and the token where a sample begins: every ratio-th begins a window.
     view.sample_index = stream.sample_index[windows.start : end + 1 : phase.ratio]
     view.shuffle_index = order
+    name = f"{stream.unique_description_hash}-{phase.number}-{windows.start}-{windows.count}"
+    view.unique_description_hash = name  # what it is told by; its files are read already
     # Masks and positions that were kept have the length of the stream's samples.
     view.masks_and_position_ids_are_cached = False
     return view
@@ -256,6 +258,7 @@ class _PhaseBlend:
         assert order.dataset_index is not None and order.dataset_sample_index is not None
         numbers = [i for i, windows in enumerate(order.windows) if windows.count]
         self._sets = dict(zip(numbers, sets, strict=True))
+        self.parts = tuple(sets)
         self._dataset_index = order.dataset_index
         self._dataset_sample_index = order.dataset_sample_index
 

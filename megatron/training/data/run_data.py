@@ -10,6 +10,7 @@ from megatron.training.config import Config, Phase
 from megatron.training.config.phase_flags import has_lengths, parse_phase_data
 from megatron.training.data.dataloader import BatchReader, SampleSource
 from megatron.training.data.datasets import build_datasets, parse_blend, prefixes_of
+from megatron.training.data.fingerprint import order_of
 from megatron.training.data.phase_datasets import build_phase_datasets
 from megatron.training.data.tokenizer import Tokenizer
 
@@ -25,6 +26,7 @@ class Part:
 
     def __init__(self, dataset: SampleSource, start: int, count: int) -> None:
         self._dataset, self._start, self._count = dataset, start, count
+        self.parts = (dataset,)
 
     def __len__(self) -> int:
         return self._count
@@ -68,6 +70,13 @@ class RunData:
             valid=None if valid is None else self._reader(valid),
             test=None if test is None else self._reader(test),
         )
+
+    def order(self) -> dict[str, int]:
+        """See `fingerprint.order_of`."""
+        found: dict[str, int] = {}
+        for source in (*self.train, *self.valid.values(), *self.test.values()):
+            found |= order_of(source)
+        return found
 
     def _reader(self, dataset: SampleSource) -> BatchReader:
         return BatchReader(dataset, num_workers=self.num_workers, pin_memory=self.pin_memory)

@@ -73,7 +73,7 @@ def build_job(
     callbacks.fire("on_setup_start", context)
     callbacks.fire("on_data_init_start", context)
     data = _build_data(config, tokenizer, device)
-    context.data_identity = _settle_data(config, stored)
+    context.data_identity = _settle_data(config, stored, data)
     readers = data.open(config.phase)
     job = Job(
         config=config,
@@ -175,7 +175,7 @@ def _build_data(config: Config, tokenizer: Any, device: Device) -> RunData:
     return data
 
 
-def _settle_data(config: Config, stored: Stored | None) -> list[dict[str, Any]]:
+def _settle_data(config: Config, stored: Stored | None, data: RunData) -> list[dict[str, Any]]:
     """Describes the data sets, and refuses others than those a run goes on with. All ranks.
 
     Raises:
@@ -186,6 +186,7 @@ def _settle_data(config: Config, stored: Stored | None) -> list[dict[str, Any]]:
     if dist.get_rank() == 0:
         try:
             now = identity_of(all_prefixes(config))
+            now += [{"order": data.order()}] * bool(now)
         except OSError as error:
             problem = f"a data set cannot be read: {error}; check --data-path"
     now, problem = broadcast_from_rank0((now, problem))
