@@ -23,7 +23,7 @@ from copus_ext.simulate.training_dynamics import GroundTruth
 
 _LARGEST = 1e15
 DIMENSION = 200
-"""Effective directions of the noise; the tests of `bench/noise_accuracy.py` had 170."""
+"""Effective directions of the noise; the tests of `bench/noise.py` had 170."""
 _AHEAD = 256
 
 

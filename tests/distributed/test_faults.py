@@ -1,4 +1,4 @@
-"""Drawn faults of a supervised run, one of each kind; bench/faults kills many."""
+"""Drawn faults of a supervised run, one of each kind; `bench.faults` kills many."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench.faults.supervised_run import uninterrupted
 from tests.helpers.drawn_faults import KINDS, drawn, run_case
+from tests.helpers.supervised_run import uninterrupted
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(1200)]
 CASES = {"clock": 2, "stop": 1}

@@ -1,6 +1,6 @@
 """Drawn faults of a run under the supervisor: a wall clock that jumps, a rank that is stopped.
 
-`bench/faults` has the kills.
+`bench.faults` has the kills.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.faults.supervised_run import (
+from tests.helpers.supervised_run import (
     MOST_S,
     Run,
     num_launches,

@@ -1,18 +1,20 @@
-"""Is the noise scale right? Every estimator against per-sample gradients by brute force.
+"""Is the noise scale right, and is it the same under every layout?
 
-    python -m bench.noise_accuracy
+    python -m bench.noise accuracy      # 15 minutes on two cores
+    python -m bench.noise layouts       # 20 minutes
 
-Trains a tiny GPT on this Python's own sources, then holds its weights still and
+* accuracy: a tiny GPT is trained on Python's own sources, and its weights are then held still.
+  Steps of one sample give the gradient of every sample of the data set, and so |G|^2 and tr(Sigma)
+  exactly. Steps of 16 samples over the same samples, on several ranks with each estimator, give
+  one-step estimates, whose means are compared with the truth in standard errors. Runs of 60 steps
+  drawn from those estimates are smoothed as a run does: how often does the 95 % interval hold the
+  true noise scale? Last, one batch is measured under every layout of four ranks. Writes
+  noise_accuracy.json.
+* layouts: the quickstart's model is trained twice on two ranks with `--copus`, with data and with
+  pipeline parallelism. The curves of the noise scale must lie on one another. Writes
+  noise_layouts.json.
 
-1. takes the gradient of every sample of the data set by itself (steps of one sample), which gives
-   |G|^2 and tr(Sigma) of this population exactly;
-2. takes steps of 16 samples over the same samples on several ranks with each estimator, and
-   compares the means of their one-step estimates with the truth, in standard errors;
-3. draws runs of 60 steps from those estimates, smooths each as a run does, and counts how often
-   the 95 % interval holds the true noise scale;
-4. measures one batch under every layout of four ranks.
-
-Writes docs/results/noise_accuracy.json. About 15 minutes on 2 cores.
+Results go to docs/results.
 """
 
 from __future__ import annotations
@@ -28,27 +30,36 @@ from typing import Any
 
 import numpy as np
 
-from bench.support import arguments, launch, make_dataset, origin, read_run, write
+from bench.support import (
+    QUICKSTART_MODEL,
+    RESULTS,
+    TRAINER,
+    arguments,
+    launch,
+    make_dataset,
+    origin,
+    read_run,
+    write,
+)
 
-SEQ_LENGTH = 32
-MODEL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ_LENGTH}
---max-position-embeddings {SEQ_LENGTH} --swiglu --normalization RMSNorm --disable-bias-linear
+MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --swiglu --normalization RMSNorm --disable-bias-linear
 --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0
 --hidden-dropout 0 --tokenizer-type ByteLevelTokenizer --split 100,0,0 --eval-iters 0
 --log-interval 100 --pad-vocab-for-tensor-parallel-size 4"""
 STILL = "--lr 1e-30 --min-lr 0 --weight-decay 0 --no-load-optim --finetune"
 BATCH = 16
-# Estimator, ranks, micro-batch size.
-ESTIMATORS = [
-    ("micro", 1, 1),
-    ("micro", 2, 2),
-    ("micro", 2, 4),
-    ("rank", 2, 2),
-    ("rank", 4, 1),
-    ("half", 1, 2),
-    ("half", 2, 2),
-]
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 2, 2), (1, 4, 1), (2, 2, 1)]
+ESTIMATORS = (
+    *(("micro", 1, 1), ("micro", 2, 2), ("micro", 2, 4)),
+    *(("rank", 2, 2), ("rank", 4, 1), ("half", 1, 2), ("half", 2, 2)),
+)
+"""Estimator, ranks, micro-batch size."""
+LAYOUTS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 2, 2), (1, 4, 1), (2, 2, 1))
+"""tp, pp, vpp."""
+LONG_RUN = f"""{QUICKSTART_MODEL} --micro-batch-size 4 --global-batch-size {BATCH} --lr 2e-3
+--min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --split 95,4,1 --log-interval 50
+--copus"""
+Steps = list[dict[str, Any]]
 
 
 def worker(kind: str, output: Path, flags: list[str]) -> None:
@@ -91,14 +102,13 @@ def worker(kind: str, output: Path, flags: list[str]) -> None:
             return {"samples": self.count, "g2": g2, "v": v}
 
     torch.set_num_threads(1)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     truth = GroundTruth()
     callbacks: list[Callback] = []
     if kind == "truth":
         callbacks = [truth]
     elif kind != "train":
         callbacks = [GradientNoiseCallback(CopusConfig(copus=True, copus_gns_estimator=kind))]
-    pretrain(resolve(parse_args(flags), world), callbacks)
+    pretrain(resolve(parse_args(flags), int(os.environ.get("WORLD_SIZE", "1"))), callbacks)
     if kind == "truth":
         output.write_text(json.dumps(truth.result()))
 
@@ -110,14 +120,14 @@ class Bench:
         self.scratch, self.weights, self.number = scratch, scratch / "weights", 0
         self.data = make_dataset(scratch / "data")
 
-    def run(self, kind: str, ranks: int, flags: str) -> tuple[list[dict[str, Any]], Path]:
+    def run(self, kind: str, ranks: int, flags: str) -> tuple[Steps, Path]:
         """Step records of one run, and the file its worker may have written."""
         self.number += 1
         run_dir, output = self.scratch / f"run{self.number}", self.scratch / f"{self.number}.json"
         print(f"-- {kind} on {ranks} ranks: {flags}", flush=True)
         places = ["--data-path", self.data, "--data-cache-path", self.scratch / "cache"]
         own = [*MODEL.split(), *flags.split(), *places, "--run-dir", run_dir]
-        launch(ranks, "-m", "bench.noise_accuracy", "--worker", kind, output, *own)
+        launch(ranks, "-m", "bench.noise", "--worker", kind, output, *own)
         return read_run(run_dir).steps, output
 
     def train(self, steps: int) -> None:
@@ -133,7 +143,7 @@ class Bench:
         return self.run(kind, ranks, flags)
 
 
-def judge(steps: list[dict[str, Any]], truth: dict[str, float]) -> dict[str, Any]:
+def judge(steps: Steps, truth: dict[str, float]) -> dict[str, Any]:
     """Bias of the one-step estimates in standard errors, and coverage of the interval."""
     pairs = [step["noise"]["step"]["layers"] for step in steps if step["noise"]["measured"]]
     result: dict[str, Any] = {"steps": len(pairs)}
@@ -162,21 +172,18 @@ def coverage(pairs: list[dict[str, float]], phi: float, *, runs: int = 4000, ste
             state = state.update(Estimate(**pairs[i]), tokens=1.0, half_life=20.0)
         interval = state.interval()
         bounded += interval.high is not None
-        low, high = interval.low or 0.0, interval.high or math.inf
-        held += low <= phi <= high
+        held += (interval.low or 0.0) <= phi <= (interval.high or math.inf)
     return {"held": held / runs, "bounded": bounded / runs, "runs": runs}
 
 
-def layouts(bench: Bench) -> dict[str, float]:
+def across_layouts(bench: Bench) -> dict[str, float]:
     """Largest relative difference of any squared norm between layouts of four ranks."""
     reference, worst = None, {"small": 0.0, "big": 0.0}
     for tp, pp, vpp in LAYOUTS:
         more = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
-        more += " --num-layers 8" + (
-            f" --num-virtual-stages-per-pipeline-rank {vpp}" if vpp > 1 else ""
-        )
-        flags = f"{more} --lr 1e-3 --train-iters 3 --micro-batch-size 1 --global-batch-size {BATCH}"
-        steps, _ = bench.run("micro", 4, flags)
+        more += f" --num-virtual-stages-per-pipeline-rank {vpp}" if vpp > 1 else ""
+        flags = f"{more} --num-layers 8 --lr 1e-3 --train-iters 3 --micro-batch-size 1"
+        steps, _ = bench.run("micro", 4, f"{flags} --global-batch-size {BATCH}")
         squares = [step["noise"]["squares"] for step in steps]
         reference = reference or squares
         for now, first in zip(squares, reference):
@@ -186,35 +193,93 @@ def layouts(bench: Bench) -> dict[str, float]:
     return {"layouts": len(LAYOUTS), **worst}
 
 
-def main() -> None:
-    """Measures, prints and writes."""
-    parser = arguments(__doc__, "noise_accuracy.json")
-    parser.add_argument("--samples", type=int, default=12_800)
-    parser.add_argument("--train-steps", type=int, default=400)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(Path(scratch))
-        bench.train(args.train_steps)
-        _, file = bench.still("truth", 1, batch=1, mbs=1, samples=args.samples)
-        exact = json.loads(file.read_text())
-        truth = {k: exact[k]["attention"] + exact[k]["mlp"] for k in ("g2", "v")}
-        rows = []
-        for kind, ranks, mbs in ESTIMATORS:
-            steps, _ = bench.still(kind, ranks, batch=BATCH, mbs=mbs, samples=args.samples)
-            row = {"estimator": kind, "replicas": ranks, "micro_batch_size": mbs}
-            rows.append({**row, **judge(steps, truth)})
-            print(json.dumps(rows[-1]), flush=True)
-        across = layouts(bench)
-    result = {
+def accuracy(scratch: Path, samples: int, train_steps: int) -> dict[str, Any]:
+    """Every estimator against gradients of single samples."""
+    bench = Bench(scratch)
+    bench.train(train_steps)
+    _, file = bench.still("truth", 1, batch=1, mbs=1, samples=samples)
+    exact = json.loads(file.read_text())
+    truth = {k: exact[k]["attention"] + exact[k]["mlp"] for k in ("g2", "v")}
+    rows = []
+    for kind, ranks, mbs in ESTIMATORS:
+        steps, _ = bench.still(kind, ranks, batch=BATCH, mbs=mbs, samples=samples)
+        row = {"estimator": kind, "replicas": ranks, "micro_batch_size": mbs}
+        rows.append({**row, **judge(steps, truth)})
+        print(json.dumps(rows[-1]), flush=True)
+    return {
         "what": "one-step estimates of |G|^2 and tr(Sigma) against per-sample gradients",
         "global_batch_size": BATCH,
         "truth": {**truth, "phi_samples": truth["v"] / truth["g2"], "samples": exact["samples"]},
         "phi_by_group": {n: exact["v"][n] / exact["g2"][n] for n in exact["g2"]},
         "estimators": rows,
-        "largest_relative_difference_between_layouts": across,
-        **origin(),
+        "largest_relative_difference_between_layouts": across_layouts(bench),
     }
-    write(args.output, result)
+
+
+def curve(steps: Steps) -> dict[str, list[Any]]:
+    """The columns of a run that the comparison needs."""
+    noise = [r["noise"] for r in steps]
+    return {
+        "samples": [r["consumed_samples"] for r in steps],
+        "loss": [round(r["losses"]["lm loss"], 5) for r in steps],
+        **{
+            k: [n[k] and float(f"{n[k]:.6g}") for n in noise]
+            for k in ("phi_samples", "low_samples", "high_samples")
+        },
+    }
+
+
+def compare(a: dict[str, list[Any]], b: dict[str, list[Any]]) -> dict[str, float]:
+    """How far apart the curves of two layouts are, against the width of their band."""
+    columns = a["phi_samples"], b["phi_samples"], a["low_samples"], a["high_samples"]
+    rows = [
+        (abs(math.log(x / y)), math.log(high / low))
+        for x, y, low, high in zip(*columns)
+        if x and y and low and high
+    ]
+    assert rows, "no step had a bounded interval"
+    gaps = sorted(gap for gap, _ in rows)
+    return {
+        "steps_compared": len(rows),
+        "median_relative_difference": math.expm1(gaps[len(gaps) // 2]),
+        "largest_relative_difference": math.expm1(gaps[-1]),
+        "largest_share_of_band": max(gap / width for gap, width in rows),
+    }
+
+
+def layouts(scratch: Path, steps: int) -> dict[str, Any]:
+    """One run under two layouts."""
+    places = ["--data-path", make_dataset(scratch / "data"), "--data-cache-path", scratch / "cache"]
+    curves = {}
+    for name, pp in (("DP 2", "1"), ("PP 2", "2")):
+        own = ["--pipeline-model-parallel-size", pp, "--run-dir", scratch / pp]
+        launch(2, TRAINER, *LONG_RUN.split(), *places, "--train-iters", str(steps), *own)
+        curves[name] = curve(read_run(scratch / pp).steps)
+    return {
+        "what": "noise scale per step of one run under two layouts",
+        "comparison": compare(*curves.values()),
+        "global_batch_size": BATCH,
+        "ranks": 2,
+        "curves": curves,
+    }
+
+
+def main() -> None:
+    """Measures a part, prints and writes."""
+    parser = arguments(__doc__)
+    parser.add_argument("part", choices=("accuracy", "layouts"))
+    parser.add_argument("--output", type=Path, help="instead of the file in docs/results")
+    parser.add_argument("--samples", type=int, default=12_800, help="accuracy: of the data set")
+    parser.add_argument("--train-steps", type=int, default=400, help="accuracy: before it")
+    parser.add_argument("--steps", type=int, default=850, help="layouts: of each run")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        if args.part == "accuracy":
+            result = accuracy(Path(name), args.samples, args.train_steps)
+        else:
+            result = layouts(Path(name), args.steps)
+    output = args.output or RESULTS / f"noise_{args.part}.json"
+    write(output, {**result, **origin()}, hide=["curves"])
 
 
 if __name__ == "__main__":
