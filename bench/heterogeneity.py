@@ -14,21 +14,19 @@ file. It needs root, iproute2, two cores and nothing else running, and takes abo
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import nodes
-from bench.nodes import Nodes
+from bench.nodes import QUOTA, Nodes, quotas
 from bench.support import QUICKSTART_MODEL, ROOT, TRAINER, arguments, origin, read_run
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.model_spec import ModelSpec
@@ -41,9 +39,7 @@ from megatron.training.config.layout import Layout
 from tests.helpers.network_namespaces import DEVICE, address, star
 
 NUM_NODES, SLOW_NODE, SLOW_PAIR = 4, 2, (0, 1)
-QUOTA, SLOW_QUOTA = 0.46, 0.23
-"""Cores that a rank may use."""
-PERIOD_US = 5000
+SLOW_QUOTA = QUOTA / 2
 USUAL_MBIT, SLOW_MBIT = 400.0, 40.0
 BATCH = 16
 WIDE = "--hidden-size 384 --ffn-hidden-size 1536"
@@ -54,30 +50,6 @@ MODEL = QUICKSTART_MODEL.replace("--hidden-size 256 --ffn-hidden-size 1024", WID
 LAYOUTS = ((4, 1, 1), (4, 2, 1), (2, 1, 2), (1, 1, 4))
 """pp, vpp, dp."""
 WARM_UP, STEPS = 2, 5
-_CPU = Path("/sys/fs/cgroup/cpu")
-_ALL = Path("/sys/fs/cgroup")
-
-
-@contextlib.contextmanager
-def quotas(shares: Sequence[float]) -> Iterator[list[Path]]:
-    """A control group for every share of a core; what is in it is the caller's to end."""
-    old = (_CPU / "cpu.cfs_quota_us").exists() or (_CPU / "tasks").exists()
-    base = _CPU if old else _ALL
-    groups = [base / f"copus{os.getpid()}_{i}" for i in range(len(shares))]
-    try:
-        for group, share in zip(groups, shares):
-            group.mkdir()
-            quota = round(share * PERIOD_US)
-            if old:
-                (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-                (group / "cpu.cfs_quota_us").write_text(str(quota))
-            else:
-                (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
-        yield groups
-    finally:
-        for group in groups:
-            with contextlib.suppress(OSError):
-                group.rmdir()
 
 
 def probe(site: Nodes, speeds: Sequence[float], work: Path) -> Path:

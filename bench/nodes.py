@@ -21,7 +21,9 @@ from bench.support import ROOT
 from tests.helpers import two_nodes as pair
 
 PORT, _TEST_PORT = 29500, 29400
-_SHOWN_EVERY_S = 20.0
+_SHOWN_EVERY_S, _PERIOD_US = 20.0, 5000
+QUOTA = 0.46
+"""Cores that a rank may use where two share one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,30 @@ class Nodes:
             out, _ = listener.communicate(timeout=60)
             found[f"{sender} to {receiver}"] = round(float(out), 1)
         return found
+
+
+@contextlib.contextmanager
+def quotas(shares: Sequence[float]) -> Iterator[list[Path]]:
+    """A control group for every share of a core; what is in it is the caller's to end."""
+    root = Path("/sys/fs/cgroup")
+    old = (root / "cpu/cpu.cfs_quota_us").exists() or (root / "cpu/tasks").exists()
+    groups = [
+        (root / "cpu" if old else root) / f"copus{os.getpid()}_{i}" for i in range(len(shares))
+    ]
+    try:
+        for group, share in zip(groups, shares):
+            group.mkdir()
+            quota = round(share * _PERIOD_US)
+            if old:
+                (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+                (group / "cpu.cfs_quota_us").write_text(str(quota))
+            else:
+                (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
+        yield groups
+    finally:
+        for group in groups:
+            with contextlib.suppress(OSError):
+                group.rmdir()
 
 
 @contextlib.contextmanager

@@ -32,9 +32,8 @@ import numpy as np
 
 from bench.support import RESULTS, ROOT, TRAINER, arguments, origin, read_run, torchrun
 from bench.time_to_loss import real_clock, real_clock_figures
-from bench.time_to_loss.real_clock import Spec, flags_of
+from bench.time_to_loss.real_clock import S4, Spec, best_static, flags_of
 from bench.time_to_loss.real_clock_figures import Curve, Rows, Way, smooth, usual
-from bench.time_to_loss.real_clock_scenarios import S4
 from bench.time_to_loss.scenarios import DECIDING_S, MEASURING
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.link_timing import Link
@@ -319,7 +318,7 @@ def live_speeds(rows: Rows, own: dict[str, Any]) -> LiveSpeeds:
 
 def of_seed(rows: Rows, seed: int, noise: Noise) -> dict[str, Any]:
     """Measured and simulated seconds of every run of a seed under the controller."""
-    reference, link = reference_of(rows), S4.links[0]
+    reference, link = best_static(S4, S4.reference_batch), S4.links[0]
     mine = [row for row in rows if row["spec"]["seed"] == seed]
     statics = {
         row["spec"]["batch"]: _curve(row)
@@ -363,19 +362,6 @@ def of_seed(rows: Rows, seed: int, noise: Noise) -> dict[str, Any]:
     }
 
 
-def reference_of(rows: Rows) -> Spec:
-    """The tuned static run of the reference batch.
-
-    Raises:
-        SystemExit: runs of its search are missing.
-    """
-    losses = {row["key"]: row["loss"] for row in rows}
-    found = real_clock.last_of(real_clock.tuned(S4, S4.reference_batch, losses))
-    if found is None:
-        raise SystemExit("run bench.time_to_loss.real_clock --only S4 before")
-    return found
-
-
 def _curve(row: dict[str, Any]) -> Curve:
     samples, seconds, losses = zip(*row["curve"])
     return Curve(samples=samples, seconds=seconds, losses=smooth(samples, losses))
@@ -404,7 +390,7 @@ def main() -> None:
     seeds = []
     for seed in S4.seeds:
         if args.noise:
-            spec = real_clock.compared(S4, reference_of(rows), seed)[0]
+            spec = dataclasses.replace(best_static(S4, S4.reference_batch), seed=seed)
             known["noise"][str(seed)] = vars(noise_of(seed, spec))
         one = of_seed(rows, seed, Noise(**known["noise"][str(seed)]))
         seeds.append(one)

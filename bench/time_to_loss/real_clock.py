@@ -15,35 +15,25 @@ best one is at an end, then the longer warm-up. Runs under the controller have t
 of the reference batch, by the rule that the controller follows. Their clock counts everything but
 evaluations: set-up, measuring, deciding, pauses.
 
-Runs under the controller and timings need a quiet machine. `--losses` trains the static runs alone.
-Their losses do not depend on the clock, so they can go on beside other work.
-
-On a quiet machine a run of S4 takes about 100 s (75 to 130 by its clock, 150 with start and
-evaluations), one of S3 about 280 s. The first seed of S4 is there after 70 minutes, all of S4 after
-2 hours, all of S3 in 6 hours. `--losses` holds 70 minutes of S4 and 2.5 hours of S3. S4 has 0.4M
-parameters: with 1M and five tokens for each a run would take ten minutes.
+It needs root, iproute2, two cores and nothing else running: 3 hours for S4, 9 for S3.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import functools
-import itertools
+import hashlib
 import json
 import math
-import os
-import resource
 import shutil
 import time
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench import nodes
 from bench.support import (
+    QUICKSTART_MODEL,
     RESULTS,
     ROOT,
     TRAINER,
@@ -55,7 +45,6 @@ from bench.support import (
     read_run,
 )
 from bench.time_to_loss import real_clock_figures as figures
-from bench.time_to_loss.real_clock_scenarios import NO_LIMIT, S3, S4, Scenario
 from bench.time_to_loss.scenarios import FILE as SCENARIOS
 from bench.time_to_loss.scenarios import save
 from copus_ext.planner.configuration import Configuration
@@ -66,9 +55,121 @@ _TUNING_SEED = 0
 _MOST_RATE = 2
 """Powers of 2 from the first rate, at which the search ends."""
 _TIMED_STEPS = 16
-_BUSY = 0.1
-"""Of a core, which others may have during a run whose clock counts."""
 _SHARED = ["--split", "95,5,0", "--log-interval", "100", "--adam-beta2", "0.95"]
+
+
+NO_LIMIT = "0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What a scenario's runs share, and which runs it has."""
+
+    name: str
+    model: str
+    """Flags."""
+    copus: str
+    """Flags."""
+    samples: int
+    """Length of a run; a multiple of evaluations times the largest first batch."""
+    links: tuple[str, ...]
+    """Mbit/s; 0 is a link without limit."""
+    starts: tuple[int, ...]
+    """First batches of runs under the controller."""
+    statics: tuple[int, ...]
+    """Those that say most come first."""
+    reference_batch: int
+    """Whose rate and warm-up the controller gets."""
+    lr: float
+    """At the reference batch, where the search begins."""
+    layouts: tuple[str, ...]
+    """In which static batches are timed."""
+    start_micro_batch: int
+    """Largest, of a run's first steps."""
+    timed_micro_batches: tuple[int, ...]
+    lengths: tuple[tuple[int, float], ...]
+    """(batch, part of the samples) of static runs of other lengths, each with a schedule of its
+    own. A run under the controller ends at a loss between those where two static batches end. The
+    one that misses it by little gets there in a longer run, and the other one in a shorter."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    seen: tuple[int, ...] = ()
+    """Seeds that were in view when the rule was chosen. They are shown apart."""
+    sharing: tuple[int, ...] = ()
+    """Seeds that share the runs under the controller between them, and have no timings. They count
+    when all of them are complete."""
+    rates: tuple[int, ...] = (-1, 0, 1)
+    """Powers of 2 times the first rate that are tried at first."""
+    warmups: tuple[float, ...] = (0.1, 0.3)
+    """Parts of the samples."""
+    eval_samples: int = 64
+    """Held-out, of each evaluation."""
+    evaluations: int = 32
+    static_layout: str = "tp1.pp1.dp2"
+    """In which static runs are trained. Those on one rank are trained two at a time."""
+
+    def starts_of(self, seed: int) -> dict[str, list[int]]:
+        """First batches of a seed's runs under the controller, by link.
+
+        Seeds that share them take turns. So each has every first batch and every link about equally
+        often, where the number of first batches is not a multiple of that of the seeds.
+        """
+        runs = [(link, batch) for link in self.links for batch in self.starts]
+        if seed in self.sharing:
+            runs = runs[self.sharing.index(seed) :: len(self.sharing)]
+        return {link: [b for at, b in runs if at == link] for link in self.links}
+
+    @property
+    def digest(self) -> str:
+        """Of all that a run's losses and times depend on. Rows with another one do not count."""
+        words = (self.model, self.copus, self.samples, self.lr, self.reference_batch)
+        more = (self.eval_samples, self.evaluations, self.start_micro_batch)
+        return hashlib.sha256(repr((words, more)).encode()).hexdigest()[:8]
+
+
+def _model(layers: int, hidden: int, ffn: int, heads: int) -> str:
+    """The quickstart's model in another size."""
+    words = " ".join(QUICKSTART_MODEL.split()).replace("layers 8", f"layers {layers}")
+    words = words.replace("hidden-size 256", f"hidden-size {hidden}")
+    words = words.replace("ffn-hidden-size 1024", f"ffn-hidden-size {ffn}")
+    return words.replace("heads 8", f"heads {heads}").replace("--eval-iters 0", "").strip()
+
+
+S3 = Scenario(
+    name="S3",
+    # A layout that is moved to has these overlaps too.
+    model=_model(8, 256, 1024, 8) + " --overlap-grad-reduce --overlap-param-gather",
+    copus="--copus --copus-layouts all",
+    samples=4096,
+    links=("5000", "2000", NO_LIMIT),
+    starts=(4, 2, 8, 16, 32),
+    statics=(8, 4, 16, 2, 32),
+    reference_batch=4,
+    lr=7e-4,
+    layouts=("tp1.pp1.dp2", "tp1.pp2.vpp4.dp1"),
+    start_micro_batch=1,
+    timed_micro_batches=(2, 4, 8),
+    lengths=((8, 1.25), (4, 0.875)),
+    seen=(1,),
+    sharing=(2, 3),
+    static_layout="tp1.pp1.dp1",
+)
+S4 = Scenario(
+    name="S4",
+    model=_model(3, 96, 256, 3),
+    copus="--copus",
+    samples=15_360,
+    links=("100",),
+    starts=(32, 8, 128, 2),
+    statics=(64, 32, 128, 16, 8),
+    reference_batch=32,
+    lr=4e-3,
+    layouts=("tp1.pp1.dp2",),
+    start_micro_batch=16,
+    timed_micro_batches=(16, 64),
+    lengths=((64, 1.25), (64, 1.5), (32, 0.875)),
+    eval_samples=256,
+    evaluations=30,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +202,6 @@ class Spec:
             + f" length {self.length:g}"
             * (self.length != 1)
         )
-
-    @property
-    def counts_by_clock(self) -> bool:
-        """Whether its own clock counts, so that nothing else may run beside it."""
-        return self.kind != "static"
 
     @property
     def ranks(self) -> int:
@@ -332,16 +428,12 @@ def rows_of(path: Path, scenarios: Sequence[Scenario]) -> list[dict[str, Any]]:
     return [r for r in read_jsonl(path) if digests.get(r["spec"]["scenario"]) == r["digest"]]
 
 
-def _cpu_s() -> tuple[float, float]:
-    """CPU seconds of ended children of this program, and of all programs of the machine."""
-    own = resource.getrusage(resource.RUSAGE_CHILDREN)
-    words = Path("/proc/stat").read_text().split("\n")[0].split()[1:]
-    busy = sum(int(words[i]) for i in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK")
-    return own.ru_utime + own.ru_stime, busy
-
-
 class Runner:
-    """Trains one run after another."""
+    """Trains one run after another.
+
+    Args:
+        work: folder for data and runs.
+    """
 
     def __init__(self, work: Path) -> None:
         self._work = work
@@ -349,106 +441,58 @@ class Runner:
         self.data_path = str(work / "stdlib_text_document")
         if not Path(f"{self.data_path}.idx").exists():
             make_dataset(work / "stdlib")
-        self.data_bytes = Path(f"{self.data_path}.bin").stat().st_size
         self._indexed: set[tuple[str, int]] = set()
 
-    def train(self, s: Scenario, specs: Sequence[Spec]) -> list[dict[str, Any]]:
-        """The rows of a run, or of two of a rank each that are trained at the same time."""
+    def train(self, s: Scenario, spec: Spec) -> dict[str, Any]:
+        """The row of a run."""
         before = {k: v for k, v in origin().items() if k in ("date", "commit", "load_average")}
-        with nodes.two_nodes(float(specs[0].link)) as pair:
-            for spec in specs:
-                if (s.name, spec.seed) not in self._indexed:
-                    # One step, so that no run is the one that makes the index of the samples.
-                    self._start(pair, s, spec, [], only_index=True)
-                    self._indexed.add((s.name, spec.seed))
-            link = pair.measure_link(1.0) if specs[0].kind == "copus" else {}
-            cpu_s, busy_s = _cpu_s()
-            orders = [[0], [1]] if len(specs) > 1 else [list(range(specs[0].ranks))]
-            pool = ThreadPoolExecutor(len(specs))
-            try:
-                walls_s = list(pool.map(functools.partial(self._start, pair, s), specs, orders))
-            finally:
-                # After a signal the nodes go away, and the runs on them with it.
-                pool.shutdown(wait=False, cancel_futures=True)
-            own_s = _cpu_s()[0] - cpu_s
-            others_s = _cpu_s()[1] - busy_s - own_s
-        shared = {
-            "cpu_s": round(own_s, 1),
-            "others_cpu_s": round(others_s, 1),
-            "mbit_per_s": link,
-            "data_bytes": self.data_bytes,
-            **before,
-        }
-        rows = []
-        for spec, wall_s in zip(specs, walls_s):
-            at = self._directory(spec)
-            row = {"key": spec.key, "digest": s.digest, **account(read_run(at))}
-            rows.append({**row, "wall_s": round(wall_s, 1), "spec": asdict(spec), **shared})
-            shutil.rmtree(at)
-        return rows
+        with nodes.two_nodes(float(spec.link)) as pair:
+            if (s.name, spec.seed) not in self._indexed:
+                # One step, so that no run is the one that makes the index of the samples.
+                self._start(pair, s, spec, "--exit-interval", "1")
+                self._indexed.add((s.name, spec.seed))
+            link = pair.measure_link(1.0) if spec.kind == "copus" else {}
+            wall_s, at = self._start(pair, s, spec)
+        row = {"key": spec.key, "digest": s.digest, **account(read_run(at))}
+        shutil.rmtree(at)
+        about = {"wall_s": round(wall_s, 1), "spec": asdict(spec), "mbit_per_s": link}
+        return {**row, **about, **before}
 
-    def _directory(self, spec: Spec) -> Path:
-        return self._work / spec.key.replace(" ", "_")
-
-    def _start(
-        self,
-        pair: nodes.Nodes,
-        s: Scenario,
-        spec: Spec,
-        order: Sequence[int],
-        *,
-        only_index: bool = False,
-    ) -> float:
-        """Trains on nodes; returns the seconds that it took."""
-        at = self._directory(spec)
+    def _start(self, pair: nodes.Nodes, s: Scenario, spec: Spec, *more: str) -> tuple[float, Path]:
+        """Trains on nodes; returns the seconds that it took, and the run's directory."""
+        at = self._work / spec.key.replace(" ", "_")
         shutil.rmtree(at, ignore_errors=True)
-        command = [TRAINER, *flags_of(s, spec), "--data-path", self.data_path]
+        command = [TRAINER, *flags_of(s, spec), "--data-path", self.data_path, *more]
         command += ["--data-cache-path", str(self._work / "cache"), "--run-dir", str(at)]
-        if only_index:
-            command += ["--exit-interval", "1"]
-        order = order or range(spec.ranks)
-        return pair.run(command, self._work / f"{spec.kind}_{order[0]}", order=order)
+        order = range(Layout.from_text(spec.layout).world_size)
+        return pair.run(command, self._work / spec.kind, order=order), at
 
 
-def together(missing: Iterator[Spec]) -> list[Spec]:
-    """The next run, with the one after it where both need one core and no clock."""
-    specs = list(itertools.islice(missing, 2))
-    can_share = [not spec.counts_by_clock and spec.ranks == 1 for spec in specs]
-    alike = len({spec.scenario for spec in specs}) == 1
-    return specs if alike and all(can_share) else specs[:1]
-
-
-def run(path: Path, scenarios: Sequence[Scenario], minutes: float, *, only_losses: bool) -> None:
-    """Trains until nothing is missing or the time is over.
-
-    Raises:
-        SystemExit: another process writes the file, it is about other data, or a run failed.
-    """
+def run(path: Path, scenarios: Sequence[Scenario], minutes: float) -> None:
+    """Trains until nothing is missing or the time is over."""
     nodes.require()
     runner, end = Runner(ROOT / "runs" / path.stem), time.monotonic() + 60 * minutes
     by_name = {s.name: s for s in scenarios}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SystemExit(f"another process writes {path}") from None
-        if any(row["data_bytes"] != runner.data_bytes for row in rows_of(path, scenarios)):
-            raise SystemExit(f"{path} is about another data set")
-        while time.monotonic() < end:
-            done = {row["key"]: row["loss"] for row in rows_of(path, scenarios)}
-            missing = wanted(scenarios, done)
-            if only_losses:
-                missing = (spec for spec in missing if not spec.counts_by_clock)
-            if not (specs := together(missing)):
-                return
-            for row in runner.train(by_name[specs[0].scenario], specs):
-                append(path, row)
-                print(
-                    f"{row['key']}: loss {row['loss']:.4f} in {row['seconds']} s; wall "
-                    f"{row['wall_s']}, cpu {row['cpu_s']}, others {row['others_cpu_s']}",
-                    flush=True,
-                )
+    while time.monotonic() < end:
+        done = {row["key"]: row["loss"] for row in rows_of(path, scenarios)}
+        if (spec := next(wanted(scenarios, done), None)) is None:
+            return
+        row = runner.train(by_name[spec.scenario], spec)
+        append(path, row)
+        print(f"{row['key']}: loss {row['loss']:.4f} in {row['seconds']} s", flush=True)
+
+
+def best_static(s: Scenario, batch: int) -> Spec:
+    """The static run of a batch with its tuned rate and warm-up, out of the committed rows.
+
+    Raises:
+        SystemExit: runs of its search are missing.
+    """
+    losses = {row["key"]: row["loss"] for row in rows_of(RESULTS / FILE, [s])}
+    if (best := last_of(tuned(s, batch, losses))) is None:
+        raise SystemExit(f"run bench.time_to_loss.real_clock --only {s.name} before")
+    return best
 
 
 def tuned_rows(s: Scenario, rows: figures.Rows) -> list[dict[str, Any]]:
@@ -501,10 +545,6 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
         parts = found[s.name]["parts"] = figures.mean_parts(own, counted)
         print(f"{s.name} takes its time for", ", ".join(f"{k} {v:.3f}" for k, v in parts.items()))
     save(output, found)
-    clocked_rows = [row for row in rows if Spec(**row["spec"]).counts_by_clock]
-    busy = [r["key"] for r in clocked_rows if r["others_cpu_s"] > _BUSY * r["wall_s"]]
-    if busy:
-        print(f"others had more than {_BUSY:.0%} of a core during: {'; '.join(busy)}")
 
 
 def draw(path: Path, s: Scenario, output: Path) -> None:
@@ -529,13 +569,12 @@ def main() -> None:
     p = arguments(__doc__, FILE)
     p.add_argument("--only", choices=("S3", "S4"))
     p.add_argument("--minutes", type=float, default=1e9, help="after which no run begins")
-    p.add_argument("--losses", action="store_true", help="only what needs no quiet machine")
     p.add_argument("--summary", action="store_true", help="figures from the file, no runs")
     p.add_argument("--draw", action="store_true", help="figure from the file, no runs")
     args: argparse.Namespace = p.parse_args()
     scenarios = [s for s in (S4, S3) if args.only in (None, s.name)]
     if not (args.summary or args.draw):
-        run(args.output, scenarios, args.minutes, only_losses=args.losses)
+        run(args.output, scenarios, args.minutes)
     if args.summary:
         summarise(args.output, scenarios, RESULTS / SCENARIOS)
     if args.draw:

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.support import figure
-from bench.time_to_loss.intervals import interval, interval_of_few
+from bench.support import figure, interval, interval_of_few
 from bench.time_to_loss.scenarios import MEASURING
 
 ORDINARY = 1.5

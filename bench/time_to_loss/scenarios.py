@@ -1,6 +1,6 @@
 """Does the controller finish sooner than the best static batch that a sweep would have found?
 
-    python -m bench.time_to_loss.scenarios [--seeds N] [--first-seed N] [--only S1,S8]
+    python -m bench.time_to_loss.scenarios [--seeds N] [--first-seed N] [--only S7]
 
 S1: the paper's four clusters, every first batch of the grid, no sweep, two truths: samples of a
 batch B make 1/(1 + B/Phi) progress, and a noisy quadratic whose static batches have the best rate
@@ -10,22 +10,21 @@ configuration, both known afterwards, mean and worst. `speeds_known` has the sam
 that nobody waits for.
 S2: GPU time in all over that of a sweep by successive halving and its best batch. The sweep knows
 the fastest configuration of each batch.
-S6: the paper's own sets of batches under a constant learning rate, on the noisy quadratic: saved
-over the best of its static batches and of its critical-batch-size rule on two layouts. The
-controller anneals by batch, as nothing else does; without that it is shown beside it.
-S7: the network falls to a quarter of its speed for half of the samples, at the best static batch:
-saved over the layout best in hindsight, and over the one best while the network is healthy.
-S8: where a perfect schedule saves less than 2 % over the best static batch: behind that, started
-there. The seven presets, each with four growths of the critical batch size.
+S7: eight H100 in four nodes of two train llama-3.2-3b with a fixed batch. After a quarter of the
+samples the network falls to a quarter of its speed, and after three quarters it comes back. Step
+times scatter by 5 %, and all speeds are known. Only the layout may change: saved over the layout
+best in hindsight, and over the one best while the network is healthy.
 
-S6 to S8 know all speeds to 3 %, as after a profile. What a user waits for counts: pauses, measuring
-(as measured by bench.overhead) and deciding. Rules were chosen on seeds 0 and 1. Writes
-docs/results/time_to_loss_scenarios.json, every scenario with its command, commit and date.
+What a user waits for counts: pauses, measuring (as measured by bench.overhead) and deciding. Rules
+were chosen on seeds 0 to 3. Writes docs/results/time_to_loss_scenarios.json, every scenario with
+its command, commit and date.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import operator
@@ -35,12 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bench.support import arguments, origin
-from bench.time_to_loss.intervals import interval
+from bench.support import arguments, interval, interval_of_few, origin
 from bench.time_to_loss.unprofiled import Machine
-from copus_ext.goodput import headroom
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.simulate.conditions import Event, World
 from copus_ext.simulate.contenders import Contender, contenders
 from copus_ext.simulate.run import Run, simulate, static_run
 from copus_ext.simulate.scenario import Scenario, preset, presets
@@ -50,32 +47,20 @@ FILE = "time_to_loss_scenarios.json"
 MEASURING, DECIDING_S = 0.011, 0.02
 """Share of a measured step that measuring takes, docs/results/noise_overhead.json, and mean seconds
 of a decision in docs/results/time_to_loss_real_clock.jsonl, rounded up."""
-LITTLE = 0.02
-"""A headroom below this is little."""
-GROWTHS = {"P^.46": (0.46,), "P^.63": (0.63,), "P^.9": (0.9,), "level": (0.9, 1 / 6)}
-"""Growth of the critical batch size over progress: its power, and the share where it ends."""
-PAPER_SETS = {
-    "8xh100-3b": (16, 32, 64, 128, 1024),
-    "16xh100-13b": (32, 64, 128, 1024),
-    "32xmi210-7b": (32, 64, 128, 1024),
-    "32xh100-32b": (64, 128, 512),
-}
-"""Static batches of the paper by cluster (arXiv 2604.26687)."""
-ANNEALING = 0.1
-"""Part of the run in S6 over which the batch grows instead of the learning rate's decay."""
-_LONGER = 4
-"""Times the length of a run, for rules under a constant rate that are not there yet."""
 GOALS = {
     "S1": {"mean": 0.97, "worst": 1.10},
     "S2": {"figure": 0.7},
-    "S6": {"figure": 0.06},
     "S7": {"hindsight": 0.04, "healthy": 0.15},
-    "S8": {"worst": 0.01},
 }
-HIGHER = {"S6", "S7"}
+HIGHER = {"S7"}
 """Scenarios whose figures should be at least the goal."""
 OVERHEAD = 0.025
 """Most of a run's time that measuring, deciding and pauses should take."""
+S7_PRESET, S7_BATCHES, S7_STEPS = "8xh100-3b", (16, 32, 64, 128), 12_000
+EVENTS = (Event(at=0.25, part="network", speed=0.25), Event(at=0.75, part="network", speed=4.0))
+NEARLY = 0.03
+"""Batches within this of the least time are the best static batch, too: the three seeds and two
+truths of S1 disagree about which is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,120 +323,82 @@ def s1_and_s2(seeds: Sequence[int], say: Callable[[str], None]) -> dict[str, dic
     }
 
 
-def s6(seeds: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
-    """Saved over the best static batch and the critical-batch-size rule, at a constant rate."""
-    rows: list[dict[str, Any]] = []
-    for cluster, batches in PAPER_SETS.items():
-        s = preset(cluster).change(lr_schedule="constant", batches=batches).with_noisy_quadratic()
-        for batch, share in ((b, share) for b in batches for share in (ANNEALING, 0.0)):
-            own = [
-                _at_constant_rate(s, copus(s, batch, copus_anneal_by_batch=share), seed)
-                for seed in seeds
-            ]
-            rows.append({"cluster": cluster, "first_batch": batch, "annealing": share, "runs": own})
-            saved = statistics.fmean(run["saved"] for run in own)
-            say(f"{cluster}, first batch {batch}, annealing over {share:g}: saved {saved:.3f}")
-
-    def cells(share: float) -> list[tuple[str, int, int, float]]:
-        return [
-            (row["cluster"], seed, row["first_batch"], run["saved"])
-            for row in rows
-            if row["annealing"] == share
-            for seed, run in zip(seeds, row["runs"])
-        ]
-
-    def figure(some: Sequence[tuple[str, int, int, float]]) -> float:
-        return statistics.fmean(saved for *_, saved in some)
-
-    own, by = cells(ANNEALING), tuple(map(operator.itemgetter, range(3)))
-    return {
-        "figure": figure(own),
-        "interval": {"figure": interval(own, figure, by)},
-        "without_annealing": figure(cells(0.0)),
-        "by_cluster": {name: figure([one for one in own if one[0] == name]) for name in PAPER_SETS},
-        "rows": rows,
-    }
-
-
-def _at_constant_rate(s: Scenario, who: Contender, seed: int) -> dict[str, Any]:
-    """A run over all samples, and what others need to its last loss."""
-    run = simulate(s.change(targets={"none": 0.0}), who, seed=seed)
-    assert run.last_loss is not None
-    others = {f"static_{b}": time_s for b, time_s in static_seconds(s, run.last_loss).items()}
-    longer = s.change(targets={"end": run.last_loss}, total_samples=_LONGER * s.total_samples)
-    everybody = contenders(s.batches)
-    for name in ("cbs_small", "cbs_large"):
-        found = simulate(longer, everybody[name], seed=seed).times_s["end"]
-        others[name] = math.inf if found is None else found
-    seconds, best = counted(run.seconds, run), min(others, key=others.__getitem__)
-    finite = {name: time_s for name, time_s in others.items() if math.isfinite(time_s)}
-    saved = 1 - seconds / others[best]
-    return {"saved": saved, "seconds": seconds, "best": best, "loss": run.last_loss, **finite}
-
-
-def growing(name: str, exponent: float, level_at: float = 1.0) -> Scenario:
-    """A cluster whose critical batch size grows as a power of the progress.
-
-    The mean of its inverse over the progress stays, so that about the same static batch is best.
-
-    Args:
-        name: of the preset.
-        exponent: of the growth.
-        level_at: share of the progress at which the growth ends.
-    """
-    s = preset(name)
-    edges = np.concatenate([[0.0], np.geomspace(1e-4, 1.0, 400)])
-    middle, width = np.sqrt(edges[1:] * np.maximum(edges[:-1], edges[1] / 2)), np.diff(edges)
-    shape = np.minimum(middle / level_at, 1.0) ** exponent
-    present = np.asarray(s.trajectory.phi_at(middle * s.last), dtype=float)
-    phi = shape * float(np.sum(width / shape) / np.sum(width / present))
-    at = type(s.trajectory)(progress=tuple(middle * s.last), phi=tuple(phi))
-    return s.change(trajectory=at)
-
-
-def s8(seeds: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
-    """Behind the best static batch, started there, where the headroom is below 2 %."""
-    rows: list[dict[str, Any]] = []
-    cases = {name: preset(name) for name in presets()}
-    for text, growth in GROWTHS.items():
-        cases |= {f"{name}, {text}": growing(name, *growth) for name in presets()}
-    for name, s in cases.items():
-        static_s = static_seconds(s)
-        best = min(static_s, key=static_s.__getitem__)
-        told = told_headroom(s, best)
-        if told >= LITTLE:
-            continue
-        runs = [controller_run(s, best, seed) for seed in seeds]
-        behind = [run.seconds / static_s[best] - 1 for run in runs]
-        row = {"case": name, "headroom": told, "first_batch": best, "behind": behind}
-        rows.append({**row, "overhead": [run.overhead for run in runs]})
-        say(f"{name}: headroom {told:.3f}, behind {max(behind):.4f}")
-
-    cells = [(row["case"], seed, x) for row in rows for seed, x in zip(seeds, row["behind"])]
-
-    def worst(some: Sequence[tuple[str, int, float]]) -> float:
-        return max(behind for *_, behind in some)
-
-    by = tuple(map(operator.itemgetter, range(2)))
-    return {
-        "worst": worst(cells),
-        "interval": {"worst": interval(cells, worst, by)},
-        "overhead": of_all([x for row in rows for x in row["overhead"]]),
-        "rows": rows,
-    }
-
-
-def told_headroom(s: Scenario, batch: int) -> float:
-    """What adapting the batch can save on the fastest layout of a batch, over its true course."""
-    layout = s.speeds().fastest(batch).layout
-    rows = [row for b in s.batches if (row := s.speeds().at(layout, b)) is not None]
-    now = next(i for i, row in enumerate(rows) if row.global_batch_size == batch)
-    edges = np.geomspace(1e-3, 1.0, 301) * s.last
-    phi = s.trajectory.phi_at(np.sqrt(edges[1:] * edges[:-1]))
-    course = headroom.Course(
-        progress=np.diff(edges), critical_batch_size=s.truth.noise_scale_multiplier * phi
+def changing_network(batch: int, steps: int = S7_STEPS) -> Scenario:
+    """A run of S7 with one batch to its last sample."""
+    return preset(S7_PRESET).change(
+        batches=(batch,),
+        total_samples=steps * batch,
+        warmup_samples=100 * batch,
+        events=EVENTS,
+        step_noise=0.05,
+        targets={"none": float(steps * batch)},  # out of reach
     )
-    return headroom.estimate(rows, now, [course], source="measured").adapting.likely
+
+
+def fixed(s: Scenario) -> dict[str, float]:
+    """Seconds of the whole run by layout."""
+    world, batch, seconds = World(s, 0), s.batches[0], {}
+    edges = [0.0, *(event.at for event in s.events), 1.0]
+    for start, end in itertools.pairwise(edges):
+        world.go_on(start)
+        for layout in world.speeds.layouts:
+            row = world.speeds.at(layout, batch)
+            if row is not None:
+                part = (end - start) * s.total_samples / row.samples_per_s
+                seconds[str(layout)] = seconds.get(str(layout), 0.0) + part
+    return seconds
+
+
+def of_batch(batch: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """The controller and fixed layouts under S7."""
+    s = changing_network(batch)
+    layouts = fixed(s)
+    healthy, best = str(s.speeds().fastest(batch).layout), min(layouts, key=layouts.__getitem__)
+    flags = CopusConfig(copus=True, copus_policy="static", copus_layouts="all")
+    runs = [simulate(s, Contender(name="controller", flags=flags), seed=i) for i in seeds]
+    seconds = [counted(run.seconds, run) for run in runs]
+    mean = statistics.fmean(seconds)
+    return {
+        "batch": batch,
+        "seeds": list(seeds),
+        "healthy": healthy,
+        "healthy_s": layouts[healthy],
+        "hindsight": best,
+        "hindsight_s": layouts[best],
+        "controller_s": seconds,
+        "saved_over_hindsight": 1 - mean / layouts[best],
+        "saved_over_healthy": 1 - mean / layouts[healthy],
+        "paused_s": [run.paused_s for run in runs],
+        "overhead": [overhead(run) for run in runs],
+        "changes": [(c.consumed_samples // batch, c.layout) for c in runs[0].changes],
+    }
+
+
+def s7(seeds: Sequence[int]) -> dict[str, Any]:
+    """Saved over both fixed layouts, mean of the batches that are the best static one of the
+    cluster or nearly so. Intervals are over the seeds of these cases."""
+    rows = [of_batch(batch, seeds) for batch in S7_BATCHES]
+    static_s = static_seconds(preset(S7_PRESET))
+    least_s = min(static_s[batch] for batch in S7_BATCHES)
+    best = [batch for batch in S7_BATCHES if static_s[batch] <= (1 + NEARLY) * least_s]
+    names, seen = {"hindsight": "hindsight_s", "healthy": "healthy_s"}, range(len(seeds))
+
+    def against(name: str, batches: Sequence[int], chosen: Sequence[int]) -> float:
+        own = [row for row in rows if row["batch"] in batches]
+        return statistics.fmean(
+            1 - row["controller_s"][i] / row[name] for row in own for i in chosen
+        )
+
+    return {
+        **{key: against(name, best, seen) for key, name in names.items()},
+        "interval": {
+            key: interval_of_few(seen, functools.partial(against, name, best))
+            for key, name in names.items()
+        },
+        "overhead": of_all([x for row in rows if row["batch"] in best for x in row["overhead"]]),
+        "batches": best,
+        "rows": rows,
+    }
 
 
 def plain(value: Any) -> Any:
@@ -495,27 +442,21 @@ def verdicts(name: str, found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Runs, prints and writes."""
-    from bench.time_to_loss import changing_network  # which needs this module
-
     parser = arguments(__doc__, FILE)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=10)
-    parser.add_argument("--only", default="S1,S2,S6,S7,S8")
+    parser.add_argument("--only", choices=("S1,S2", "S7"))
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     say: Callable[[str], None] = lambda text: print(text, flush=True)  # noqa: E731
     todo: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
         "S1,S2": lambda: s1_and_s2(seeds, say),
-        "S6": lambda: {"S6": s6(seeds, say)},
-        "S7": lambda: {"S7": changing_network.s7(seeds)},
-        "S8": lambda: {"S8": s8(seeds, say)},
+        "S7": lambda: {"S7": s7(seeds)},
     }
-    for names, make in todo.items():
-        if not {*names.split(",")} & {*args.only.split(",")}:
-            continue
+    for names in [args.only] if args.only else todo:
         flags = f"--seeds {args.seeds} --first-seed {args.first_seed} --only {names}"
         came_from = about(f"scenarios {flags}", seeds)
-        found = {name: {**one, **came_from} for name, one in make().items()}
+        found = {name: {**one, **came_from} for name, one in todo[names]().items()}
         save(args.output, found)
         for name, one in found.items():
             say("\n".join(verdicts(name, one)))

@@ -108,7 +108,6 @@ INVENTED_DATA = {
     "tests/extras/group_clip/test_group_clip.py": "flags that are resolved, without a run",
     "bench/overhead.py": "the time of the controller's own part of a step",
     "bench/planner_memory.py": "the memory of a step",
-    "bench/stage_messages.py": "a prediction, without a run",
 }
 """Files that may name `--mock-data`, with the reason."""
 

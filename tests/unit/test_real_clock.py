@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from bench import kfac
 from bench.support import RunRecord
-from bench.time_to_loss import kfac_trainer, real_clock, real_clock_figures
-from bench.time_to_loss.real_clock import Spec, flags_of, tuned, wanted
+from bench.time_to_loss import real_clock, real_clock_figures
+from bench.time_to_loss.real_clock import S3, S4, Scenario, Spec, flags_of, tuned, wanted
 from bench.time_to_loss.real_clock_figures import Comparison, Curve, compare
-from bench.time_to_loss.real_clock_scenarios import S3, S4, Scenario
 from bench.time_to_loss.scenarios import save
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import rate_rules_of
@@ -408,15 +408,15 @@ def test_the_time_to_adams_loss_lies_between_two_runs() -> None:
     losses = {1.0: 1.2, 2 / 3: 1.35, 1 / 2: 1.55, 1 / 3: 9.0}
 
     class Trained:
-        def row(self, run: kfac_trainer.Run) -> dict[str, Any]:
+        def row(self, run: kfac.Run) -> dict[str, Any]:
             return {"loss": losses[run.share], "step_s": 0.12}
 
     runs: Any = Trained()
     spec = Spec(scenario="S4", kind="static", batch=32, link="0", seed=0)
-    first = kfac_trainer.of_seeds(runs, spec, kfac=True)
-    found = kfac_trainer.same_loss(runs, spec, {"mean": 1.45, "step_s": 0.1}, first)
+    first = kfac.of_seeds(runs, spec, kfac=True)
+    found = kfac.same_loss(runs, spec, {"mean": 1.45, "step_s": 0.1}, first)
     assert found == pytest.approx(1.2 * (2 / 3 + 1 / 2) / 2)
-    assert kfac_trainer.same_loss(runs, spec, {"mean": 1.1, "step_s": 0.1}, first) is None
+    assert kfac.same_loss(runs, spec, {"mean": 1.1, "step_s": 0.1}, first) is None
 
 
 def test_seeds_that_share_have_every_run_once_and_all_starts() -> None:
@@ -442,17 +442,3 @@ def test_other_scenarios_stay_in_the_summary(tmp_path: Path) -> None:
 
 def test_a_search_without_its_first_runs_yields_them() -> None:
     assert [spec.rate for spec in tuned(S4, 32, {})] == [-1, 0, 1]
-
-
-def test_static_runs_of_one_rank_are_trained_in_pairs() -> None:
-    done: dict[str, float] = {}
-    pairs, alone = [], []
-    while specs := real_clock.together(wanted([S3], done)):
-        done |= {spec.key: loss_of(spec) for spec in specs}
-        (pairs if len(specs) > 1 else alone).append(specs)
-    assert {spec.kind for specs in pairs for spec in specs} == {"static"}
-    assert len(pairs) > len(S3.statics)
-    assert all(len(wait) == 1 for wait in alone)
-    whole = {spec.key for spec in go_on([S3], {})}
-    assert done.keys() == whole, "the same runs as one at a time"
-    assert len(real_clock.together(wanted([S4], {}))) == 1, "of two ranks"

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.support import RESULTS
-from bench.time_to_loss import changing_network, intervals, scenarios
+from bench.support import RESULTS, interval, interval_of_few
+from bench.time_to_loss import scenarios
 from bench.time_to_loss.unprofiled import Machine
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.simulate.run import Run
@@ -36,15 +36,15 @@ def mean(values: Any) -> float:
 
 
 def test_an_interval_spans_what_other_seeds_might_have_given() -> None:
-    assert intervals.interval([2.0, 2.0, 2.0], mean) == [2.0, 2.0]
-    low, high = intervals.interval([1.0, 2.0, 3.0], mean)
+    assert interval([2.0, 2.0, 2.0], mean) == [2.0, 2.0]
+    low, high = interval([1.0, 2.0, 3.0], mean)
     assert 1.0 <= low < 2.0 < high <= 3.0
 
 
 def test_an_interval_of_a_few_seeds_is_wider_than_their_range() -> None:
-    low, high = intervals.interval_of_few([1.0, 2.0, 3.0], mean) or (2.0, 2.0)
+    low, high = interval_of_few([1.0, 2.0, 3.0], mean) or (2.0, 2.0)
     assert (low, high) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
-    assert intervals.interval_of_few([1.0], mean) is None
+    assert interval_of_few([1.0], mean) is None
 
 
 def test_an_interval_over_clusters_is_as_wide_as_they_differ() -> None:
@@ -54,8 +54,8 @@ def test_an_interval_over_clusters_is_as_wide_as_they_differ() -> None:
         return mean([value for *_, value in some])
 
     by_cluster, by_seed = operator.itemgetter(0), operator.itemgetter(1)
-    assert intervals.interval(cells, figure, [by_seed]) == [2.0, 2.0]
-    low, high = intervals.interval(cells, figure, [by_cluster, by_seed])
+    assert interval(cells, figure, [by_seed]) == [2.0, 2.0]
+    low, high = interval(cells, figure, [by_cluster, by_seed])
     assert low == 1.0 and high == 3.0
 
 
@@ -65,11 +65,11 @@ def refuse(name: str) -> float:
 
 def test_results_are_strict_json_and_those_of_other_scenarios_stay(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    scenarios.save(path, {"S8": {"worst": 0.01, "commit": "a"}})
+    scenarios.save(path, {"S7": {"hindsight": 0.01, "commit": "a"}})
     rows = [{"same_s": math.inf, "of": (1.0, math.nan)}]
     scenarios.save(path, {"S1": {"rows": rows, "commit": "b"}})
     found = json.loads(path.read_text(), parse_constant=refuse)
-    assert found["S8"] == {"worst": 0.01, "commit": "a"}
+    assert found["S7"] == {"hindsight": 0.01, "commit": "a"}
     assert found["S1"] == {"rows": [{"same_s": None, "of": [1.0, None]}], "commit": "b"}
 
 
@@ -84,8 +84,8 @@ def test_seven_runs_the_seeds_that_it_is_given(monkeypatch: pytest.MonkeyPatch) 
     def simulated(s: Scenario, who: Any, *, seed: int) -> Run:
         return Run(name=who.name, times_s={}, seconds=1000.0 + seed, decisions=10, paused_s=5.0)
 
-    monkeypatch.setattr(changing_network, "simulate", simulated)
-    row = changing_network.one(16, [10, 12])
+    monkeypatch.setattr(scenarios, "simulate", simulated)
+    row = scenarios.of_batch(16, [10, 12])
     extra = 10 * scenarios.DECIDING_S
     assert row["seeds"] == [10, 12]
     assert row["controller_s"] == pytest.approx([1010.0 + extra, 1012.0 + extra])
@@ -169,19 +169,3 @@ def test_an_unprofiled_run_knows_a_speed_once_it_has_timed_it() -> None:
     assert abs(after[kin] / one.true(kin) - 1) < abs(before[kin] / one.true(kin) - 1)
     sizes = {c.micro_batch_size for c in after if c.layout == now.layout}
     assert len(sizes) > 1
-
-
-@pytest.mark.parametrize("growth", scenarios.GROWTHS.values())
-def test_growths_keep_the_mean_of_the_inverse_critical_batch_size(
-    growth: tuple[float, ...],
-) -> None:
-    progress = np.linspace(0.0005, 0.9995, 1000)
-
-    def mean_inverse(s: Any) -> float:
-        return float(np.mean(1 / np.asarray(s.trajectory.phi_at(progress * s.last))))
-
-    s = scenarios.growing(HEADROOM_CASE, *growth)
-    late = s.trajectory.phi_at(np.array([0.5, 1.0]) * s.last)
-    exponent, *levels = growth
-    assert late[1] / late[0] == pytest.approx(1.0 if levels else 2**exponent, rel=0.02)
-    assert mean_inverse(s) == pytest.approx(mean_inverse(preset(HEADROOM_CASE)), rel=0.35)

@@ -1,6 +1,6 @@
-"""Does `--kfac` end lower than Adam alone in the trainer itself, at equal samples and equal time?
+"""Does `--kfac` end lower than Adam alone in the trainer, at equal samples and equal time?
 
-    flock /tmp/ranks.lock python -m bench.time_to_loss.kfac_trainer
+    python -m bench.kfac
 
 Two CPU ranks run `pretrain_gpt.py` as it is, with the model, samples and held-out losses of S4
 (`real_clock.py`) and no link between them. Both have the warm-up that S4 found best for Adam, and
@@ -14,9 +14,8 @@ a core per rank and nothing else running.
 from __future__ import annotations
 
 import math
-import shutil
 import statistics
-import subprocess
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,17 @@ from typing import Any
 import numpy as np
 
 from bench.support import (
-    RESULTS,
-    ROOT,
     TRAINER,
     arguments,
+    launch,
     make_dataset,
     origin,
     read_jsonl,
     read_run,
-    torchrun,
     write,
 )
 from bench.time_to_loss import real_clock
-from bench.time_to_loss.real_clock import Spec, flags_of
-from bench.time_to_loss.real_clock_scenarios import S4
+from bench.time_to_loss.real_clock import S4, Spec, flags_of
 
 BATCH, SEEDS, TUNING_SEED = 32, (1, 2, 3), 0
 MOST_RATE = 3
@@ -66,15 +62,12 @@ class Runs:
 
     Args:
         path: of the file.
+        work: folder for data and the directories of runs.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._work = path, ROOT / "runs" / path.stem
+    def __init__(self, path: Path, work: Path) -> None:
+        self._path, self._work = path, work
         self._rows = {row["key"]: row for row in read_jsonl(path)}
-        self._data = str(self._work / "stdlib_text_document")
-        if not Path(f"{self._data}.idx").exists():
-            self._work.mkdir(parents=True, exist_ok=True)
-            make_dataset(self._work / "stdlib")
 
     def row(self, run: Run) -> dict[str, Any]:
         """Loss and seconds of a step of a run, which is trained if it is missing."""
@@ -86,30 +79,19 @@ class Runs:
         return self._rows[run.key]
 
     def _trained(self, run: Run) -> dict[str, float]:
-        at, interval = self._work / "run", S4.samples // S4.evaluations
-        samples = round(run.share * S4.evaluations) * interval
-        evaluations = samples // interval
-        scenario = replace(S4, samples=samples, evaluations=evaluations)
-        flags = [*flags_of(scenario, run.spec), *(["--kfac"] if run.kfac else [])]
-        data = ["--data-path", self._data, "--data-cache-path", str(self._work / "cache")]
-        shutil.rmtree(at, ignore_errors=True)
-        command = torchrun(2, TRAINER, *flags, *data, "--run-dir", str(at))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{run.key} failed: {done.stderr[-2000:]}")
-        record = read_run(at)
-        steps = [step["seconds"] for step in record.steps]
+        interval, evaluations = S4.samples // S4.evaluations, round(run.share * S4.evaluations)
+        s = replace(S4, samples=evaluations * interval, evaluations=evaluations)
+        flags = [*flags_of(s, run.spec), *["--kfac"] * run.kfac]
+        data = self._work / "stdlib_text_document"
+        if not data.with_suffix(".idx").exists():
+            make_dataset(self._work / "stdlib")
+        with tempfile.TemporaryDirectory(dir=self._work) as at:
+            places = ["--data-cache-path", self._work / "cache", "--run-dir", at]
+            launch(2, TRAINER, *flags, "--data-path", data, *places)
+            record = read_run(Path(at))
         loss = record.evaluations[-1]["losses"]["lm loss"]
-        return {"loss": round(loss, 5), "step_s": statistics.fmean(steps[1:])}
-
-
-def adams_best(batch: int) -> Spec:
-    """Adam with the best rate and warm-up of S4's static runs of a batch, without a link."""
-    rows = real_clock.rows_of(RESULTS / real_clock.FILE, [S4])
-    done = {row["key"]: row["loss"] for row in rows}
-    if (best := real_clock.last_of(real_clock.tuned(S4, batch, done))) is None:
-        raise SystemExit("S4 is not tuned: run bench.time_to_loss.real_clock")
-    return best
+        step_s = statistics.fmean(step["seconds"] for step in record.steps[1:])
+        return {"loss": round(loss, 5), "step_s": step_s}
 
 
 def tuned(runs: Runs, own: Spec, *, kfac: bool) -> Spec:
@@ -162,17 +144,19 @@ def same_loss(runs: Runs, spec: Spec, adam: dict[str, Any], first: dict[str, Any
 def main() -> None:
     """Trains what is missing, compares and writes."""
     args = arguments(__doc__, "kfac_trainer.json").parse_args()
-    before, runs = origin(), Runs(args.output.with_suffix(".jsonl"))
-    first = replace(adams_best(BATCH), seed=TUNING_SEED)
-    own, spec = (tuned(runs, first, kfac=kfac) for kfac in (False, True))
-    for seed in SEEDS:  # in turn, as the machine may change
-        runs.row(Run(spec=replace(own, seed=seed), kfac=False))
-        runs.row(Run(spec=replace(spec, seed=seed), kfac=True))
-    adam, same = of_seeds(runs, own, kfac=False), of_seeds(runs, spec, kfac=True)
-    longer = same["step_s"] / adam["step_s"]
-    # Down to whole intervals of evaluation; another timing finds the same runs, too.
-    share = math.floor(S4.evaluations / longer) / S4.evaluations
-    short = of_seeds(runs, spec, kfac=True, share=share)
+    before, first = origin(), replace(real_clock.best_static(S4, BATCH), seed=TUNING_SEED)
+    with tempfile.TemporaryDirectory(prefix="kfac-") as work:
+        runs = Runs(args.output.with_suffix(".jsonl"), Path(work))
+        own, spec = (tuned(runs, first, kfac=kfac) for kfac in (False, True))
+        for seed in SEEDS:  # in turn, as the machine may change
+            runs.row(Run(spec=replace(own, seed=seed), kfac=False))
+            runs.row(Run(spec=replace(spec, seed=seed), kfac=True))
+        adam, same = of_seeds(runs, own, kfac=False), of_seeds(runs, spec, kfac=True)
+        # Down to whole intervals of evaluation; another timing finds the same runs, too.
+        longer = same["step_s"] / adam["step_s"]
+        share = math.floor(S4.evaluations / longer) / S4.evaluations
+        short = of_seeds(runs, spec, kfac=True, share=share)
+        time_to_adams_loss = same_loss(runs, spec, adam, same)
     result = {
         "what": "--kfac against Adam in the trainer: S4's model on two CPU ranks",
         "batch": BATCH,
@@ -181,7 +165,7 @@ def main() -> None:
         "adam": adam,
         "kfac_at_equal_samples": same,
         "kfac_at_equal_time": {"share": share, **short},
-        "time_to_adams_loss": same_loss(runs, spec, adam, same),
+        "time_to_adams_loss": time_to_adams_loss,
         "less_at_equal_samples": adam["mean"] - same["mean"],
         "less_at_equal_time": adam["mean"] - short["mean"],
         **before,
