@@ -19,7 +19,6 @@ else.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -39,15 +38,8 @@ from typing import Any
 from bench.support import ROOT, arguments, make_dataset, origin, write
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
-from tests.helpers.launch import free_port
+from tests.helpers.elastic_runs import COPY_INTERVAL, account, is_done, start, start_node, wait
 
-MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
---max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 12 --lr 1e-3
---tokenizer-type ByteLevelTokenizer --swiglu --normalization RMSNorm
---disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
---hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --eval-interval 20 --log-interval 1
---pad-vocab-for-tensor-parallel-size 4 --use-distributed-optimizer --save-interval 25"""
-"""All flags but the layout, the number of steps and the data."""
 LAYOUTS = (
     "--tensor-model-parallel-size 2",
     "--pipeline-model-parallel-size 2",
@@ -64,7 +56,6 @@ _APART = 50
 """Steps between two kills. A rank that is to be killed and has not come back yet is killed then."""
 _FIRST = 30
 _HANG_S = 240.0
-_INTERVAL = 10
 _MOVE_EVERY = 15
 _TOLERANCE = 1e-6
 
@@ -75,16 +66,10 @@ def plan_of(seed: int, nodes: Sequence[int], kills: int) -> list[dict[str, Any]]
     places = [[node, local] for node, ranks in enumerate(nodes) for local in range(ranks)]
     rng.shuffle(places)
     for i in range(kills):
-        moment, number = rng.choice(MOMENTS), 100 * seed + 10 * i
-        victim = places[i % len(places)]
-        kill = {
-            "number": number,
-            "step": _FIRST + _APART * i + rng.randrange(_INTERVAL),
-            "moment": "compute" if moment == "recovery" else moment,
-            "victim": victim,
-            "what": "rank",
-            "seconds": 0.15,
-        }
+        moment, number, victim = rng.choice(MOMENTS), 100 * seed + 10 * i, places[i % len(places)]
+        kill = {"number": number, "victim": victim, "what": "rank", "seconds": 0.15}
+        kill["step"] = _FIRST + _APART * i + rng.randrange(COPY_INTERVAL)
+        kill["moment"] = "compute" if moment == "recovery" else moment
         if i == kills - 1 and len(nodes) > 1:
             kill["what"] = rng.choice(["node", "node", "frozen node"])
             kill["seconds"] = 8.0 if kill["what"] == "frozen node" else 0.15
@@ -92,16 +77,8 @@ def plan_of(seed: int, nodes: Sequence[int], kills: int) -> list[dict[str, Any]]
         if moment == "recovery":
             second = rng.choice([p for p in places if p[0] != victim[0] or kill["what"] == "rank"])
             if second != victim:
-                found.append(
-                    {
-                        "number": number + 1,
-                        "step": 0,
-                        "moment": "recovery",
-                        "victim": second,
-                        "what": "rank",
-                        "after": number,
-                    }
-                )
+                again = {"number": number + 1, "step": 0, "moment": "recovery", "victim": second}
+                found.append({**again, "what": "rank", "after": number})
     return found
 
 
@@ -116,71 +93,6 @@ def requests_of(seed: int, nodes: Sequence[int], kills: int) -> list[dict[str, i
         }
         for i in range(2 if len(nodes) > 1 and kills > 1 else 0)
     ]
-
-
-def start_node(
-    folder: Path,
-    nodes: Sequence[int],
-    node: int,
-    layout: str,
-    steps: int,
-    *,
-    data: str,
-    mark: str,
-    elastic: bool = True,
-) -> subprocess.Popen[bytes]:
-    """The supervisor of one node; `data` is the prefix of the data set."""
-    link = folder / "data"
-    if not link.is_symlink():
-        link.symlink_to(Path(data).parent)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COPUS_KILL_PLAN": str(folder / "plan.json")}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env[processes.MARK] = mark
-    own = ["--restart-wait", "0", "--node-timeout-s", "10", "--node-rank", str(node)]
-    own += ["--nproc-per-node", str(nodes[node]), "--nnodes", str(len(nodes))]
-    own += ["--elastic", "--copy-interval", str(_INTERVAL)] if elastic else []
-    if len(nodes) > 1:
-        port = folder / "port"
-        if not port.exists():
-            port.write_text(str(free_port()))
-        own += ["--rdzv-endpoint", f"127.0.0.1:{port.read_text()}"]
-    flags = [*MODEL.split(), *layout.split(), "--train-iters", str(steps)]
-    flags += ["--save", "run", "--data-path", f"data/{Path(data).name}"]
-    command = [sys.executable, "-m", "copus_ext.launch.supervisor", *own, "--"]
-    command += [str(ROOT / "bench/elastic_kills_rank.py"), *flags]
-    with (folder / f"log{node}").open("ab") as log:
-        return subprocess.Popen(
-            command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
-        )
-
-
-def start(
-    folder: Path,
-    nodes: Sequence[int],
-    layout: str,
-    steps: int,
-    *,
-    data: str,
-    mark: str,
-    elastic: bool,
-) -> list[subprocess.Popen[bytes]]:
-    """A supervisor for every node; see `start_node`."""
-    return [
-        start_node(folder, nodes, node, layout, steps, data=data, mark=mark, elastic=elastic)
-        for node in range(len(nodes))
-    ]
-
-
-def wait(children: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
-    """Exit codes; None for one that hangs."""
-    deadline_s = time.monotonic() + timeout_s
-    codes: list[int | None] = []
-    for child in children:
-        try:
-            codes.append(child.wait(max(deadline_s - time.monotonic(), 0.1)))
-        except subprocess.TimeoutExpired:
-            codes.append(None)
-    return codes
 
 
 def attend(
@@ -206,22 +118,6 @@ def attend(
             else:
                 ended.add(node)
     return wait(children, 0.1)
-
-
-def account(folder: Path, steps: int, reference: dict[int, float]) -> dict[str, Any]:
-    """What the record says: samples lost or doubled, and the largest difference of a loss."""
-    rows = [r for r in read_metrics(folder / "run") if r["kind"] == "step"]
-    count = Counter(r["iteration"] for r in rows)
-    wrong = [r for r in rows if r["consumed_samples"] != 12 * r["iteration"]]
-    missing = [i for i in range(1, steps + 1) if count[i] != 1]
-    worst = max(
-        (abs(r["losses"]["lm loss"] / reference[r["iteration"]] - 1) for r in rows), default=0.0
-    )
-    return {
-        "last_step": max(count, default=0),
-        "samples_lost": 12 * len(missing) + 12 * len(wrong),
-        "largest_loss_difference": worst,
-    }
 
 
 def rows_of(folder: Path, kills: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -268,7 +164,6 @@ def trial(
     kills: int,
     elastic: bool,
     data: str,
-    keep: Path | None,
     flags: str = "",
 ) -> dict[str, Any]:
     """One run with its kills on a data set, with some more flags."""
@@ -278,8 +173,7 @@ def trial(
     planned = plan_of(seed, nodes, kills)
     mark = f"elastic-{os.getpid()}-{seed}"
     with tempfile.TemporaryDirectory(prefix="elastic-") as scratch:
-        folder = Path(scratch) if keep is None else keep / f"seed-{seed}"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(scratch)
         plan = {"kills": planned, "move_every": _MOVE_EVERY}
         if elastic:
             plan["requests"] = requests_of(seed, nodes, kills)
@@ -290,11 +184,11 @@ def trial(
         def again(node: int) -> subprocess.Popen[bytes]:
             return start_node(folder, nodes, node, layout, steps, **how)
 
-        done = functools.partial(_is_done, folder, steps)
+        done = functools.partial(is_done, folder, steps)
         codes = attend(children, again, done, _HANG_S + kills * 30.0)
         relaunches = 0
         took_leader = any(k["what"] == "node" and k["victim"][0] == 0 for k in planned)
-        if None not in codes and not _is_done(folder, steps) and took_leader:
+        if None not in codes and not is_done(folder, steps) and took_leader:
             # As a batch script would: node 0, which decides on a relaunch, is gone.
             relaunches += 1
             (folder / "plan.json").write_text(json.dumps({"kills": []}))
@@ -318,14 +212,6 @@ def trial(
         }
     result["done"] = result["last_step"] == steps
     return result
-
-
-def _is_done(folder: Path, steps: int) -> bool:
-    try:
-        rows = read_metrics(folder / "run")
-    except FileNotFoundError:
-        return False
-    return any(r["kind"] == "step" and r["iteration"] == steps for r in rows)
 
 
 def _command_of(folder: Path) -> str | None:
@@ -405,7 +291,7 @@ def result_of(
     return {
         "what": "kills of ranks and nodes in elastic runs of four CPU ranks",
         "command": runs[0]["command"],
-        "steps_between_copies": _INTERVAL,
+        "steps_between_copies": COPY_INTERVAL,
         "tolerance_of_losses": _TOLERANCE,
         "loss_difference_of_two_layouts_without_kills": rounding,
         **summary(runs),
@@ -425,35 +311,25 @@ def main() -> None:
     help_text = "at least so many of them in moves, saves and recoveries"
     parser.add_argument("--kills-in-changes", type=int, default=30, help=help_text)
     parser.add_argument("--kills-per-run", type=int, default=8)
-    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--relaunches", type=int, default=3, help="runs without --elastic")
     parser.add_argument("--flags", default="", help="more flags of every run, such as --bf16")
-    parser.add_argument("--keep", type=Path, help="folder for what the runs leave")
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    per_run, runs = args.kills_per_run, []
     with tempfile.TemporaryDirectory(prefix="elastic-data-") as folder:
-        _campaign(args, make_dataset(Path(folder) / "stdlib"))
-
-
-def _campaign(args: argparse.Namespace, data: str) -> None:
-    per_run = args.kills_per_run
-    reference = undisturbed(_FIRST + _APART * per_run + 20, data, args.flags)
-    rounded = rounding(reference, data, args.flags)
-    how: dict[str, Any] = {"data": data, "flags": args.flags}
-    runs: list[dict[str, Any]] = []
-    seed = args.first_seed
-    while (
-        sum(len(run["rows"]) for run in runs) < args.kills
-        or _num_in_changes(runs) < args.kills_in_changes
-    ):
-        runs.append(trial(seed, reference, kills=per_run, elastic=True, keep=args.keep, **how))
-        print(json.dumps({k: v for k, v in runs[-1].items() if k != "rows"}), flush=True)
-        args.output.write_text(json.dumps(result_of(runs, [], rounded)) + "\n")
-        seed += 1
-    relaunched = [
-        trial(4 * i, reference, kills=1, elastic=False, keep=None, **how)
-        for i in range(args.relaunches)
-    ]
+        how = {"data": make_dataset(Path(folder) / "stdlib"), "flags": args.flags}
+        reference = undisturbed(_FIRST + _APART * per_run + 20, **how)
+        rounded = rounding(reference, **how)
+        while (
+            sum(len(run["rows"]) for run in runs) < args.kills
+            or _num_in_changes(runs) < args.kills_in_changes
+        ):
+            runs.append(trial(len(runs), reference, kills=per_run, elastic=True, **how))
+            print(json.dumps({k: v for k, v in runs[-1].items() if k != "rows"}), flush=True)
+            args.output.write_text(json.dumps(result_of(runs, [], rounded)) + "\n")
+        relaunched = [
+            trial(4 * i, reference, kills=1, elastic=False, **how) for i in range(args.relaunches)
+        ]
     write(args.output, result_of(runs, relaunched, rounded), hide=("runs", "rows"))
 
 

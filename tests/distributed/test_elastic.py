@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from bench.elastic_kills import MODEL, account, start, start_node, wait
 from copus_ext.launch.workers import RESIZE_VARIABLE
 from megatron.training.common.control import RANKS_FILE, write_stop
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
+from tests.helpers.elastic_runs import MODEL, account, start, start_node, wait
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.text import text_prefix

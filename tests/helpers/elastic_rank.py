@@ -1,4 +1,4 @@
-"""A rank of `bench.elastic_kills`: trains, and kills itself or its node where the plan says so.
+"""A rank of `elastic_runs.py`: trains, and kills itself or its node where the plan says so.
 
 The plan is a JSON file that `COPUS_KILL_PLAN` names: {"kills": [{"number", "step", "moment",
 "victim": [node, local], "what"}]}. Each kill happens once; the rank writes `kill-<number>` beside
