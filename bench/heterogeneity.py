@@ -1,6 +1,6 @@
 """Does the planner rank orders of nodes and cuts of layers rightly, on nodes and links that differ?
 
-    sudo python -m bench.heterogeneity --data-path runs/quickstart/data/stdlib_text_document
+    sudo python -m bench.heterogeneity
 
 Four network namespaces on this machine are the nodes, with one rank in each. Two ranks share a
 core, and each has a quota of processor time (cgroup), so that no rank slows down another. One node
@@ -8,8 +8,7 @@ has half the quota of the others. Two nodes share a link a tenth as fast as the 
 `copus probe-links` measures the links and `tools/plan.py nodes` plans on them. The trainer
 then runs each layout with nodes as given and with the best order, with even stages and with the
 best cut, and what is predicted to be fastest with nodes as given and even stages. Predicted and
-measured seconds and ranks go to docs/results/heterogeneity.json. `--draw` prints the table of that
-file. It needs root, iproute2, two cores and nothing else running, and takes about twenty minutes.
+measured seconds and ranks go to docs/results/heterogeneity.json. It needs root, iproute2, two cores and nothing else running, and takes about twenty minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,16 @@ from typing import Any
 
 from bench import nodes
 from bench.nodes import QUOTA, Nodes, quotas
-from bench.support import QUICKSTART_MODEL, ROOT, TRAINER, arguments, origin, read_run
+from bench.support import (
+    QUICKSTART_MODEL,
+    ROOT,
+    TRAINER,
+    arguments,
+    make_dataset,
+    origin,
+    read_run,
+    write,
+)
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
@@ -84,17 +92,6 @@ def speeds_of(site: Nodes, data: str, work: Path) -> list[float]:
 def shares() -> list[float]:
     """Cores of every node."""
     return [SLOW_QUOTA if node == SLOW_NODE else QUOTA for node in range(NUM_NODES)]
-
-
-def even(cluster: Path) -> Path:
-    """The same cluster file with equal nodes and links."""
-    data = json.loads(cluster.read_text())
-    del data["links"]
-    data["nodes"] = [{"count": NUM_NODES, "speed": max(n["speed"] for n in data["nodes"])}]
-    data |= {"nic_bytes_per_s": USUAL_MBIT * 1e6 / 8, "nic_is_measured": True}
-    path = cluster.with_name("even.json")
-    path.write_text(json.dumps(data))
-    return path
 
 
 def plan(cluster: Path) -> dict[str, Any]:
@@ -195,60 +192,33 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rows": len(rows), "in_place": in_place, "pairs": len(pairs), "pairs_in_order": same}
 
 
-def table(result: dict[str, Any]) -> str:
-    """The rows as markdown."""
-    lines = [
-        "| configuration | nodes | layers | predicted s | measured s |",
-        "|---|---|---|---|---|",
-    ]
-    for r in sorted(result["rows"], key=lambda r: r["predicted_s"]):
-        order, layers = ((" ".join(map(str, r[name]))) for name in ("order", "cut"))
-        times = f"{r['predicted_s']:.2f} | {r['measured_s']:.2f}"
-        lines.append(f"| {r['name']} | {order} | {layers} | {times} |")
-    s = summary(result["rows"])
-    lines.append(
-        f"\n{s['pairs_in_order']} of {s['pairs']} pairs stand in the predicted order; "
-        f"{s['in_place']} of {s['rows']} rows have their predicted place"
-    )
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Measures, prints and writes."""
     parser = arguments(__doc__, "heterogeneity.json")
-    parser.add_argument("--data-path", help="prefix of an indexed data set")
     parser.add_argument("--layouts", type=int, default=len(LAYOUTS), help="only the first so many")
-    parser.add_argument("--draw", action="store_true", help="print the table of --output, no more")
     args = parser.parse_args()
-    if args.draw:
-        print(table(json.loads(args.output.read_text())))
-        return
     nodes.require()
-    if not args.data_path:
-        parser.error("give --data-path PREFIX, such as the quickstart's")
-    data = str(Path(args.data_path).resolve())
     result: dict[str, Any] = {"what": "uneven nodes and links", "machine": origin()}
-    pairs = [SLOW_PAIR]
     with (
         tempfile.TemporaryDirectory() as folder,
         quotas(shares()) as groups,
-        star(NUM_NODES, slow_pairs=pairs, rate_mbit=SLOW_MBIT, usual_mbit=USUAL_MBIT) as names,
+        star(
+            NUM_NODES, slow_pairs=[SLOW_PAIR], rate_mbit=SLOW_MBIT, usual_mbit=USUAL_MBIT
+        ) as names,
     ):
         addresses = [address(node) for node in range(NUM_NODES)]
         site = Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)
         work = Path(folder)
+        data = make_dataset(work / "stdlib")
         print("timing a node of each kind, then the links", flush=True)
         cluster = probe(site, speeds_of(site, data, work), work)
-        result["cluster"] = json.loads(cluster.read_text())
-        result["plan"], result["even_plan"] = plan(cluster), plan(even(cluster))
+        result |= {"cluster": json.loads(cluster.read_text()), "plan": plan(cluster)}
         print("\n".join(result["plan"]["said"]), flush=True)
         rows = configurations(cluster, LAYOUTS[: args.layouts])
         for one in rows:
             measure(site, one, data, work)
             print(f"{one['name']}: {one['predicted_s']:.2f}, measured {one['measured_s']:.2f} s")
-        result |= {"rows": rows, "summary": summary(rows)}
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(result))
+    write(args.output, {**result, "rows": rows, "summary": summary(rows)}, hide=["rows", "plan"])
 
 
 if __name__ == "__main__":

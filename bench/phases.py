@@ -12,7 +12,7 @@ Then planned: two GPU clusters, a model each, 8k, 32k and 128k. The planner's be
 phase with its moves, the best single layout, and the same layouts with the restart measured here in
 place of a move. A restart of a large job takes longer than here; so the last line is a lower bound.
 
-Writes docs/results/phases.json. `--again` of a result plans anew for what it measured.
+Writes docs/results/phases.json.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import io
 import itertools
 import json
 import statistics
-import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from bench.support import ROOT, TRAINER, arguments, make_dataset, origin, read_run, torchrun, write
+from bench.support import TRAINER, arguments, launch, make_dataset, origin, read_run, write
 from copus_ext.commands import plan
 from megatron.training.config.layout import LAYOUT_KEYS, Layout
 
@@ -54,32 +54,8 @@ CLUSTERS = {
 PLANNED = "0:8192 90%:32768 97%:131072"
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Runs, plans and writes."""
-    parser = arguments(__doc__, "phases.json")
-    parser.add_argument("--rounds", type=int, default=3, help="of the real runs")
-    parser.add_argument("--again", type=Path, help="plan anew for what this result measured")
-    args = parser.parse_args(argv)
-    if args.again:
-        before = json.loads(args.again.read_text())
-        machine, real = {n: before[n] for n in origin()}, before["real"]
-    else:
-        machine, real = origin(), measured(args.rounds)
-    planned = {name: on_cluster(*of, real["restart_s"]) for name, of in CLUSTERS.items()}
-    write(
-        args.output,
-        {
-            **machine,
-            "command": "python -m bench.phases",
-            "real": real,
-            "planned": planned,
-            "planned_by": origin(),
-        },
-    )
-
-
 def measured(rounds: int) -> dict[str, Any]:
-    """Seconds of the three ways on CPU ranks, and their losses."""
+    """Seconds of the three ways on CPU ranks."""
     ways = {"one process": LAYOUTS, **{layout: (layout,) * 3 for layout in SINGLE}}
     found: dict[str, list[float]] = {way: [] for way in (*ways, "by hand")}
     restarts: list[float] = []
@@ -88,11 +64,11 @@ def measured(rounds: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="phases-") as name:
             folder = Path(name)
             data = ["--data-path", make_dataset(folder / "text"), "--split", "95,4,1"]
-            both = [*MODEL.split(), *data, "--train-samples", str(16 * STEPS)]
-            both += ["--seq-length-schedule", LENGTHS]
+            both = [*MODEL.split(), *data, "--train-samples", str(16 * STEPS), "--copus"]
+            both += ["--copus-mode", "observe", "--seq-length-schedule", LENGTHS]
             for way, layouts in ways.items():
                 at, started = folder / way.replace(" ", "_"), time.monotonic()
-                _run(at, [*both, *flags_of(layouts)])
+                launch(RANKS, TRAINER, *both, *flags_of(layouts), "--run-dir", at)
                 found[way].append(time.monotonic() - started)
                 losses[way] = [step["losses"]["lm loss"] for step in read_run(at).steps]
             whole, between, own = by_hand(folder, both)
@@ -106,45 +82,23 @@ def measured(rounds: int) -> dict[str, Any]:
     fastest = min(SINGLE, key=medians.__getitem__)
     return {
         "seconds": found,
-        "median_s": medians,
         "best_single_layout": fastest,
         "one_layout_costs_more": medians[fastest] / medians["one process"] - 1,
         "by_hand_costs_more": medians["by hand"] / medians["one process"] - 1,
         "restart_s": statistics.median(restarts),
-        "restarts_s": restarts,
         "losses_apart": apart,
         "steps": len(losses["one process"]),
-        "ranks": RANKS,
-        "lengths": LENGTHS,
-        "layouts": LAYOUTS,
     }
 
 
-def flags_of(layouts: tuple[str, ...]) -> list[str]:
-    """The first layout of three, and those of the later phases."""
-    return [*sizes_of(layouts[0]), *later_of(layouts), "--copus"]
-
-
-def later_of(layouts: tuple[str, ...]) -> list[str]:
-    """The layouts of the later phases."""
-    positions = [word.partition(":")[0] for word in LENGTHS.split()]
-    later = " ".join(f"{at}:{layout}" for at, layout in zip(positions[1:], layouts[1:]))
-    return ["--layout-schedule", later]
-
-
-def sizes_of(layout: str) -> list[str]:
-    """Flags of a layout."""
-    at = Layout.from_text(layout)
+def flags_of(layouts: Sequence[str], number: int = 0) -> list[str]:
+    """Flags of one layout, and of all in their phases."""
+    at = Layout.from_text(layouts[number])
     sizes = ["--tensor-model-parallel-size", str(at.tp), "--context-parallel-size", str(at.cp)]
-    sizes += ["--pipeline-model-parallel-size", str(at.pp)]
-    return [*sizes, "--sequence-parallel"] if at.tp > 1 else sizes
-
-
-def _run(folder: Path, flags: list[str]) -> None:
-    command = torchrun(RANKS, TRAINER, *flags, "--copus-mode", "observe", "--run-dir", folder)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+    sizes += ["--pipeline-model-parallel-size", str(at.pp), *["--sequence-parallel"] * (at.tp > 1)]
+    positions = [word.partition(":")[0] for word in LENGTHS.split()]
+    later = " ".join(f"{p}:{layout}" for p, layout in zip(positions[1:], layouts[1:]))
+    return [*sizes, "--layout-schedule", later]
 
 
 def by_hand(folder: Path, both: list[str]) -> tuple[float, list[float], list[float]]:
@@ -153,17 +107,14 @@ def by_hand(folder: Path, both: list[str]) -> tuple[float, list[float], list[flo
     saved, begun, losses = folder / "saved", time.monotonic(), []
     ends: list[float] = []
     starts: list[float] = []
-    for number, layout in enumerate(LAYOUTS):
-        run = folder / f"job{number}"
+    for number, end in enumerate(ENDS):
         # A job is not started whose later phases could not run, though another does them.
-        flags = [*both, *sizes_of(layout), *later_of(LAYOUTS), "--save", str(saved), "--copus"]
-        flags += ["--load", str(saved)] if number else []
-        flags += ["--exit-interval", str(ENDS[number])]
-        _run(run, flags)
-        record = read_run(run)
-        steps = [r for r in record.records if r["kind"] == "step"]
+        flags = [*both, *flags_of(LAYOUTS, number), "--save", saved, "--exit-interval", end]
+        flags += ["--load", saved] if number else []
+        launch(RANKS, TRAINER, *map(str, flags), "--run-dir", run := folder / f"job{number}")
+        steps = read_run(run).steps
         losses += [step["losses"]["lm loss"] for step in steps]
-        starts.append(steps[0]["t"] - steps[0]["elapsed_per_iteration_ms"] / 1000)
+        starts.append(steps[0]["t"] - steps[0]["seconds"])
         ends.append(steps[-1]["t"])
     between = [start - end for end, start in zip(ends, starts[1:])]
     return time.monotonic() - begun, between, losses
@@ -178,23 +129,29 @@ def on_cluster(
     with redirect_stdout(io.StringIO()) as out:
         plan.main(words)
     answer = json.loads(out.getvalue())
-    stages = answer["stages"]
-    found = [stage["configuration"] for stage in stages]
+    found, single = [stage["configuration"] for stage in answer["stages"]], answer["one_layout"]
     layouts = [
         str(Layout.from_json({n: c[n] for n in LAYOUT_KEYS if c.get(n) is not None})) for c in found
     ]
-    changes = sum(a != b for a, b in itertools.pairwise(layouts))
-    computed = answer["seconds"] - answer["pause_s"]
-    single = answer["one_layout"]
+    restarts_s = restart_s * sum(a != b for a, b in itertools.pairwise(layouts))
     return {
         "layouts": layouts,
         "hours": answer["seconds"] / 3600,
         "moves_s": answer["pause_s"],
         "one_layout": single and {"layout": single["layout"], "hours": single["seconds"] / 3600},
         "one_layout_costs_more": single and single["costs_more"],
-        "by_hand_hours_at_least": (computed + changes * restart_s) / 3600,
-        "flags": " ".join(answer["flags"]),
+        "by_hand_hours_at_least": (answer["seconds"] - answer["pause_s"] + restarts_s) / 3600,
     }
+
+
+def main() -> None:
+    """Runs, plans and writes."""
+    parser = arguments(__doc__, "phases.json")
+    parser.add_argument("--rounds", type=int, default=3, help="of the real runs")
+    args = parser.parse_args()
+    machine, real = origin(), measured(args.rounds)
+    planned = {name: on_cluster(*of, real["restart_s"]) for name, of in CLUSTERS.items()}
+    write(args.output, {**machine, "real": real, "planned": planned})
 
 
 if __name__ == "__main__":
