@@ -8,7 +8,8 @@ has half the quota of the others. Two nodes share a link a tenth as fast as the 
 `copus probe-links` measures the links and `tools/plan.py nodes` plans on them. The trainer
 then runs each layout with nodes as given and with the best order, with even stages and with the
 best cut, and what is predicted to be fastest with nodes as given and even stages. Predicted and
-measured seconds and ranks go to docs/results/heterogeneity.json. It needs root, iproute2, two cores and nothing else running, and takes about twenty minutes.
+measured seconds and ranks go to docs/results/heterogeneity.json. It needs root, iproute2, two
+cores and nothing else running, and takes about twenty minutes.
 """
 
 from __future__ import annotations
@@ -199,12 +200,11 @@ def main() -> None:
     args = parser.parse_args()
     nodes.require()
     result: dict[str, Any] = {"what": "uneven nodes and links", "machine": origin()}
+    links: dict[str, Any] = {"rate_mbit": SLOW_MBIT, "usual_mbit": USUAL_MBIT}
     with (
         tempfile.TemporaryDirectory() as folder,
         quotas(shares()) as groups,
-        star(
-            NUM_NODES, slow_pairs=[SLOW_PAIR], rate_mbit=SLOW_MBIT, usual_mbit=USUAL_MBIT
-        ) as names,
+        star(NUM_NODES, slow_pairs=[SLOW_PAIR], **links) as names,
     ):
         addresses = [address(node) for node in range(NUM_NODES)]
         site = Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)

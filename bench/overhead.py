@@ -158,40 +158,23 @@ def _rows_of(job: Any, step: Any, estimator: str, args: argparse.Namespace) -> R
     return balanced_rows({"tap": tap, "plain": plain}, args.blocks)
 
 
-def measured_share(steps: int, batch_size: int, tokens_per_sample: int) -> float:
-    """Share of the steps of a run of one batch that the default measures."""
-    observer, one = NoiseObserver(), Estimate(grad_norm_sq=1.0, grad_variance_trace=1.0)
-    for step in range(1, steps + 1):
-        consumed = step * batch_size
-        if step % observer.interval_at(batch_size):
-            observer.skip(consumed)
-            continue
-        observer.update(
-            {CONTROL: one},
-            estimator="micro",
-            global_batch_size=batch_size,
-            consumed_samples=consumed,
-            tokens=batch_size * tokens_per_sample,
-        )
-    return observer.num_measured / steps
-
-
-def cost_by_default(by_clock: dict[str, Any], model: str, batch_size: int) -> list[dict[str, Any]]:
+def by_default(by_clock: dict[str, Any], words: list[str], batch_size: int) -> list[dict[str, Any]]:
     """Share of measured steps and the time that measuring costs, 0.01 being a hundredth of the
-    run's, for runs of several lengths.
-
-    Args:
-        by_clock: summaries of the ratios by clock and estimator.
-        model: its flags.
-        batch_size: samples.
-    """
-    words = model.split()
-    length = int(words[words.index("--seq-length") + 1])
-    found = []
+    run's, for runs of one batch and several lengths."""
+    length, found = int(words[words.index("--seq-length") + 1]), []
     for steps in RUN_STEPS:
-        share = measured_share(steps, batch_size, length)
+        observer, one = NoiseObserver(), Estimate(grad_norm_sq=1.0, grad_variance_trace=1.0)
+        about: dict[str, Any] = {"estimator": "micro", "global_batch_size": batch_size}
+        for step in range(1, steps + 1):
+            consumed = step * batch_size
+            if step % observer.interval_at(batch_size):
+                observer.skip(consumed)
+            else:
+                at = {"consumed_samples": consumed, "tokens": batch_size * length}
+                observer.update({CONTROL: one}, **about, **at)
+        share = observer.num_measured / steps
         costs = {
-            clock: share * of[ESTIMATORS[0]]["median_ratio"]
+            clock: share * of["micro"]["median_ratio"]
             + (1 - share) * of[BETWEEN]["median_ratio"]
             - 1
             for clock, of in by_clock.items()
@@ -315,36 +298,25 @@ def result_of(found: Any, args: argparse.Namespace) -> dict[str, Any]:
             "median_decision_s": statistics.median(found["decide"]),
         }
     ranks, batch_size, _ = PARTS[args.part]
-    how = {
-        "model": " ".join(model_of(args).split()),
-        "rows": args.blocks,
-        "steps_of_a_block": args.steps,
-        "global_batch_size": batch_size,
-        "ranks": ranks,
-    }
+    model, clocks = " ".join(model_of(args).split()), ("wall", "cpu")
+    how = {"model": model, "rows": args.blocks, "steps_of_a_block": args.steps}
+    how |= {"global_batch_size": batch_size, "ranks": ranks}
     if args.part == "noise":
-        by_clock = {
+        ratios = {
             clock: {
                 name: ratio_summary(rows, f"{clock}_s", of="tap", to="plain")
                 for name, rows in found.items()
             }
-            for clock in ("wall", "cpu")
+            for clock in clocks
         }
-        return {
-            "what": "seconds per step with the noise scale measured at every step / without",
-            **by_clock,
-            "by_default": {
-                "estimator": ESTIMATORS[0],
-                "runs": cost_by_default(by_clock, how["model"], batch_size),
-            },
-            **how,
-            "per_row": found,
-        }
+        default = {"estimator": "micro", "runs": by_default(ratios, model.split(), batch_size)}
+        what = "seconds per step with the noise scale measured at every step / without"
+        return {"what": what, **ratios, "by_default": default, **how, "per_row": found}
     rows, more = (found, {}) if args.part == "loop" else (found.pop("rows"), found)
     first, second = ("ours", "bare") if args.part == "loop" else ("copies", "none")
     return {
         "what": f"seconds per step, {first} / {second}, per row of four blocks",
-        **{c: ratio_summary(rows, f"{c}_s", of=first, to=second) for c in ("wall", "cpu")},
+        **{c: ratio_summary(rows, f"{c}_s", of=first, to=second) for c in clocks},
         **more,
         **how,
         "per_row": rows,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.planner_memory import CASES
+from tests.distributed.worker_memory import CASES
 from tests.helpers.launch import ROOT, run_ranks
 
 
@@ -15,7 +15,7 @@ from tests.helpers.launch import ROOT, run_ranks
 @pytest.mark.parametrize("number", range(3), ids=lambda number: str(CASES[number][2]))
 def test_the_peak_is_predicted_within_five_percent(tmp_path: Path, number: int) -> None:
     file = tmp_path / "memory.json"
-    program = [ROOT / "bench" / "planner_memory.py", "--worker", str(number), "--output", file]
+    program = [ROOT / "tests/distributed/worker_memory.py", str(number), file]
     run_ranks(program, CASES[number][0], timeout_s=360).check()
     ranks = json.loads(file.read_text())["ranks"]
     assert len(ranks) == CASES[number][0]

@@ -107,7 +107,7 @@ INVENTED_DATA = {
     "tests/unit/test_restore.py": "flags that Megatron-LM stores, compared without a run",
     "tests/extras/group_clip/test_group_clip.py": "flags that are resolved, without a run",
     "bench/overhead.py": "the time of the controller's own part of a step",
-    "bench/planner_memory.py": "the memory of a step",
+    "tests/distributed/worker_memory.py": "the memory of a step",
 }
 """Files that may name `--mock-data`, with the reason."""
 
