@@ -121,7 +121,6 @@ def attend(
 
 
 def rows_of(folder: Path, kills: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for every kill that happened."""
     records = read_metrics(folder / "run", superseded=True)
     starts = [r for r in records if r["kind"] == "run.start"]
     shared = next(iter((folder / "run" / "control" / "elastic").glob("*")), None)
@@ -259,7 +258,6 @@ def _num_in_changes(runs: Sequence[dict[str, Any]]) -> int:
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all runs say together."""
     rows = [row for run in runs for row in run["rows"]]
     live = [r for r in rows if r["outcome"] == "live"]
     deaths = [r for r in live if r["what"] != "frozen node"]
@@ -287,7 +285,6 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def result_of(
     runs: Sequence[dict[str, Any]], relaunched: Sequence[dict[str, Any]], rounding: float
 ) -> dict[str, Any]:
-    """What is written."""
     return {
         "what": "kills of ranks and nodes in elastic runs of four CPU ranks",
         "command": runs[0]["command"],
@@ -305,7 +302,6 @@ def result_of(
 
 
 def main() -> None:
-    """Runs the campaign."""
     parser = arguments(__doc__, "elastic_kills.json")
     parser.add_argument("--kills", type=int, default=100)
     help_text = "at least so many of them in moves, saves and recoveries"

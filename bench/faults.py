@@ -63,7 +63,6 @@ class Kill:
 
 
 def drawn(seed: int, number: int) -> list[Any]:
-    """Kills, `CHAIN` of each run."""
     rng, kills = random.Random(seed), []
     for i in range(number):
         moment = MOMENTS[i % len(MOMENTS)]

@@ -229,7 +229,6 @@ def worker(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, prints and writes."""
     parser = arguments(__doc__, "graph_stages.json")
     parser.add_argument("--only", choices=CASES, help="keep the rest")
     args = parser.parse_args()

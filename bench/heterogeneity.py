@@ -91,7 +91,6 @@ def speeds_of(site: Nodes, data: str, work: Path) -> list[float]:
 
 
 def shares() -> list[float]:
-    """Cores of every node."""
     return [SLOW_QUOTA if node == SLOW_NODE else QUOTA for node in range(NUM_NODES)]
 
 
@@ -194,7 +193,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, prints and writes."""
     parser = arguments(__doc__, "heterogeneity.json")
     parser.add_argument("--layouts", type=int, default=len(LAYOUTS), help="only the first so many")
     args = parser.parse_args()

@@ -53,17 +53,11 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Names the run."""
         return f"{'kfac' if self.kfac else 'adam'} {self.spec.key} share {self.share:g}"
 
 
 class Runs:
-    """Finished runs, in a file that grows.
-
-    Args:
-        path: of the file.
-        work: folder for data and the directories of runs.
-    """
+    """Finished runs, in a file that grows."""
 
     def __init__(self, path: Path, work: Path) -> None:
         self._path, self._work = path, work
@@ -119,12 +113,6 @@ def of_seeds(runs: Runs, spec: Spec, *, kfac: bool, share: float = 1.0) -> dict[
 def same_loss(runs: Runs, spec: Spec, adam: dict[str, Any], first: dict[str, Any]) -> float | None:
     """The part of Adam's time after which K-FAC has Adam's last loss.
 
-    Args:
-        runs: finished ones.
-        spec: of K-FAC.
-        adam: losses and seconds of Adam.
-        first: the same of K-FAC with all samples.
-
     Returns:
         By straight lines between whole runs; None if one of all samples does not reach it, or the
         shortest still does.
@@ -142,7 +130,6 @@ def same_loss(runs: Runs, spec: Spec, adam: dict[str, Any], first: dict[str, Any
 
 
 def main() -> None:
-    """Trains what is missing, compares and writes."""
     args = arguments(__doc__, "kfac_trainer.json").parse_args()
     before, first = origin(), replace(real_clock.best_static(S4, BATCH), seed=TUNING_SEED)
     with tempfile.TemporaryDirectory(prefix="kfac-") as work:

@@ -248,7 +248,6 @@ def compare(a: dict[str, list[Any]], b: dict[str, list[Any]]) -> dict[str, float
 
 
 def layouts(scratch: Path, steps: int) -> dict[str, Any]:
-    """One run under two layouts."""
     places = ["--data-path", make_dataset(scratch / "data"), "--data-cache-path", scratch / "cache"]
     curves = {}
     for name, pp in (("DP 2", "1"), ("PP 2", "2")):
@@ -265,7 +264,6 @@ def layouts(scratch: Path, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures a part, prints and writes."""
     parser = arguments(__doc__)
     parser.add_argument("part", choices=("accuracy", "layouts"))
     parser.add_argument("--output", type=Path, help="instead of the file in docs/results")

@@ -1,9 +1,7 @@
-"""What do the training loop, the noise scale, the controller and the copies cost in each step?
+"""What do the noise scale, the controller and the copies cost in each step?
 
     python -m bench.overhead PART --data-path runs/quickstart/data/stdlib_text_document
 
-* loop: `train_step` with events, reporting and record on one rank, against the schedule, optimizer
-  and scheduler of megatron-core called directly. Writes loop_overhead.json.
 * noise: two ranks with and without the hooks of each estimator, every step measured, and with hooks
   between two measurements. Writes noise_overhead.json, with `--experts` (a mixture of experts)
   noise_overhead_experts.json. By default not every step is measured: what that costs is the share
@@ -29,7 +27,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,68 +59,18 @@ TINY = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 3
 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --eval-iters 0 --log-interval 1000
 --hidden-dropout 0 --attention-dropout 0 --adam-beta2 0.95 --train-samples 8000"""
 PARTS = {
-    "loop": (1, 8, "loop_overhead.json"),
     "noise": (2, 16, "noise_overhead.json"),
     "controller": (1, 8, "controller_cost.json"),
     "copies": (2, 16, "elastic_copy_cost.json"),
 }
 """Ranks, samples of a batch, file of the result."""
-BLOCKS = {"loop": (60, 2), "noise": (20, 4), "controller": (1, 1), "copies": (4, COPY_INTERVAL)}
+BLOCKS = {"noise": (20, 4), "controller": (1, 1), "copies": (4, COPY_INTERVAL)}
 """Rows of four blocks, and steps of a block."""
 BETWEEN = "between"
 """Hooks are there, and no step is measured."""
 ESTIMATORS = ("micro", "rank", "half", BETWEEN)
 RUN_STEPS = (300, 1_000, 10_000, 30_000)
 """Lengths of runs for the cost of the noise scale by default."""
-
-
-def bare_step(job: Any) -> None:
-    """One step as a minimal script on megatron-core would take it: no events, counters, record,
-    agreed stop or seeding."""
-    import torch
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    size = job.config.batch.initial_global_batch_size
-    mbs = job.config.batch.micro_batch_size
-    batches = job.train_data.read(
-        consumed_samples=job.state.consumed_samples,
-        global_batch_size=size,
-        micro_batch_size=mbs,
-        dp_rank=0,
-        dp_size=1,
-    )
-    for chunk in job.model.chunks:
-        chunk.zero_grad_buffer()
-    job.optimizer.zero_grad()
-
-    def loss_function(mask: torch.Tensor, output: torch.Tensor) -> tuple:
-        total = torch.sum(output.float().reshape(-1) * mask.reshape(-1))
-        return total, mask.sum().to(torch.int), {"lm loss": total.detach()}
-
-    def forward(data: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple:
-        batch = next(data)
-        output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return output, functools.partial(loss_function, batch["loss_mask"])
-
-    get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=batches,
-        model=job.model.chunks,
-        num_microbatches=size // mbs,
-        seq_length=job.config.batch.seq_length,
-        micro_batch_size=mbs,
-        forward_only=False,
-    )
-    job.optimizer.step()
-    job.scheduler.step(increment=size)
-    job.state.consumed_samples += size
-
-
-def loop(job: Any, step: Any, args: argparse.Namespace) -> Rows:
-    """Our loop against the bare schedule."""
-    sides = {"ours": step, "bare": functools.partial(bare_step, job)}
-    taken = {name: functools.partial(block, one, args.steps) for name, one in sides.items()}
-    return balanced_rows(taken, args.blocks)
 
 
 def noise(job: Any, step: Any, args: argparse.Namespace) -> dict[str, Rows]:
@@ -170,7 +117,7 @@ def by_default(by_clock: dict[str, Any], words: list[str], batch_size: int) -> l
             if step % observer.interval_at(batch_size):
                 observer.skip(consumed)
             else:
-                at = {"consumed_samples": consumed, "tokens": batch_size * length}
+                at: Any = {"consumed_samples": consumed, "tokens": batch_size * length}
                 observer.update({CONTROL: one}, **about, **at)
         share = observer.num_measured / steps
         costs = {
@@ -275,14 +222,13 @@ def worker(args: argparse.Namespace) -> None:
                 from megatron.training.train.reporting import Reporter
 
                 step = functools.partial(step_of_loop, job, Reporter(job))
-                measure: Any = {"loop": loop, "noise": noise, "copies": copies}[args.part]
+                measure: Any = {"noise": noise, "copies": copies}[args.part]
                 found = measure(job, step, args)
     if os.environ["RANK"] == "0":
         args.output.write_text(json.dumps(found))
 
 
 def model_of(args: argparse.Namespace) -> str:
-    """The flags of the model."""
     return f"{MODEL} {EXPERTS}" if args.experts else MODEL
 
 
@@ -312,19 +258,17 @@ def result_of(found: Any, args: argparse.Namespace) -> dict[str, Any]:
         default = {"estimator": "micro", "runs": by_default(ratios, model.split(), batch_size)}
         what = "seconds per step with the noise scale measured at every step / without"
         return {"what": what, **ratios, "by_default": default, **how, "per_row": found}
-    rows, more = (found, {}) if args.part == "loop" else (found.pop("rows"), found)
-    first, second = ("ours", "bare") if args.part == "loop" else ("copies", "none")
+    rows = found.pop("rows")
     return {
-        "what": f"seconds per step, {first} / {second}, per row of four blocks",
-        **{c: ratio_summary(rows, f"{c}_s", of=first, to=second) for c in clocks},
-        **more,
+        "what": "seconds per step, copies / none, per row of four blocks",
+        **{c: ratio_summary(rows, f"{c}_s", of="copies", to="none") for c in clocks},
+        **found,
         **how,
         "per_row": rows,
     }
 
 
 def main() -> None:
-    """Measures a part, prints and writes."""
     parser = arguments(__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--data-path", default="", help="prefix of an indexed data set")

@@ -92,7 +92,6 @@ def measured(rounds: int) -> dict[str, Any]:
 
 
 def flags_of(layouts: Sequence[str], number: int = 0) -> list[str]:
-    """Flags of one layout, and of all in their phases."""
     at = Layout.from_text(layouts[number])
     sizes = ["--tensor-model-parallel-size", str(at.tp), "--context-parallel-size", str(at.cp)]
     sizes += ["--pipeline-model-parallel-size", str(at.pp), *["--sequence-parallel"] * (at.tp > 1)]
@@ -145,7 +144,6 @@ def on_cluster(
 
 
 def main() -> None:
-    """Runs, plans and writes."""
     parser = arguments(__doc__, "phases.json")
     parser.add_argument("--rounds", type=int, default=3, help="of the real runs")
     args = parser.parse_args()

@@ -87,7 +87,6 @@ def case(nodes: list[Any], limit: float, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs all cases."""
     args = arguments(__doc__, "plan_serving.json").parse_args()
     cases = {
         name: [case(nodes, limit, seed) for limit in LIMITS for seed in range(DRAWS)]

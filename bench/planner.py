@@ -122,7 +122,6 @@ def _vtrain(kind: str) -> Iterator[Row]:
 
 
 def _megatron(name: str, cluster: str, seconds: str) -> Iterator[Row]:
-    """A table in Megatron's words."""
     for r in _records(name):
         row = {
             "group": f"{r['model']} on {r['world_size']}",
@@ -213,11 +212,9 @@ class Table:
 
     @property
     def models(self) -> Any:
-        """[n] one number per model."""
         return self.rows.hidden_size * 1000 + self.rows.num_layers
 
     def take(self, at: Any) -> Table:
-        """Some of the rows."""
         return Table(name=self.name, rows=self.rows.take(at), seconds=self.seconds[at])
 
 
@@ -270,7 +267,6 @@ def on_vtrain() -> Constants:
 
 
 def predict(table: Table, constants: Constants) -> Any:
-    """[n] predicted seconds."""
     return step_time(table.rows, constants).step_s
 
 
@@ -498,7 +494,6 @@ PARTS = {"accuracy": accuracy, "clusters": clusters, "context": context, "speed"
 
 
 def main() -> None:
-    """Measures a part, prints and writes."""
     parser = arguments(__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--output", type=Path, help="instead of the file in docs/results")

@@ -141,7 +141,6 @@ def _choice(rows: list[dict[str, Any]]) -> dict[int, Any]:
 
 
 def main() -> None:
-    """Measures, predicts, prints and writes."""
     parser = arguments(__doc__, "planner_here.json")
     parser.add_argument("--data-path", default="", help="prefix of an indexed data set")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a configuration")

@@ -39,7 +39,6 @@ RANKS, ROUNDS, STEPS = 2, 6, 4
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes what it timed."""
     folder = args.output.parent
     flags = [*MODEL.split(), "--run-dir", str(folder / "run"), "--data-path", args.data_path]
     rows = rounds_of([*flags, *WAYS[args.way]], folder / args.way)
@@ -79,7 +78,6 @@ def rounds_of(flags: list[str], save: Path) -> list[dict[str, float]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Times and writes."""
     parser = arguments(__doc__, "save_pause.json")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--data-path", help=argparse.SUPPRESS)

@@ -299,7 +299,6 @@ PARTS = {
 
 
 def main() -> None:
-    """Measures a part, prints and writes."""
     parser = arguments(__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--data-path", default="", help="instead of Python's standard library")

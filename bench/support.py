@@ -31,13 +31,7 @@ QUICKSTART_MODEL = """--num-layers 8 --hidden-size 256 --ffn-hidden-size 1024
 
 
 def arguments(doc: str | None, output: str = "", *, data: bool = False) -> argparse.ArgumentParser:
-    """A command line with the flags that most benchmarks have.
-
-    Args:
-        doc: the module's docstring, whose first line is the question.
-        output: name of the results file that `--output` has as its default.
-        data: whether `--data-path` is needed.
-    """
+    """A command line with the flags that most benchmarks have."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     if data:
         resolved = lambda path: str(Path(path).resolve())  # noqa: E731
@@ -222,10 +216,6 @@ def balanced_rows(
     sides: Mapping[str, Callable[[], dict[str, float]]], count: int
 ) -> list[dict[str, dict[str, float]]]:
     """Rows of four blocks of steps, of two sides in the order A, B, B, A, so that drift cancels.
-
-    Args:
-        sides: take one block each and return its seconds per step by clock; see `block`.
-        count: of rows. A first block of each side warms up.
 
     Returns:
         For each row and side the mean of its two blocks, clock by clock.

@@ -169,7 +169,6 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
 
     def step(self) -> float:
-        """Trains a step; seconds."""
         dist.barrier()
         begin = time.perf_counter()
         step_of_loop(self.job, self.reporter)
@@ -183,13 +182,7 @@ class Bench:
             print(text, file=sys.__stdout__, flush=True)
 
     def change(self, to: Layout, *, compare: bool = False, **fields: Any) -> None:
-        """Changes in the same processes, then takes two steps.
-
-        Args:
-            to: layout.
-            compare: then send as many bytes over bare gloo.
-            fields: kept in the row.
-        """
+        """Changes in the same processes, then takes two steps."""
         job, start = self.job, self.job.config.layout
         plan = self.mover.plan(job.config, to)
         reset_peak()
@@ -212,7 +205,6 @@ class Bench:
         self.note("change", start, to, pause_s=outcome.pause_s, **fields)
 
     def save(self) -> float:
-        """Saves a checkpoint; seconds."""
         job = self.job
         dist.barrier()
         begin = time.monotonic()
@@ -270,7 +262,6 @@ class Bench:
         return loaded, at["run.start"], at["step"]
 
     def go_to(self, layout: Layout) -> None:
-        """Changes without measuring."""
         if self.job.config.layout != layout:
             self.mover.move(self.job, layout, self.job.state.settings)
             self.step()
@@ -394,7 +385,6 @@ def worker(section: str, output: Path, count: int, launcher: str, flags: list[st
 
 
 def main() -> None:
-    """Measures, and writes after every section."""
     p = arguments(__doc__, "switch_cost.json")
     p.add_argument("sections", nargs="+", choices=SECTIONS)
     p.add_argument("--size", choices=SIZES, default="20M", help="parameters of the model")

@@ -122,14 +122,7 @@ def noise_of(seed: int, reference: Spec) -> Noise:
 def trajectory_of(
     noise: Noise, batch: int, multiplier: float, schedule: RateSchedule
 ) -> NoiseTrajectory:
-    """Noise scale over progress: medians of what the run measured, in parts of equal ratio.
-
-    Args:
-        noise: as measured.
-        batch: of the run that measured it, samples.
-        multiplier: c.
-        schedule: what the learning rate makes of a sample.
-    """
+    """Noise scale over progress: medians of what the run measured, in parts of equal ratio."""
     samples, phi = np.array(noise.samples, dtype=float), np.array(noise.phi)
     parts = np.diff([0.0, *np.atleast_1d(schedule.worth(samples)).tolist()])
     progress = np.cumsum(parts / (1 + batch / (multiplier * phi)))
@@ -156,14 +149,7 @@ def progress_of(
 
 
 def fit(statics: dict[int, Curve], noise: Noise, reference: int, warmup_samples: int) -> Fit:
-    """Finds c and the power of the learning rate.
-
-    Args:
-        statics: losses by batch, all with one rate and warm-up.
-        noise: as a run of the reference batch measured it.
-        reference: that batch, samples.
-        warmup_samples: during which no loss counts.
-    """
+    """Finds c and the power of the learning rate."""
     found = []
     for exponent, c in itertools.product(EXPONENTS, MULTIPLIERS):
         schedule = schedule_of(exponent, warmup_samples)
@@ -195,9 +181,6 @@ def line_of(usual_s: dict[Way, float]) -> Callable[[Configuration], float]:
 
     A step takes a + M g(b), M micro-batches of b samples. What was timed counts as it was; another
     M of a timed b has the mean g of those; another b has g on a straight line.
-
-    Args:
-        usual_s: as timed.
     """
     known = {(b, batch): s for (_, b, batch), s in usual_s.items() if b * 2 <= batch}
     rows = [(1.0, batch / 2 / b, batch / 2) for b, batch in known]
@@ -217,14 +200,7 @@ def line_of(usual_s: dict[Way, float]) -> Callable[[Configuration], float]:
 
 
 class LiveSpeeds(Speeds):
-    """Speeds as a run on the real clock knows them, with all micro-batches.
-
-    Args:
-        table: of throughputs, as the controller makes it.
-        seconds: of a step, as it is.
-        first: configuration of the first step.
-        batches: to choose from, samples.
-    """
+    """Speeds as a run on the real clock knows them, with all micro-batches."""
 
     def __init__(
         self,
@@ -242,7 +218,6 @@ class LiveSpeeds(Speeds):
         """Of the run."""
 
     def true(self, row: ConfigThroughput) -> ConfigThroughput:
-        """See `Speeds`."""
         c = row.configuration
         step_s = (1 + MEASURING) * self._seconds(c)
         return dataclasses.replace(row, samples_per_s=c.global_batch_size / step_s)
@@ -250,7 +225,6 @@ class LiveSpeeds(Speeds):
     def table(
         self, batches: Sequence[int], used: Any, layouts: Sequence, now: ConfigThroughput
     ) -> tuple[list[ConfigThroughput], dict[Key, int]]:
-        """See `Speeds`."""
         rows, current = self._live.rows(
             batches,
             micro_batch_size=now.micro_batch_size,
@@ -270,14 +244,7 @@ class LiveRunner(Runner):
 
 
 def scenario_of(fit: Fit, speeds: LiveSpeeds, targets: list[float], warmup: int) -> Scenario:
-    """What the simulator is told.
-
-    Args:
-        fit: of the seed.
-        speeds: of the run.
-        targets: losses.
-        warmup: samples of it.
-    """
+    """What the simulator is told."""
     return Scenario(
         name="S4",
         model=next(iter(PRESETS)),  # Only asked where nothing is measured.
@@ -297,12 +264,7 @@ def scenario_of(fit: Fit, speeds: LiveSpeeds, targets: list[float], warmup: int)
 
 
 def live_speeds(rows: Rows, own: dict[str, Any]) -> LiveSpeeds:
-    """Speeds of a run under the controller.
-
-    Args:
-        rows: whose steps were timed.
-        own: row of the run.
-    """
+    """Speeds of a run under the controller."""
     spec = Spec(**own["spec"])
     link = Link(bytes_per_s=min(own["mbit_per_s"].values()) * 1e6 / 8, ranks=1)
     flags = [*flags_of(S4, dataclasses.replace(spec, kind="static")), "--data-path", "none"]
@@ -379,7 +341,6 @@ def targets_of(reference: Curve, ours: Sequence[Curve]) -> list[float]:
 
 
 def main() -> None:
-    """Simulates every seed, prints and writes."""
     parser = arguments(__doc__, FILE)
     parser.add_argument("--noise", action="store_true", help="train what measures the noise scale")
     args = parser.parse_args()

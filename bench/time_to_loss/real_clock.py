@@ -195,7 +195,6 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """Names the run."""
         return (
             f"{self.scenario} {self.kind} {self.batch} in {self.micro_batch} on {self.layout} "
             f"link {self.link} rate {self.rate} warmup {self.warmup:g} seed {self.seed}"
@@ -205,7 +204,6 @@ class Spec:
 
     @property
     def ranks(self) -> int:
-        """How many train it."""
         return Layout.from_text(self.layout).world_size
 
 
@@ -429,11 +427,7 @@ def rows_of(path: Path, scenarios: Sequence[Scenario]) -> list[dict[str, Any]]:
 
 
 class Runner:
-    """Trains one run after another.
-
-    Args:
-        work: folder for data and runs.
-    """
+    """Trains one run after another."""
 
     def __init__(self, work: Path) -> None:
         self._work = work
@@ -444,7 +438,6 @@ class Runner:
         self._indexed: set[tuple[str, int]] = set()
 
     def train(self, s: Scenario, spec: Spec) -> dict[str, Any]:
-        """The row of a run."""
         before = {k: v for k, v in origin().items() if k in ("date", "commit", "load_average")}
         with nodes.two_nodes(float(spec.link)) as pair:
             if (s.name, spec.seed) not in self._indexed:
@@ -506,7 +499,6 @@ def tuned_rows(s: Scenario, rows: figures.Rows) -> list[dict[str, Any]]:
 
 
 def last_of(search: Search) -> Spec | None:
-    """What a search returns."""
     while True:
         try:
             next(search)
@@ -565,7 +557,6 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
 
 
 def main() -> None:
-    """Does what the command line asks for."""
     p = arguments(__doc__, FILE)
     p.add_argument("--only", choices=("S3", "S4"))
     p.add_argument("--minutes", type=float, default=1e9, help="after which no run begins")

@@ -88,7 +88,6 @@ def ordinary_mean(seconds: Sequence[float]) -> float:
 
 
 def way_of(record: Mapping[str, Any]) -> Way:
-    """The configuration of a record."""
     return record["layout"], record["micro_batch"], record["batch"]
 
 
@@ -101,10 +100,6 @@ def usual(rows: Rows, link: str) -> dict[Way, float]:
     times. All timings of a seed share a pace. A run of one configuration tells nothing about
     its pace, and has the usual one, which is the mean of the others. Steps under the controller
     have measuring in them, those of static runs and timings do not.
-
-    Args:
-        rows: of the results file.
-        link: whose rows count.
     """
     steps: dict[Hashable, list[tuple[Way, float, float]]] = {}
     for number, row in enumerate(rows):
@@ -136,12 +131,7 @@ def usual(rows: Rows, link: str) -> dict[Way, float]:
 
 
 def curve_of(row: dict[str, Any], targets: Mapping[Way, float]) -> Curve:
-    """The curve of a run with another time for its ordinary steps.
-
-    Args:
-        row: of the results file.
-        targets: seconds of an ordinary step by configuration; the run's own where one is missing.
-    """
+    """The curve of a run with another time for its ordinary steps."""
     own = {way_of(speed): speed["step_s"] for speed in row["speeds"]}
     longer = {way: targets.get(way, step_s) - step_s for way, step_s in own.items()}
     samples, seconds, losses = zip(*row["curve"])
@@ -161,10 +151,6 @@ def static_curve(row: dict[str, Any], usual_s: Mapping[Way, float]) -> Curve | N
 
     It trains beside other work, which slows its set-up and some of its steps. So nothing of its own
     clock counts. Every step takes the usual time. A set-up of a tenth of a second is its gain.
-
-    Args:
-        row: of the results file.
-        usual_s: of `usual`.
     """
     batch = row["spec"]["batch"]
     steps_s = [s for way, s in usual_s.items() if way[2] == batch]
@@ -185,10 +171,6 @@ def parts_of(row: dict[str, Any], usual_s: Mapping[Way, float]) -> dict[str, flo
 
     `fastest` is what its steps take in the fastest configuration known for their batches, `slower`
     what the configurations that it was in take beyond that. `other` is decisions and slow steps.
-
-    Args:
-        row: of the results file.
-        usual_s: of `usual`.
     """
     fastest: dict[int, float] = {}
     for way, step_s in usual_s.items():
@@ -305,13 +287,7 @@ def compare(
     *,
     batches: Sequence[int],
 ) -> tuple[list[int], list[Comparison]]:
-    """Every run under the controller of the seeds that are complete, and those seeds.
-
-    Args:
-        rows: of one scenario.
-        starts: by seed and link, the first batches that a seed has to have there.
-        batches: of the static runs that a seed has to have; one with several runs comes as often.
-    """
+    """Every run under the controller of the seeds that are complete, and those seeds."""
     complete, found = [], []
     for seed, by_link in starts.items():
         own: list[Comparison] = []
@@ -352,17 +328,14 @@ Figure = Callable[[Sequence[list[Comparison]]], float]
 
 
 def mean_behind(groups: Sequence[list[Comparison]]) -> float:
-    """Mean over all runs."""
     return statistics.fmean(one.behind for group in groups for one in group)
 
 
 def worst_behind(groups: Sequence[list[Comparison]]) -> float:
-    """Worst of all runs."""
     return max(one.behind for group in groups for one in group)
 
 
 def mean_saved(groups: Sequence[list[Comparison]]) -> float:
-    """Mean over all runs."""
     return -mean_behind(groups)
 
 
@@ -437,14 +410,7 @@ def verdicts(name: str, about: dict[str, Any]) -> list[str]:
 
 
 def draw(path: Path, statics: Mapping[int, Curve], ours: Mapping[int, Curve], loss: float) -> None:
-    """Held-out loss over time: static batches on the left, the controller on the right.
-
-    Args:
-        path: of the figure.
-        statics: by batch.
-        ours: by first batch; those that the left side shows too.
-        loss: to be reached; the time to it is marked.
-    """
+    """Held-out loss over time: static batches on the left, the controller on the right."""
     most = 2.2 * max(t for c in ours.values() if (t := c.time_to(loss)) is not None)
     with figure(path, 1, 2, figsize=(8, 3), sharex=True, sharey=True) as axes:
         sides = (("static batches, tuned rates", statics), ("--copus, started at batch", ours))

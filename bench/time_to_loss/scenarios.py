@@ -88,17 +88,14 @@ class Start:
 
     @property
     def ratio(self) -> float:
-        """Over the best static batch."""
         return self.seconds / self.best_s
 
 
 def clusters() -> list[str]:
-    """The paper's four."""
     return [name for name in presets() if "nvswitch" not in name]
 
 
 def truths(name: str) -> dict[str, Scenario]:
-    """One cluster under both truths."""
     one = preset(name)
     return {"progress": one, "noisy quadratic": one.with_noisy_quadratic()}
 
@@ -200,13 +197,7 @@ def overhead(run: Run) -> float:
 
 
 def starts(seeds: Sequence[int], say: Callable[[str], None], *, profiled: bool) -> list[Start]:
-    """All starts of S1.
-
-    Args:
-        seeds: of the noise, and of what is wrong with predicted speeds.
-        say: prints.
-        profiled: whether the run knows all speeds beforehand, as they are.
-    """
+    """All starts of S1."""
     found = []
     for cluster in clusters():
         for truth, s in truths(cluster).items():
@@ -279,7 +270,6 @@ def _mean_and_worst(found: list[Start]) -> dict[str, Any]:
 
 
 def of_all(values: Sequence[float]) -> dict[str, float]:
-    """Mean and largest."""
     return {"mean": statistics.fmean(values), "worst": max(values)}
 
 
@@ -441,7 +431,6 @@ def verdicts(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Runs, prints and writes."""
     parser = arguments(__doc__, FILE)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=10)

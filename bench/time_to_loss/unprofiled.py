@@ -40,13 +40,7 @@ Table = tuple[list[ConfigThroughput], dict[tuple[Layout, int], int]]
 
 
 class Machine:
-    """The predicted and the true speeds of one cluster.
-
-    Args:
-        s: of the cluster, without events.
-        seed: of the errors. Scenarios of one name and seed have the same.
-        error_sd: of a layout with its micro-batch. 0: predictions are right.
-    """
+    """The predicted and the true speeds of one cluster."""
 
     def __init__(self, s: Scenario, seed: int, error_sd: float = ERROR_SD) -> None:
         self._scenario, self._seed, self._error_sd = s, seed, error_sd
@@ -60,7 +54,6 @@ class Machine:
     def row(
         c: Configuration, speed: float, sd: float = 0.0, source: str = "predicted"
     ) -> ConfigThroughput:
-        """A configuration at a speed."""
         return ConfigThroughput(configuration=c, samples_per_s=speed, relative_sd=sd, source=source)
 
     def true(self, c: Configuration) -> float:
@@ -105,11 +98,7 @@ def _best(rows: Sequence[ConfigThroughput]) -> list[ConfigThroughput]:
 
 
 class _Unprofiled(Speeds):
-    """What one run knows. `fastest` and `at`, from which it starts, are predictions.
-
-    Args:
-        machine: where it runs.
-    """
+    """What one run knows. `fastest` and `at`, from which it starts, are predictions."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(_best(machine.predicted))
