@@ -53,7 +53,6 @@ from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 
 FILE = "time_to_loss_agreement.json"
-GOAL = 0.05
 MULTIPLIERS = np.geomspace(0.5, 64, 29).tolist()
 """c that are tried."""
 EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -363,8 +362,7 @@ def main() -> None:
             print(f"  from {batch}: off by", *(f"{100 * x:+.1f}" for x in run["off"]), "%")
     off = [run["mean_off"] for one in seeds for run in one["from"].values()]
     mean = statistics.fmean(off)
-    verdict = "met" if mean <= GOAL else "NOT MET"
-    print(f"mean {mean:.3f}, goal {GOAL}: {verdict}; worst {max(off):.3f}")
+    print(f"mean {mean:.3f}, worst {max(off):.3f}")
     result = {
         "origin": origin(),
         "command": "python -m bench.time_to_loss.agreement",

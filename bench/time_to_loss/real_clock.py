@@ -105,7 +105,7 @@ class Scenario:
     """Held-out, of each evaluation."""
     evaluations: int = 32
     static_layout: str = "tp1.pp1.dp2"
-    """In which static runs are trained. Those on one rank are trained two at a time."""
+    """In which static runs are trained."""
 
     def starts_of(self, seed: int) -> dict[str, list[int]]:
         """First batches of a seed's runs under the controller, by link.
@@ -201,10 +201,6 @@ class Spec:
             + f" length {self.length:g}"
             * (self.length != 1)
         )
-
-    @property
-    def ranks(self) -> int:
-        return Layout.from_text(self.layout).world_size
 
 
 Losses = dict[str, float]
@@ -527,15 +523,9 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
         about = figures.result(s.name, comparisons, seen=s.seen, sharing=s.sharing)
         made = {"command": command, "commits": commits, "date": origin()["date"]}
         found[s.name] = {**about, **made}
-        for one in comparisons:
-            print(
-                f"{s.name} link {one.link} seed {one.seed} from {one.first_batch}: "
-                f"{one.seconds:.1f} s to {one.loss:.3f}, static {one.best_batch} {one.best_s:.1f} s"
-            )
-        print("\n".join(figures.verdicts(s.name, about)))
         counted = [one for one in comparisons if one.seed in about["seeds"]]
-        parts = found[s.name]["parts"] = figures.mean_parts(own, counted)
-        print(f"{s.name} takes its time for", ", ".join(f"{k} {v:.3f}" for k, v in parts.items()))
+        found[s.name]["parts"] = figures.mean_parts(own, counted)
+        print(json.dumps({s.name: {k: v for k, v in found[s.name].items() if k != "rows"}}))
     save(output, found)
 
 

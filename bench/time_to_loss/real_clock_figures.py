@@ -343,7 +343,6 @@ FIGURES: dict[str, dict[str, Figure]] = {
     "S3": {"mean": mean_behind, "worst": worst_behind},
     "S4": {"figure": mean_saved},
 }
-GOALS = {"S3": {"mean": 0.03, "worst": 0.06}, "S4": {"figure": 0.06}}
 
 
 def result(
@@ -394,19 +393,6 @@ def result(
 def _by_seed(found: Sequence[Comparison]) -> list[list[Comparison]]:
     seeds = dict.fromkeys(one.seed for one in found)
     return [[one for one in found if one.seed == seed] for seed in seeds]
-
-
-def verdicts(name: str, about: dict[str, Any]) -> list[str]:
-    """One line for each figure, with its goal if there is one."""
-    lines = []
-    for key in FIGURES[name]:
-        value = about[key]
-        if (goal := GOALS.get(name, {}).get(key)) is None:
-            lines.append(f"{name} {key}: {value:.3f}")
-            continue
-        met = value >= goal if name == "S4" else value <= goal
-        lines.append(f"{name} {key}: {value:.3f}, goal {goal}: {'met' if met else 'NOT MET'}")
-    return lines
 
 
 def draw(path: Path, statics: Mapping[int, Curve], ours: Mapping[int, Curve], loss: float) -> None:

@@ -47,15 +47,6 @@ FILE = "time_to_loss_scenarios.json"
 MEASURING, DECIDING_S = 0.011, 0.02
 """Share of a measured step that measuring takes, docs/results/noise_overhead.json, and mean seconds
 of a decision in docs/results/time_to_loss_real_clock.jsonl, rounded up."""
-GOALS = {
-    "S1": {"mean": 0.97, "worst": 1.10},
-    "S2": {"figure": 0.7},
-    "S7": {"hindsight": 0.04, "healthy": 0.15},
-}
-HIGHER = {"S7"}
-"""Scenarios whose figures should be at least the goal."""
-OVERHEAD = 0.025
-"""Most of a run's time that measuring, deciding and pauses should take."""
 S7_PRESET, S7_BATCHES, S7_STEPS = "8xh100-3b", (16, 32, 64, 128), 12_000
 EVENTS = (Event(at=0.25, part="network", speed=0.25), Event(at=0.75, part="network", speed=4.0))
 NEARLY = 0.03
@@ -417,19 +408,6 @@ def about(command: str, seeds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def verdicts(name: str, found: dict[str, Any]) -> list[str]:
-    """One line for each figure of a scenario that has a goal, and for its overhead."""
-    lines = []
-    for figure, goal in GOALS.get(name, {}).items():
-        value = found[figure]
-        met = value >= goal if name in HIGHER else value <= goal
-        lines.append(f"{name} {figure}: {value:.3f}, goal {goal}: {'met' if met else 'NOT MET'}")
-    for figure, value in found.get("overhead", {}).items():
-        met = "met" if value <= OVERHEAD else "NOT MET"
-        lines.append(f"{name} overhead, {figure}: {value:.4f}, goal {OVERHEAD}: {met}")
-    return lines
-
-
 def main() -> None:
     parser = arguments(__doc__, FILE)
     parser.add_argument("--seeds", type=int, default=3)
@@ -448,7 +426,7 @@ def main() -> None:
         found = {name: {**one, **came_from} for name, one in todo[names]().items()}
         save(args.output, found)
         for name, one in found.items():
-            say("\n".join(verdicts(name, one)))
+            say(json.dumps({name: {k: v for k, v in one.items() if k != "rows"}}))
 
 
 if __name__ == "__main__":

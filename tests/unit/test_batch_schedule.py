@@ -34,18 +34,6 @@ def test_ramp_follows_the_formula(ramp: tuple[int, int, int, int], consumed: int
     assert schedule.at(consumed) == expected
 
 
-@given(RAMPS)
-def test_ramp_grows_to_the_target(ramp: tuple[int, int, int, int]) -> None:
-    start, increment, increments, samples = ramp
-    target = start + increment * increments
-    schedule = make_schedule(
-        global_batch_size=target, rampup_batch_size=(start, increment, samples)
-    )
-    sizes = [schedule.at(consumed) for consumed in range(samples + 2)]
-    assert sizes == sorted(sizes)
-    assert sizes[-1] == target
-
-
 schedules = st.lists(
     st.tuples(st.integers(1, 200), st.integers(1, 30)), min_size=0, max_size=5
 ).flatmap(

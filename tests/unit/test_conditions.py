@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.time_to_loss.scenarios import GOALS, changing_network, fixed
+from bench.time_to_loss.scenarios import changing_network, fixed
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.cost_model.cluster_spec import preset as cluster
 from copus_ext.cost_model.conditions import (
@@ -282,7 +282,7 @@ def test_events_multiply_speeds() -> None:
             Event(**{"at": 0.5, "part": "network", "speed": 0.5, **wrong})
 
 
-@pytest.mark.parametrize(("batch", "saved"), [(32, GOALS["S7"]["healthy"]), (64, 0.05)])
+@pytest.mark.parametrize(("batch", "saved"), [(32, 0.15), (64, 0.05)])
 def test_the_run_leaves_a_layout_that_a_slow_network_hurts_and_comes_back(
     batch: int, saved: float
 ) -> None:
@@ -293,7 +293,7 @@ def test_the_run_leaves_a_layout_that_a_slow_network_hurts_and_comes_back(
     run = simulate(s, Contender(name="controller", flags=flags), seed=11)
     healthy = str(s.speeds().fastest(batch).layout)
     assert run.seconds <= (1 - saved) * layouts[healthy]
-    assert run.seconds <= (1 - GOALS["S7"]["hindsight"]) * min(layouts.values())
+    assert run.seconds <= 0.96 * min(layouts.values())
     assert run.changes[0].layout == run.changes[-1].layout == healthy
     shares = [c.consumed_samples / s.total_samples for c in run.changes[1:]]
     # On the way back it may try another layout that is nearly as fast.

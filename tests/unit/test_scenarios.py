@@ -96,8 +96,6 @@ def test_overhead_is_all_that_is_no_training() -> None:
     run = Run(name="", times_s={}, seconds=100.0, decisions=5, measured_s=50.0, paused_s=5.0)
     extra = 5 * scenarios.DECIDING_S + 50 * scenarios.MEASURING
     assert scenarios.overhead(run) == pytest.approx((extra + 5) / (100 + extra))
-    lines = scenarios.verdicts("S1", {"mean": 0.9, "worst": 1.2, "overhead": {"mean": 0.03}})
-    assert [line.rpartition(": ")[2] for line in lines] == ["met", "NOT MET", "NOT MET"]
 
 
 @cache
