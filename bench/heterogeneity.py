@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import nodes
-from bench.nodes import QUOTA, Nodes, quotas
+from bench.nodes import QUOTA, Nodes
 from bench.support import (
     QUICKSTART_MODEL,
     ROOT,
@@ -45,7 +45,6 @@ from copus_ext.planner.plan import Ranked
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.config.layout import Layout
-from tests.helpers.network_namespaces import DEVICE, address, star
 
 NUM_NODES, SLOW_NODE, SLOW_PAIR = 4, 2, (0, 1)
 SLOW_QUOTA = QUOTA / 2
@@ -198,14 +197,11 @@ def main() -> None:
     args = parser.parse_args()
     nodes.require()
     result: dict[str, Any] = {"what": "uneven nodes and links", "machine": origin()}
-    links: dict[str, Any] = {"rate_mbit": SLOW_MBIT, "usual_mbit": USUAL_MBIT}
+    links = {"slow_pairs": [SLOW_PAIR], "rate_mbit": SLOW_MBIT}
     with (
         tempfile.TemporaryDirectory() as folder,
-        quotas(shares()) as groups,
-        star(NUM_NODES, slow_pairs=[SLOW_PAIR], **links) as names,
+        nodes.emulated(NUM_NODES, USUAL_MBIT, shares(), **links) as site,
     ):
-        addresses = [address(node) for node in range(NUM_NODES)]
-        site = Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)
         work = Path(folder)
         data = make_dataset(work / "stdlib")
         print("timing a node of each kind, then the links", flush=True)

@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.support import ROOT
-from tests.helpers import two_nodes as pair
+from tests.helpers.network_namespaces import DEVICE, address, star, why_not
 
 PORT, _TEST_PORT = 29500, 29400
 _SHOWN_EVERY_S, _PERIOD_US = 20.0, 5000
@@ -31,9 +32,6 @@ class Nodes:
     """Namespaces that reach each other."""
 
     names: Sequence[str]
-    addresses: Sequence[str]
-    device: str
-    """The network, on every node."""
     groups: Sequence[Path] = ()
     """Control groups of the nodes, if there are any."""
 
@@ -73,8 +71,8 @@ class Nodes:
         order = order or range(len(self.names))
         logs = [log.with_name(f"{log.name}.{rank}.txt") for rank in range(len(order))]
         shared = {"WORLD_SIZE": str(len(order)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        shared |= {"MASTER_ADDR": self.addresses[order[0]], "MASTER_PORT": str(PORT)}
-        shared |= {"GLOO_SOCKET_IFNAME": self.device, "PYTHONPATH": str(ROOT)}
+        shared |= {"MASTER_ADDR": address(order[0]), "MASTER_PORT": str(PORT)}
+        shared |= {"GLOO_SOCKET_IFNAME": DEVICE, "PYTHONPATH": str(ROOT)}
         began = shown = time.monotonic()
         started = []
         for rank, node in enumerate(order):
@@ -107,7 +105,7 @@ class Nodes:
             listener = subprocess.Popen(receive, stdout=subprocess.PIPE, text=True, cwd=ROOT)
             assert listener.stdout is not None
             listener.stdout.readline()  # it listens
-            send = [*own, "send", self.addresses[receiver], f"{seconds:g}"]
+            send = [*own, "send", address(receiver), f"{seconds:g}"]
             subprocess.run(self.on(sender, send), check=True, cwd=ROOT)
             out, _ = listener.communicate(timeout=60)
             found[f"{sender} to {receiver}"] = round(float(out), 1)
@@ -139,18 +137,22 @@ def quotas(shares: Sequence[float]) -> Iterator[list[Path]]:
 
 
 @contextlib.contextmanager
-def two_nodes(rate_mbit: float) -> Iterator[Nodes]:
-    """Two nodes with a link of some rate between them, both ways; 0 is no limit."""
-    with pair.two_nodes(rate_mbit or 1000.0) as names:
-        for name in names if not rate_mbit else ():
-            words = ["tc", "-n", name, "qdisc", "del", "dev", pair.DEVICE, "root"]
-            subprocess.run(words, check=True)
-        yield Nodes(names=names, addresses=("10.77.0.1", "10.77.0.2"), device=pair.DEVICE)
+def emulated(num: int, rate_mbit: float, shares: Sequence[float] = (), **links: Any) -> Any:
+    """So many nodes, any two with a link of some rate; 0 is no limit.
+
+    Args:
+        num: nodes.
+        rate_mbit: both ways.
+        shares: of a core, by node; empty for all of it.
+        links: others, see `star`.
+    """
+    with quotas(shares) as groups, star(num, usual_mbit=rate_mbit, **links) as names:
+        yield Nodes(names=names, groups=groups)
 
 
 def require() -> None:
     """Ends this program with 2 if nodes cannot be emulated; SIGTERM then unwinds as errors do."""
-    if problem := pair.why_not():
+    if problem := why_not():
         print(problem, file=sys.stderr)
         raise SystemExit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -30,14 +30,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import nodes
-from bench.nodes import QUOTA, Nodes, quotas
+from bench.nodes import QUOTA, Nodes
 from bench.support import (
     QUICKSTART_MODEL,
     RESULTS,
@@ -53,7 +52,6 @@ from bench.time_to_loss.real_clock import S4, best_static, flags_of
 from copus_ext.commands.replay import replayed
 from copus_ext.controller.decision_log import NAME
 from copus_ext.cost_model.cluster_spec import of_gpu
-from tests.helpers.network_namespaces import DEVICE, address, star
 
 LIVE = """--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95 --split 95,4,1
@@ -131,7 +129,7 @@ def layout(work: Path, args: Any, say: Callable[[dict[str, Any]], None]) -> None
     spec = of_gpu("CPU-rank", nodes=2, gpus_per_node=1).to_json()
     link = {"nic_bytes_per_s": args.rate * 1e6 / 8, "nic_is_measured": True}
     cluster.write_text(json.dumps({**spec, **link}))
-    with nodes.two_nodes(args.rate) as site:
+    with nodes.emulated(2, args.rate) as site:
         for kind in args.runs:
             own = KINDS[kind].replace("CLUSTER", str(cluster)).split()
             flags = [*QUICKSTART_MODEL.split(), *LIVE.split(), *own]
@@ -147,16 +145,9 @@ def layout(work: Path, args: Any, say: Callable[[dict[str, Any]], None]) -> None
     say({"what": what, "rate_mbit_per_s": args.rate, "samples": args.samples, "runs": runs})
 
 
-@contextmanager
 def stages_on(stages: int, rate_mbit: float) -> Any:
-    """So many nodes, any two with the same link. Two cores hold all of them, four with the usual
-    quota."""
-    with (
-        quotas([4.0 * QUOTA / stages] * stages) as groups,
-        star(stages, usual_mbit=rate_mbit) as names,
-    ):
-        addresses = [address(node) for node in range(stages)]
-        yield Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)
+    """A node for each stage. Two cores hold all of them, four with the usual quota."""
+    return nodes.emulated(stages, rate_mbit, [4.0 * QUOTA / stages] * stages)
 
 
 def staged(stages: int, count: int, steps: int) -> list[str]:
@@ -272,14 +263,14 @@ def gradients(work: Path, args: Any, say: Callable[[dict[str, Any]], None]) -> N
         return statistics.median(x["seconds"] for x in trainer.run(site, own).steps[2:])
 
     result: dict[str, Any] = {"rank": int(SHORT_GRADIENTS[1]), "steps": []}
-    with nodes.two_nodes(200.0) as site:
+    with nodes.emulated(2, 200.0) as site:
         for is_sharded in (True, False):
             model = QUICKSTART_MODEL
             model = model if is_sharded else model.replace("--use-distributed-optimizer", "")
             whole, short = (step_s(site, model, way, 10) for way in ([], SHORT_GRADIENTS))
             row = {"distributed_optimizer": is_sharded, "whole_s": whole, "short_s": short}
             result["steps"].append({**row, "times_as_fast": whole / short})
-    with nodes.two_nodes(0.0) as site:
+    with nodes.emulated(2, 0.0) as site:
         pairs = [[step_s(site, QUICKSTART_MODEL, way, 20) for way in ([], CLIP)] for _ in range(3)]
     more = [clipped / plain - 1 for plain, clipped in pairs]
     result["clipping"] = {"seconds": pairs, "more_of_turns": more}
@@ -287,7 +278,7 @@ def gradients(work: Path, args: Any, say: Callable[[dict[str, Any]], None]) -> N
     whole = flags_of(S4, best_static(S4, 32))
     # Short gradients exclude that the reduction overlaps with the backward pass.
     short = [word for word in whole if not word.startswith("--overlap-")] + SHORT_GRADIENTS
-    with nodes.two_nodes(100.0) as site:
+    with nodes.emulated(2, 100.0) as site:
         say({**result, "losses": by_seed(trainer, site, whole, short, ())})
 
 

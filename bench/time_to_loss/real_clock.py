@@ -435,7 +435,7 @@ class Runner:
 
     def train(self, s: Scenario, spec: Spec) -> dict[str, Any]:
         before = {k: v for k, v in origin().items() if k in ("date", "commit", "load_average")}
-        with nodes.two_nodes(float(spec.link)) as pair:
+        with nodes.emulated(2, float(spec.link)) as pair:
             if (s.name, spec.seed) not in self._indexed:
                 # One step, so that no run is the one that makes the index of the samples.
                 self._start(pair, s, spec, "--exit-interval", "1")

@@ -11,8 +11,7 @@ from copus_ext.commands import replay
 from copus_ext.controller.decision_log import NAME, read_journal
 from tests.helpers.jobs import TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT, run_ranks
-from tests.helpers.network_namespaces import star
-from tests.helpers.two_nodes import why_not
+from tests.helpers.network_namespaces import star, why_not
 
 # Links of 8 Mbit take most of a step: other work beside it leaves the decision the same.
 pytestmark = pytest.mark.waits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
@@ -14,6 +15,23 @@ DEVICE = "net0"
 def address(node: int) -> str:
     """Of a node."""
     return f"10.78.0.{node + 1}"
+
+
+def why_not() -> str:
+    """Why two nodes cannot be emulated here; empty if they can."""
+    missing = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
+    if missing:
+        return f"this needs {', '.join(missing)} (iproute2, util-linux)"
+    if os.geteuid():
+        return "this needs root, for network namespaces: run it with sudo"
+    if len(os.sched_getaffinity(0)) < 2:
+        return "this needs two cores, one for each node"
+    name = f"copus{os.getpid()}t"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"this needs network namespaces: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
 
 
 def _command(*words: str) -> None:
@@ -72,7 +90,8 @@ def star(
         slow_senders: nodes whose sending is limited.
         slow_pairs: pairs with a limited link of their own, both ways.
         rate_mbit: of what is slow.
-        usual_mbit: of what every other node sends, so that the processor decides nothing.
+        usual_mbit: of what every other node sends, so that the processor decides nothing; 0 is no
+            limit.
         offload: see `limit_link`.
     """
     names = [f"copus{os.getpid()}n{i}" for i in range(num_nodes)]
@@ -99,7 +118,8 @@ def star(
             _command("ip", "-n", name, "link", "set", "lo", "up")
             _command("ip", "-n", name, "link", "set", DEVICE, "up")
             rate = rate_mbit if i in slow_senders else usual_mbit
-            limit_link(name, DEVICE, rate, offload=offload)
+            if rate:
+                limit_link(name, DEVICE, rate, offload=offload)
         for number, pair in enumerate(slow_pairs):
             _own_link(names, pair, f"own{number}", rate_mbit, offload=offload)
         yield names

@@ -15,8 +15,7 @@ import pytest
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
-from tests.helpers.network_namespaces import DEVICE, address, star
-from tests.helpers.two_nodes import why_not
+from tests.helpers.network_namespaces import DEVICE, address, star, why_not
 
 TOOL = (ROOT / "copus_ext/commands/main.py", "probe-links")
 WORKER = Path(__file__).with_name("worker.py")
