@@ -49,6 +49,7 @@ from copus_ext.extras.planner_validation import validation
 from copus_ext.extras.planner_validation.validation import MeasuredRun, read_table, rows_of
 from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE, Planner
 from copus_ext.planner.space import points_of, to_rows
+from megatron.training.config.model_shape import ModelShape
 from megatron.training.model.flops import training_flops_per_sample
 
 DATA = Path(__file__).parent / "data"
@@ -155,9 +156,17 @@ def _shared(r: dict[str, str]) -> Row:
     if rate := r["tokens_per_s_per_gpu"]:
         step_s = samples * length / gpus / float(rate)
     else:
-        flops = training_flops_per_sample(
-            num_layers=126, padded_vocab_size=128256, gated_mlp=True, **sizes
+        model = ModelShape(
+            num_layers=126,
+            hidden_size=shape["hidden_size"],
+            ffn_hidden_size=shape["ffn_hidden_size"],
+            num_attention_heads=shape["num_attention_heads"],
+            num_query_groups=8,
+            kv_channels=128,
+            padded_vocab_size=128256,
+            gated=True,
         )
+        flops = training_flops_per_sample(model, length)
         step_s = samples * flops / gpus / (1e12 * float(r["tflops_per_gpu"]))
     return {
         **sizes,

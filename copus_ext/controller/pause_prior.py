@@ -9,7 +9,7 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.link_timing import Link, ranks_of_a_node
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.goodput.costs import RELAUNCH_S, Machine
-from copus_ext.reshard.model_shape import shape_of
+from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.pause import predictor_of
 from megatron.training.config.layout import Layout
 

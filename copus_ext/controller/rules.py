@@ -30,7 +30,7 @@ from megatron.training.common.extras import problems_of
 from megatron.training.config.batch_schedule import make_schedule, parse_steps
 from megatron.training.config.draft import flag_of
 from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import batch_problems, further_sizes, layout_problems
+from megatron.training.config.layout_rules import batch_problems, layout_problems
 from megatron.training.config.moe_flags import changed_by_batch_or_layout
 from megatron.training.config.phase_flags import has_lengths
 
@@ -222,14 +222,10 @@ def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:
         for tp in divisors(math.gcd(world_size, model.num_attention_heads))
         if not layout_problems(
             Layout(tp=tp, **whole),
-            num_layers=model.num_layers,
-            num_attention_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            ffn_hidden_size=model.ffn_hidden_size,
+            config.flat(),
             seq_length=config.batch.seq_length,
-            padded_vocab_size=None,
             sequence_parallel=is_moe,
-            **further_sizes(config.flat()),
+            knows_vocabulary=False,
         )
     ]
 

@@ -8,9 +8,9 @@ from typing import Any
 from copus_ext.cost_model.extras import priced_flags
 from copus_ext.cost_model.model_spec import ATTENTION, EXPERT_FIELDS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
+from megatron.training.config.model_shape import LatentShape
 from megatron.training.config.phase_flags import parse_lengths
 from megatron.training.config.vocabulary import padding_unit
-from megatron.training.model.flops import LatentWidths
 
 
 def spec_of(args: Any) -> ModelSpec:
@@ -31,7 +31,7 @@ def spec_of(args: Any) -> ModelSpec:
         ffn = 4 * args.hidden_size
     elif ffn is None and args.swiglu:
         ffn = int(8 * args.hidden_size / 3 / 64) * 64
-    latent = LatentWidths.of(vars(args))
+    latent = LatentShape.of(vars(args))
     # K-FAC runs in no other layers, whatever a machine without Transformer Engine resolves to.
     is_local = args.transformer_impl == "local" or getattr(args, "kfac", False)
     # Once it is known a run holds its padded vocabulary under every tensor size.

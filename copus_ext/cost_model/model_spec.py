@@ -14,10 +14,9 @@ from copus_ext.cost_model import model_size
 from copus_ext.cost_model.extras import is_number
 from copus_ext.cost_model.rows import ExpertRows
 from copus_ext.cost_model.spec_file import SpecError
-from megatron.training.config.layout_rules import ExpertSizes
+from megatron.training.config.model_shape import ExpertShape, LatentShape, ModelShape
 from megatron.training.config.moe_flags import layers_with_experts
 from megatron.training.config.vocabulary import pad_vocab_size
-from megatron.training.model.flops import ExpertWidths, LatentWidths
 
 _LARGEST = 1 << 31
 _MAX_LAYERS = 1 << 16
@@ -225,19 +224,6 @@ class ModelSpec:
         return pad_vocab_size(self.vocab_size, unit)
 
     @property
-    def latent(self) -> LatentWidths | None:
-        """Widths of multi-latent attention; None: plain attention."""
-        if self.kv_lora_rank is None:
-            return None
-        return LatentWidths(
-            q_lora_rank=self.q_lora_rank,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_head_dim=self.qk_head_dim,
-            qk_pos_emb_head_dim=self.qk_pos_emb_head_dim,
-            v_head_dim=self.v_head_dim,
-        )
-
-    @property
     def moe_layers(self) -> tuple[int, ...]:
         """[num_layers] 1 for every layer with experts, else 0; empty for a dense model."""
         if self.num_experts is None:
@@ -249,54 +235,66 @@ class ModelSpec:
         """Width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn
 
-    @property
-    def expert_widths(self) -> ExpertWidths | None:
-        """What the work of a mixture of experts depends on; None: a dense model."""
-        if self.num_experts is None:
-            return None
-        layers = self.moe_layers
-        return ExpertWidths(
-            num_layers=sum(layers),
-            is_last=bool(layers[-1]),
-            num_experts=self.num_experts,
-            moe_router_topk=self.moe_router_topk,
-            moe_ffn_hidden_size=self.expert_ffn,
-            moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size or 0,
-            moe_shared_expert_gate=self.moe_shared_expert_gate,
-        )
-
-    def expert_sizes(self, *, is_gloo: bool, use_tp_pp_dp_mapping: bool) -> ExpertSizes | None:
-        """What limits the layout of a mixture of experts, for the trainer's own rules; None: a
-        dense model.
+    def shape(self, *, padded_vocab_size: int = 0) -> ModelShape:
+        """The sizes of the model in the form that the trainer knows.
 
         Args:
-            is_gloo: whether the ranks talk over gloo.
-            use_tp_pp_dp_mapping: whether ranks are numbered tensor, pipeline, data.
+            padded_vocab_size: rows of the embedding; 0: as one tensor-parallel rank pads them.
         """
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.groups,
+            kv_channels=self.channels,
+            padded_vocab_size=padded_vocab_size or int(self.padded_vocab_size(1)),
+            learned_positions=self.learned_positions,
+            gated=self.gated,
+            linear_bias=self.bias,
+            qkv_bias=self.qkv_bias,
+            normalization=self.normalization,
+            qk_layernorm=self.qk_layernorm,
+            tied=self.tied,
+            latent=self.latent,
+            mtp_num_layers=self.mtp_num_layers,
+            experts=self._experts,
+            fused_norm=self.implementation == "te",
+        )
+
+    @property
+    def latent(self) -> LatentShape | None:
+        if self.kv_lora_rank is None:
+            return None
+        return LatentShape(**{f.name: getattr(self, f.name) for f in fields(LatentShape)})
+
+    @property
+    def _experts(self) -> ExpertShape | None:
         if self.num_experts is None:
             return None
-        return ExpertSizes(
+        return ExpertShape(
+            layers=self.moe_layers,
             num_experts=self.num_experts,
             moe_ffn_hidden_size=self.expert_ffn,
-            moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size,
-            add_bias_linear=self.bias,
-            only_allgather_over_both=is_gloo and self.moe_token_dispatcher_type == "alltoall",
-            use_tp_pp_dp_mapping=use_tp_pp_dp_mapping,
+            moe_router_topk=self.moe_router_topk,
+            moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size or 0,
+            moe_shared_expert_gate=self.moe_shared_expert_gate,
+            moe_grouped_gemm=self.moe_grouped_gemm and self.implementation == "te",
         )
 
     def expert_rows(self, ep: Any, etp: Any, pp: Any, vpp: Any) -> ExpertRows | None:
         """The experts' part of `Rows` under some sizes; None: a dense model."""
-        if self.num_experts is None:
+        if (experts := self._experts) is None:
             return None
         return ExpertRows(
-            num_experts=self.num_experts,
-            moe_router_topk=self.moe_router_topk,
-            moe_ffn_hidden_size=self.expert_ffn,
-            moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size or 0,
-            moe_shared_expert_gate=self.moe_shared_expert_gate,
-            share=sum(self.moe_layers) / self.num_layers,
+            num_experts=experts.num_experts,
+            moe_router_topk=experts.moe_router_topk,
+            moe_ffn_hidden_size=experts.moe_ffn_hidden_size,
+            moe_shared_expert_intermediate_size=experts.moe_shared_expert_intermediate_size,
+            moe_shared_expert_gate=experts.moe_shared_expert_gate,
+            share=sum(experts.layers) / self.num_layers,
             uses_allgather=self.moe_token_dispatcher_type == "allgather",
-            is_grouped=self.moe_grouped_gemm and self.implementation == "te",
+            is_grouped=experts.moe_grouped_gemm,
             ep=ep,
             etp=etp,
             stage_shares=model_size.stage_shares(
@@ -321,7 +319,7 @@ class ModelSpec:
             SpecError: naming the flag.
         """
         for flag, is_there in (
-            ("--multi-latent-attention", self.latent is not None),
+            ("--multi-latent-attention", self.kv_lora_rank is not None),
             ("--mtp-num-layers", self.mtp_num_layers > 0),
         ):
             if is_there:

@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 from copus_ext.elastic.membership import Membership, WorldChanged
 from copus_ext.elastic.messages import Generation
-from copus_ext.reshard.model_shape import ModelShape, shape_of
 from copus_ext.reshard.ownership import all_of_layout
+from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.saved_state import adam_steps, scaler_state
 from megatron.training.checkpoint.save import common_state
 from megatron.training.common.collectives import broadcast_from_rank0, first_problem
 from megatron.training.config.layout import Layout
+from megatron.training.config.model_shape import ModelShape
 from megatron.training.distributed.sharding import Record
 from megatron.training.model.shards import KINDS, Shards, own_shards
 from megatron.training.train.callbacks import Callback, CallbackContext

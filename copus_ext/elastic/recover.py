@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from copus_ext.elastic.copies import CopySet, HeldCopies, Moment, Piece
-from copus_ext.reshard.model_shape import ModelShape, shape_of
 from copus_ext.reshard.ownership import all_of_layout
+from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.plan import make_plan
 from copus_ext.reshard.saved_state import masters_to_weights, restore_counts, share_weights
 from copus_ext.reshard.transfer import Transfer
@@ -19,6 +19,7 @@ from megatron.training.checkpoint.load import Stored, stored_of
 from megatron.training.common.collectives import all_gather_object
 from megatron.training.config import Config
 from megatron.training.config.layout import Layout
+from megatron.training.config.model_shape import ModelShape
 from megatron.training.distributed.sharding import Record
 from megatron.training.model.shards import Shards, own_shards
 

@@ -19,7 +19,8 @@ from copus_ext.monitor.liveness import RunLiveness, State, is_paused, latest_che
 from copus_ext.monitor.run_files import END_BYTES, GOES_ON, RunHistory, RunReader, Step
 from copus_ext.monitor.values import LINE, text, whole
 from megatron.training.config.layout import Layout
-from megatron.training.model.flops import ExpertWidths, LatentWidths, training_flops_per_sample
+from megatron.training.config.model_shape import ModelShape
+from megatron.training.model.flops import training_flops_per_sample
 
 SLOW_STEPS = 10
 """Medians without a step that are worth an alarm."""
@@ -322,18 +323,10 @@ def _flops_of_a_rank(config: Mapping[str, Any], layout: str, samples_per_s: floa
     """Arithmetic of the model per second; None where the flags do not tell."""
     names = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"]
     names += ["num_query_groups", "kv_channels", "seq_length", "padded_vocab_size"]
-    sizes = {name: size for name in names if (size := whole(config.get(name)))}
-    if len(sizes) < len(names):
+    if not all(whole(config.get(name)) for name in names):
         return None
-    gated = config.get("swiglu") is True or config.get("quick_geglu") is True
     try:
-        flops = training_flops_per_sample(
-            **sizes,
-            gated_mlp=gated,
-            latent=LatentWidths.of(config),
-            mtp_num_layers=whole(config.get("mtp_num_layers")) or 0,
-            experts=ExpertWidths.of(config),
-        )
+        flops = training_flops_per_sample(ModelShape.of(config), config["seq_length"])
         return flops * samples_per_s / Layout.from_text(layout).world_size
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return None

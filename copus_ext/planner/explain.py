@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from copus_ext.cost_model.model_spec import ModelSpec, divisors
 from copus_ext.cost_model.spec_file import SpecError
@@ -114,8 +115,10 @@ def _of_experts(code: str, model: ModelSpec, c: Configuration) -> tuple[str, str
     """What the trainer itself says of the layout of experts."""
     # `code` is the first rule that is broken, and this one is of gloo alone.
     is_gloo = code == "expert_alltoall"
-    sizes = model.expert_sizes(is_gloo=is_gloo, use_tp_pp_dp_mapping=c.use_tp_pp_dp_mapping)
-    problems = expert_problems(c.layout, sizes, sequence_parallel=True)
+    shape = replace(model.shape(), use_tp_pp_dp_mapping=c.use_tp_pp_dp_mapping)
+    problems = expert_problems(
+        c.layout, shape, sequence_parallel=True, only_allgather_over_both=is_gloo
+    )
     detail, _, fix = problems[0].partition("; ")
     return detail, fix
 

@@ -537,15 +537,4 @@ class Planner:
 
 def flops_per_sample(m: ModelSpec) -> float:
     """Operations of a model for one sample, forward and backward, nothing computed again."""
-    return training_flops_per_sample(
-        num_layers=m.num_layers,
-        hidden_size=m.hidden_size,
-        ffn_hidden_size=m.ffn,
-        num_attention_heads=m.num_attention_heads,
-        num_query_groups=m.groups,
-        kv_channels=m.channels,
-        seq_length=m.seq_length,
-        padded_vocab_size=int(m.padded_vocab_size(1)),
-        gated_mlp=m.gated,
-        experts=m.expert_widths,
-    )
+    return training_flops_per_sample(m.shape(), m.seq_length)

@@ -21,7 +21,7 @@ def cp_comm_types_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[str, ...]:
     a flag, and by heads. A gather of Transformer Engine has the bytes of a ring and hides none. Its
     latent attention goes round a ring alone."""
     is_plain = model.implementation == "local" or cluster.is_gloo
-    if has_engine(model, cluster) and model.latent is not None:
+    if has_engine(model, cluster) and model.kv_lora_rank is not None:
         return ("p2p",)
     return ("all_gather" if is_plain else "p2p", "a2a")
 

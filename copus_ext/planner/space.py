@@ -455,16 +455,17 @@ def _refused_by_extras(model: ModelSpec, points: Points, is_asked: Any) -> Any:
 def _broken_by_experts(model: ModelSpec, cluster: ClusterSpec, p: Points) -> dict[str, Any]:
     """[n] by code which points the rules of `layout.expert_problems` speak against, in its order;
     none of a dense model."""
-    sizes = model.expert_sizes(is_gloo=cluster.is_gloo, use_tp_pp_dp_mapping=True)
-    if sizes is None:
+    shape = model.shape()
+    if (experts := shape.experts) is None:
         return {}
+    only_allgather = cluster.is_gloo and model.moe_token_dispatcher_type == "alltoall"
     copies = p.tp * p.cp * p.dp // (p.ep * p.etp)
     return {
-        "experts": sizes.num_experts % p.ep != 0,
-        "expert_ffn": sizes.moe_ffn_hidden_size % p.etp != 0,
-        "shared_expert": (sizes.moe_shared_expert_intermediate_size or 0) % p.tp != 0,
-        "expert_bias": (p.etp > 1) & sizes.add_bias_linear,
-        "expert_alltoall": (p.ep > 1) & (p.etp > 1) & sizes.only_allgather_over_both,
+        "experts": experts.num_experts % p.ep != 0,
+        "expert_ffn": experts.moe_ffn_hidden_size % p.etp != 0,
+        "shared_expert": experts.moe_shared_expert_intermediate_size % p.tp != 0,
+        "expert_bias": (p.etp > 1) & shape.linear_bias,
+        "expert_alltoall": (p.ep > 1) & (p.etp > 1) & only_allgather,
         "expert_copies": p.use_tp_pp_dp_mapping & (p.pp > 1) & (copies != p.dp),
     }
 

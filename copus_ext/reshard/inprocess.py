@@ -23,7 +23,7 @@ from copus_ext.goodput import costs
 from copus_ext.reshard.change import Change, ReshardContext
 from copus_ext.reshard.consensus import Consensus, Deadline, NoAnswer
 from copus_ext.reshard.group_store import GroupStore
-from copus_ext.reshard.model_shape import shape_of
+from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.phases import ReshardResult
 from copus_ext.reshard.plan import ReshardPlan, ReshardPlanCache
 from megatron.training.common.control import STACKS

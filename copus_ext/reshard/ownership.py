@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from copus_ext.reshard.model_shape import ModelShape, Parameter, check, chunks_of_stage
+from copus_ext.reshard.parameters import Parameter, check, chunks_of_stage
 from megatron.training.config.layout import Layout
+from megatron.training.config.model_shape import ModelShape
 from megatron.training.distributed.sharding import Record, records_of_block
 
 PARAMETER_ALIGNMENT = 64

@@ -17,10 +17,10 @@ import numpy as np
 
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput.costs import Machine, MovedBytes, pause_s
-from copus_ext.reshard.model_shape import ModelShape, shape_of_spec
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT
 from megatron.training.config.layout import Layout
+from megatron.training.config.model_shape import ModelShape
 from megatron.training.distributed.sharding import Record
 
 MAX_COUNTED = 128
@@ -173,7 +173,7 @@ def shape_for(spec: ModelSpec, *, tp_sizes: Sequence[int], sharded: bool) -> Mod
         sharded: whether data-parallel ranks share the optimizer's state out among them.
     """
     rows = int(spec.padded_vocab_size(math.lcm(*tp_sizes)))
-    shape = shape_of_spec(spec, padded_vocab_size=rows)
+    shape = spec.shape(padded_vocab_size=rows)
     return replace(shape, use_distributed_optimizer=sharded)
 
 

@@ -126,8 +126,8 @@ def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
     """Builds model and optimizer, reads them and asks their twin; a row of each rank."""
     import torch.distributed as dist
 
-    from copus_ext.reshard.model_shape import shape_of
     from copus_ext.reshard.ownership import all_of_layout
+    from copus_ext.reshard.parameters import shape_of
     from megatron.training.distributed.sharding import digest
     from megatron.training.model.gpt import build_model
     from megatron.training.model.shards import own_shards

@@ -86,10 +86,10 @@ def main(output: Path) -> Any:
     import torch.distributed as dist
 
     from copus_ext.reshard import transfer
-    from copus_ext.reshard.model_shape import ModelShape
     from copus_ext.reshard.ownership import all_of_layout
     from copus_ext.reshard.plan import make_plan
     from megatron.training.config.layout import Layout
+    from megatron.training.config.model_shape import ModelShape
 
     rank, rows = dist.get_rank(), []
     layouts = [Layout(tp=t, pp=p, vpp=v, dp=4 // (t * p)) for t, p, v in LAYOUTS]

@@ -212,7 +212,7 @@ def test_cuts(flags: str, layout: Layout) -> None:
         ("2 --account-for-loss-in-pipeline-split", ["9, no multiple of 2"]),
         (
             "2 --decoder-first-pipeline-num-layers 5 --num-virtual-stages-per-pipeline-rank 2",
-            ["no multiple of 2 virtual stages"],
+            ["not a multiple of 2 virtual stages"],
         ),
     ],
 )

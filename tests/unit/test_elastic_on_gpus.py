@@ -20,12 +20,12 @@ from copus_ext.elastic.membership import Membership
 from copus_ext.elastic.messages import Generation, Member
 from copus_ext.elastic.recover import Found
 from copus_ext.reshard import transfer
-from copus_ext.reshard.model_shape import ModelShape
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.plan import make_plan
 from copus_ext.reshard.transfer import Transfer
 from megatron.training.common.errors import UsageError
 from megatron.training.config.layout import Layout
+from megatron.training.config.model_shape import ModelShape
 from megatron.training.distributed.sharding import Record
 from megatron.training.model.shards import KINDS, Shards
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from megatron.training.common.errors import UsageError
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import (
-    ExpertSizes,
     batch_problems,
     expert_problems,
     group_of_microbatches,
     layout_problems,
     recompute_problems,
 )
+from megatron.training.config.model_shape import ModelShape
 
 SIZES = st.integers(1, 8)
 
@@ -46,11 +46,17 @@ MODEL = {
     "num_layers": 8,
     "num_attention_heads": 8,
     "num_query_groups": 4,
+    "hidden_size": 64,
     "ffn_hidden_size": 256,
-    "seq_length": 64,
     "padded_vocab_size": 512,
-    "sequence_parallel": True,
+    "untie_embeddings_and_output_weights": True,
 }
+
+
+def problems_of_layout(layout: Layout, *, seq_length: int = 64, **changes: Any) -> list[str]:
+    return layout_problems(
+        layout, {**MODEL, **changes}, seq_length=seq_length, sequence_parallel=True
+    )
 
 
 @given(layouts() | cut_layouts(), layouts() | cut_layouts())
@@ -151,19 +157,19 @@ def test_world_is_divided_or_refused(world: int, tp: int, pp: int) -> None:
     ],
 )
 def test_each_rule_alone(layout: Layout, change: dict, flag: str) -> None:
-    assert layout_problems(Layout(), **MODEL) == []
-    (problem,) = layout_problems(layout, **{**MODEL, **change})
+    assert problems_of_layout(Layout()) == []
+    (problem,) = problems_of_layout(layout, **change)
     assert flag in problem
     assert "\n" not in problem
 
 
 def test_relaxed_rules() -> None:
-    assert layout_problems(Layout(pp=3, layer_partition=(3, 3, 2)), **MODEL) == []
-    (problem,) = layout_problems(Layout(pp=3, layer_partition=(4, 3, 2)), **MODEL)
+    assert problems_of_layout(Layout(pp=3, layer_partition=(3, 3, 2))) == []
+    (problem,) = problems_of_layout(Layout(pp=3, layer_partition=(4, 3, 2)))
     assert "9 layers and --num-layers is 8" in problem
-    assert layout_problems(Layout(tp=8), **MODEL) == []
-    plain = {**MODEL, "seq_length": 63, "sequence_parallel": False, "padded_vocab_size": None}
-    assert layout_problems(Layout(tp=2), **plain) == []
+    assert problems_of_layout(Layout(tp=8)) == []
+    told = {"seq_length": 63, "sequence_parallel": False, "knows_vocabulary": False}
+    assert layout_problems(Layout(tp=2), {**MODEL, "padded_vocab_size": None}, **told) == []
 
 
 @given(layouts(), st.integers(0, 4), st.integers(0, 20))
@@ -203,22 +209,17 @@ def test_the_copies_of_experts_that_an_order_of_ranks_needs_are_offered(
 ) -> None:
     assume(layout.pp > 1 and layout.ranks_of_a_stage % (ep * (etp or layout.tp)) == 0)
     layout = dataclasses.replace(layout, ep=ep, etp=etp)
-    sizes = ExpertSizes(
-        num_experts=9 * 25 * 49 * 64,
-        moe_ffn_hidden_size=9 * 25 * 49 * 64,
-        moe_shared_expert_intermediate_size=None,
-        add_bias_linear=False,
-        only_allgather_over_both=False,
-        use_tp_pp_dp_mapping=True,
-    )
-    problems = expert_problems(layout, sizes, sequence_parallel=True)
+    many = 9 * 25 * 49 * 64
+    experts = {"num_experts": many, "moe_ffn_hidden_size": many, "add_bias_linear": False}
+    shape = ModelShape.of({**MODEL, **experts, "use_tp_pp_dp_mapping": True})
+    problems = expert_problems(layout, shape, sequence_parallel=True)
     assert bool(problems) == (layout.expert_data_parallel_size != layout.dp)
     for problem in problems:
         found = re.search(r"--expert-tensor-parallel-size = (\d+)", problem)
         assert found is not None, problem
         for offered in ({"ep": int(found[1]), "etp": 1}, {"ep": 1, "etp": int(found[1])}):
             fixed = dataclasses.replace(layout, **offered)
-            assert not expert_problems(fixed, sizes, sequence_parallel=True)
+            assert not expert_problems(fixed, shape, sequence_parallel=True)
 
 
 @given(layouts(), st.integers(1, 4), st.integers(1, 200))

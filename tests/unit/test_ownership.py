@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.reshard import ownership
-from copus_ext.reshard.model_shape import WORDS, ModelShape, shape_of_spec
 from copus_ext.reshard.ownership import all_of_layout, rank_of
+from copus_ext.reshard.parameters import WORDS
 from megatron.training.config.layout import Layout
+from megatron.training.config.model_shape import LatentShape, ModelShape
 from megatron.training.distributed.sharding import Record, digest
-from megatron.training.model.flops import LatentWidths
 
 TOY = ModelShape(
     num_layers=2,
@@ -32,10 +32,10 @@ TOY = ModelShape(
 )
 
 
-def latent_widths(tp: int) -> st.SearchStrategy[LatentWidths]:
+def latent_widths(tp: int) -> st.SearchStrategy[LatentShape]:
     few = st.integers(1, 3)
     return st.builds(
-        LatentWidths,
+        LatentShape,
         q_lora_rank=st.none() | few.map(lambda n: n * tp),
         kv_lora_rank=few.map(lambda n: n * tp),
         qk_head_dim=few,
@@ -244,7 +244,7 @@ NORMED = replace(PRESETS["llama-3-70b"], name="normed", qk_layernorm=True, mtp_n
     "spec", [*PRESETS.values(), LATENT, WHOLE_QUERY, NORMED], ids=lambda spec: spec.name
 )
 def test_the_elements_are_the_parameters_of_the_model(spec: ModelSpec) -> None:
-    shape = shape_of_spec(spec, padded_vocab_size=int(spec.padded_vocab_size(1)))
+    shape = spec.shape(padded_vocab_size=int(spec.padded_vocab_size(1)))
     layout = Layout(tp=8, pp=4, dp=2)
     if shape.padded_vocab_size % layout.tp or spec.num_attention_heads % layout.tp:
         layout = Layout(pp=4, dp=2)

@@ -18,11 +18,11 @@ from copus_ext.cost_model.cluster_spec import preset as cluster
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.goodput import costs
 from copus_ext.goodput.costs import LayoutChangeCosts, Machine, MovedBytes, pause_s
-from copus_ext.reshard.model_shape import ModelShape
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.pause import MAX_COUNTED, PausePredictor, shape_for
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, make_plan
 from megatron.training.config.layout import Layout
+from megatron.training.config.model_shape import ModelShape
 from tests.unit.test_plan_layouts import EXAMPLES, changes
 
 pytestmark = pytest.mark.unit

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.reshard.model_shape import ExpertShape, ModelShape, check
 from copus_ext.reshard.ownership import all_of_layout
+from copus_ext.reshard.parameters import check
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, TransferOp, make_plan
 from megatron.training.config.layout import Layout
+from megatron.training.config.model_shape import ExpertShape, ModelShape
 from megatron.training.distributed.sharding import Record, volume
 
 EXAMPLES = int(os.environ.get("COPUS_TEST_EXAMPLES", "15"))
@@ -34,9 +35,9 @@ def expert_shapes(draw: st.DrawFn, num_layers: int) -> ExpertShape:
         layers=tuple(some),
         num_experts=draw(st.sampled_from([4, 6])),
         moe_ffn_hidden_size=12 * draw(st.integers(1, 2)),
-        shared_width=24 * draw(st.integers(0, 1)),
-        shared_gate=draw(st.booleans()),
-        is_grouped=draw(st.booleans()),
+        moe_shared_expert_intermediate_size=24 * draw(st.integers(0, 1)),
+        moe_shared_expert_gate=draw(st.booleans()),
+        moe_grouped_gemm=draw(st.booleans()),
     )
 
 

@@ -96,8 +96,8 @@ def test_iterations_of_a_command_are_steps_of_its_ramp() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"seq_length_schedule": "0:64 10%:96"}, "no multiple of the first"),
-        ({"seq_length_schedule": "0:64 50%:1024"}, "no whole number of samples"),
+        ({"seq_length_schedule": "0:64 10%:96"}, "not a multiple of the first"),
+        ({"seq_length_schedule": "0:64 50%:1024"}, "not a whole number of samples"),
         ({"seq_length_schedule": "0:64 50%:128 50%:256"}, "move the positions apart"),
         ({"seq_length_schedule": "10%:64"}, "must begin at position 0"),
         ({"seq_length_schedule": "64", "train_tokens": 64 * 4}, "less than one step"),
@@ -324,7 +324,7 @@ def test_each_step_of_a_batch_has_a_layout(capsys: pytest.CaptureFixture[str]) -
             "--model llama-2-7b --seq-length 2048 --cluster h100-80g:8 --global-batch-size 8 "
             "--seq-length-schedule '0:2048 50%:3000'",
             2,
-            "no multiple of the first",
+            "not a multiple of the first",
         ),
     ],
 )

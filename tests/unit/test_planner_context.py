@@ -298,8 +298,7 @@ def test_rules_are_those_of_the_trainer(shape: dict[str, Any], gpus: int, form: 
             c, code = points.configuration(i), int(points.code[i])
             problems = context_problems(
                 c.layout,
-                num_attention_heads=model.num_attention_heads,
-                num_query_groups=model.groups,
+                model.shape(),
                 seq_length=model.seq_length,
                 sequence_parallel=c.layout.tp > 1,
                 exchange=ContextExchange(
@@ -323,8 +322,7 @@ def test_rules_are_those_of_the_trainer(shape: dict[str, Any], gpus: int, form: 
                 layout = Layout(tp=tp, cp=size, pp=pp, dp=gpus // (tp * size * pp))
                 problems = context_problems(
                     layout,
-                    num_attention_heads=model.num_attention_heads,
-                    num_query_groups=model.groups,
+                    model.shape(),
                     seq_length=model.seq_length,
                     sequence_parallel=tp > 1,
                     exchange=ContextExchange(cp_comm_type=form, has_engine=not shape["local"]),

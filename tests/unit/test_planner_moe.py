@@ -42,7 +42,6 @@ from copus_ext.planner.space import (
     points_of,
     to_rows,
 )
-from copus_ext.reshard.model_shape import shape_of_spec
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.relaunch import Request, merged
 from megatron.training.checkpoint.resume import merge_resume_config
@@ -123,7 +122,7 @@ def test_parameters_are_those_that_every_rank_owns(shared: ModelSpec) -> None:
         model = dataclasses.replace(
             model, moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False
         )
-    shape = shape_of_spec(model, padded_vocab_size=int(model.padded_vocab_size(1)))
+    shape = model.shape(padded_vocab_size=int(model.padded_vocab_size(1)))
     for tp, pp, ep, etp in itertools.product((1, 2), (1, 2), (1, 2, 4), (1, 2)):
         dp = 8 // (tp * pp)
         if tp * dp % (ep * etp) or (model.bias and etp > 1):
@@ -357,12 +356,14 @@ def test_rules_are_those_of_the_trainer(cluster: str, mapping: bool) -> None:
         fixed = {} if ep is None else {"ep": ep}
         limits = dataclasses.replace(ANY, fixed=fixed, use_tp_pp_dp_mapping=mapping)
         points = enumerate_points(model, place, 16, limits)
-        given = model.expert_sizes(is_gloo=place.is_gloo, use_tp_pp_dp_mapping=mapping)
+        shape = dataclasses.replace(model.shape(), use_tp_pp_dp_mapping=mapping)
         planner = Planner(model, place, limits=limits)
         own = [i for i, code in enumerate(REJECTION_CODES) if code.startswith(("expert", "shared"))]
         for i in np.flatnonzero((points.code == LEGAL) | np.isin(points.code, own)):
             c = points.configuration(int(i))
-            problems = expert_problems(c.layout, given, sequence_parallel=True)
+            problems = expert_problems(
+                c.layout, shape, sequence_parallel=True, only_allgather_over_both=place.is_gloo
+            )
             assert (points.code[i] == LEGAL) == (not problems), (str(c), problems)
             if problems and (code := REJECTION_CODES[points.code[i]]) not in seen:
                 seen.add(code)

@@ -16,9 +16,10 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from megatron.training.common.errors import UsageError
 from megatron.training.common.train_state import TrainState
+from megatron.training.config.model_shape import LatentShape, ModelShape
 from megatron.training.distributed.process_groups import random_seed_at
 from megatron.training.logging.tracker import NullTracker
-from megatron.training.model.flops import LatentWidths, training_flops_per_sample
+from megatron.training.model.flops import training_flops_per_sample
 from megatron.training.model.init import InitialWeights, draw_weights
 from megatron.training.optim.optimizer import mark_decoupled
 from megatron.training.resilience import env_checks
@@ -59,33 +60,31 @@ def test_random_streams_differ_in_every_part_and_repeat() -> None:
 
 
 def flops(**changes: Any) -> float:
-    shape = {
+    sizes = {
         "num_layers": 2,
         "hidden_size": 8,
         "ffn_hidden_size": 32,
         "num_attention_heads": 2,
         "num_query_groups": 2,
         "kv_channels": 4,
-        "seq_length": 16,
         "padded_vocab_size": 128,
-        "gated_mlp": False,
     }
-    return training_flops_per_sample(**{**shape, **changes})
+    return training_flops_per_sample(ModelShape(**{**sizes, **changes}), 16)
 
 
 def test_flops_of_a_small_model_counted_by_hand() -> None:
     per_layer = 8 * 8 * 4 + 8 * 16 + 2 * 8 * 32
     assert flops() == 6 * 16 * (2 * per_layer + 8 * 128)
-    assert flops(gated_mlp=True) - flops() == 6 * 16 * 2 * 8 * 32
+    assert flops(gated=True) - flops() == 6 * 16 * 2 * 8 * 32
 
 
 def test_flops_of_latent_attention_and_further_tokens_counted_by_hand() -> None:
     widths = {"kv_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
     heads, mlp, head = 2, 2 * 8 * 32, 8 * 128
     shared = 8 * (6 + 2) + 6 * heads * (4 + 3) + heads * 3 * 8 + heads * (4 + 2 + 3) * 16 / 2
-    whole = LatentWidths(q_lora_rank=None, **widths)
+    whole = LatentShape(q_lora_rank=None, **widths)
     assert flops(latent=whole) == 6 * 16 * (2 * (shared + 8 * heads * 6 + mlp) + head)
-    small = LatentWidths(q_lora_rank=5, **widths)
+    small = LatentShape(q_lora_rank=5, **widths)
     layer = shared + 8 * 5 + 5 * heads * 6 + mlp
     assert flops(latent=small) == 6 * 16 * (2 * layer + head)
     assert flops(latent=small, mtp_num_layers=3) == 6 * 16 * (

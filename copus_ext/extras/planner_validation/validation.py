@@ -163,15 +163,17 @@ def _run(record: dict[str, Any], folder: Path, names: dict[str, str]) -> Measure
         raise LayersDoNotDivide(f"{model.num_layers} layers are not a multiple of pp x vpp")
     etp = _whole("etp", given["etp"]) if "etp" in given else None
     layout = Layout(tp=tp, cp=cp, pp=pp, vpp=size["vpp"], ep=size["ep"], etp=etp, dp=dp)
-    sizes = model.expert_sizes(is_gloo=cluster.is_gloo, use_tp_pp_dp_mapping=False)
+    shape = model.shape()
+    only_allgather = cluster.is_gloo and model.moe_token_dispatcher_type == "alltoall"
     parallel = _flag("sequence_parallel", given, tp > 1)
-    if problems := expert_problems(layout, sizes, sequence_parallel=parallel):
+    if problems := expert_problems(
+        layout, shape, sequence_parallel=parallel, only_allgather_over_both=only_allgather
+    ):
         raise SpecError(problems[0])
     form = _form(given.get("cp_comm_type"), model, cluster) if cp > 1 else None
     if problems := context_problems(
         layout,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.groups,
+        shape,
         seq_length=model.seq_length,
         sequence_parallel=parallel,
         exchange=ContextExchange(cp_comm_type=form),

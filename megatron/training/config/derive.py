@@ -15,7 +15,6 @@ from megatron.training.config.kfac_flags import check_kfac
 from megatron.training.config.layer_partition import partition_of_flags, virtual_size
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import (
-    further_sizes,
     layout_problems,
     recompute_problems,
 )
@@ -328,14 +327,10 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
     )
     draft.problems += layout_problems(
         layout,
-        num_layers=draft["num_layers"],
-        num_attention_heads=draft["num_attention_heads"],
-        num_query_groups=draft["num_query_groups"],
-        ffn_hidden_size=draft["ffn_hidden_size"],
+        draft.values,
         seq_length=draft["seq_length"],
-        padded_vocab_size=None,
         sequence_parallel=draft["sequence_parallel"],
-        **further_sizes(draft.values),
+        knows_vocabulary=False,
     )
     steps = draft["step_batch_size_schedule"]
     if steps is not None:

@@ -10,90 +10,94 @@ from typing import Any
 
 from megatron.training.common.extras import problems_of
 from megatron.training.config.layout import Layout
+from megatron.training.config.model_shape import ModelShape
 
 
 def layout_problems(
     layout: Layout,
+    arguments: Mapping[str, Any],
     *,
-    num_layers: int,
-    num_attention_heads: int,
-    num_query_groups: int,
-    ffn_hidden_size: int,
     seq_length: int,
-    padded_vocab_size: int | None,
     sequence_parallel: bool,
-    exchange: ContextExchange | None = None,
-    split_widths: Mapping[str, int] = MappingProxyType({}),
-    needs_one_stage: bool = False,
-    needs_whole_layers: str | None = None,
-    experts: ExpertSizes | None = None,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
+    knows_vocabulary: bool = True,
 ) -> list[str]:
     """Lists why a model cannot be laid out this way.
 
     Args:
         layout: the layout to judge.
-        num_layers: transformer layers of the whole model.
-        num_attention_heads: query heads of one layer.
-        num_query_groups: key-value heads of one layer.
-        ffn_hidden_size: width of the MLP.
+        arguments: flags by field name, as derived or as stored.
         seq_length: tokens per sample.
-        padded_vocab_size: rows of the embedding, or None while it is not known.
         sequence_parallel: whether activations are split over the sequence between tensor-parallel
             regions.
-        exchange: what limits context parallelism; None: only the lengths.
-        split_widths: further widths that tensor parallelism splits, by the flags that set them.
-        needs_one_stage: whether the model predicts further tokens with tied embeddings.
-        needs_whole_layers: flag that needs one tensor parallel rank; None: there is none.
-        experts: what limits the layout of a mixture of experts; None for a dense model.
-        arguments: flags by field name, for the rules of extras.
+        knows_vocabulary: whether the padded vocabulary is that of the run; else a launch pads it.
 
     Returns:
         One sentence per broken rule, naming the flag, the values and the fix; empty if the layout
         is legal.
     """
-    tp = layout.tp
-    tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
-    problems = _stage_problems(layout, num_layers=num_layers, needs_one_stage=needs_one_stage)
-    if needs_whole_layers and tp > 1:
+    shape = ModelShape.of(arguments)
+    is_gloo = arguments.get("distributed_backend") == "gloo"
+    dispatcher = arguments.get("moe_token_dispatcher_type") or "allgather"
+    problems = []
+    if arguments.get("kfac") and layout.tp > 1:
         problems.append(
-            f"{needs_whole_layers} needs whole layers on a rank; drop it, or choose "
-            f"--tensor-model-parallel-size 1 (now {tp})"
+            "--kfac needs whole layers on a rank; drop it, or choose "
+            f"--tensor-model-parallel-size 1 (now {layout.tp})"
         )
-    if num_attention_heads % tp != 0:
-        problems.append(
-            f"--num-attention-heads {num_attention_heads} is not divisible by {tp}; {tp_fix}"
-        )
-    if num_query_groups % tp != 0 and tp % num_query_groups != 0:
-        problems.append(
-            f"--num-query-groups {num_query_groups} neither divides nor is divided by {tp}; "
-            f"{tp_fix}"
-        )
-    if ffn_hidden_size % tp != 0:
-        problems.append(f"--ffn-hidden-size {ffn_hidden_size} is not divisible by {tp}; {tp_fix}")
+    problems += shape_problems(layout, shape, knows_vocabulary=knows_vocabulary)
     problems += context_problems(
         layout,
-        num_attention_heads=num_attention_heads,
-        num_query_groups=num_query_groups,
+        shape,
         seq_length=seq_length,
         sequence_parallel=sequence_parallel,
-        exchange=exchange,
+        exchange=ContextExchange.of(arguments),
     )
-    for flags, width in split_widths.items():
-        if width % tp != 0:
-            problems.append(f"{flags} {width} is not divisible by {tp}; {tp_fix}")
-    problems += expert_problems(layout, experts, sequence_parallel=sequence_parallel)
-    if padded_vocab_size is not None and padded_vocab_size % tp != 0:
-        problems.append(
-            f"the padded vocabulary of {padded_vocab_size} rows is not divisible by {tp}; start "
-            f"the run with --pad-vocab-for-tensor-parallel-size {tp}"
-        )
+    problems += expert_problems(
+        layout,
+        shape,
+        sequence_parallel=sequence_parallel,
+        only_allgather_over_both=is_gloo and dispatcher == "alltoall",
+    )
     return problems + problems_of("layout_problems", arguments, layout)
 
 
-def _stage_problems(layout: Layout, *, num_layers: int, needs_one_stage: bool) -> list[str]:
+def shape_problems(
+    layout: Layout, shape: ModelShape, *, knows_vocabulary: bool = True
+) -> list[str]:
+    """Lists why stages and tensor-parallel ranks cannot share the weights; as `layout_problems`."""
+    tp, problems = layout.tp, _stage_problems(layout, shape)
+    tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
+    groups = shape.num_query_groups
+    if groups % tp != 0 and tp % groups != 0:
+        problems.append(
+            f"--num-query-groups {groups} neither divides nor is divided by {tp}; {tp_fix}"
+        )
+    split = {
+        "--num-attention-heads": shape.num_attention_heads,
+        "--ffn-hidden-size": shape.ffn_hidden_size,
+    }
+    if (latent := shape.latent) is not None:
+        split["--q-lora-rank"] = latent.q_lora_rank or 0
+        width = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+        split["--kv-lora-rank + --qk-pos-emb-head-dim"] = width
+    if shape.mtp_num_layers:
+        split["--mtp-num-layers with --hidden-size"] = shape.hidden_size
+    problems += [
+        f"{flags} {width} is not divisible by {tp}; {tp_fix}"
+        for flags, width in split.items()
+        if width % tp != 0
+    ]
+    if knows_vocabulary and shape.padded_vocab_size % tp != 0:
+        problems.append(
+            f"the padded vocabulary of {shape.padded_vocab_size} rows is not divisible by {tp}; "
+            f"start the run with --pad-vocab-for-tensor-parallel-size {tp}"
+        )
+    return problems
+
+
+def _stage_problems(layout: Layout, shape: ModelShape) -> list[str]:
     problems = []
-    stages = layout.pp * layout.vpp
+    num_layers, stages = shape.num_layers, layout.pp * layout.vpp
     if layout.layer_partition and sum(layout.layer_partition) != num_layers:
         problems.append(
             f"the chunks of {layout} have {sum(layout.layer_partition)} layers and --num-layers is "
@@ -105,7 +109,7 @@ def _stage_problems(layout: Layout, *, num_layers: int, needs_one_stage: bool) -
             f"{layout.vpp} virtual stages evenly; use a multiple of {stages}, change "
             "--pipeline-model-parallel-size or give --pipeline-model-parallel-layout"
         )
-    if needs_one_stage and layout.pp > 1:
+    if shape.mtp_num_layers and shape.tied and layout.pp > 1:
         problems.append(
             "--mtp-num-layers in a pipeline needs --untie-embeddings-and-output-weights; add it or "
             f"choose --pipeline-model-parallel-size 1 (now {layout.pp})"
@@ -115,18 +119,16 @@ def _stage_problems(layout: Layout, *, num_layers: int, needs_one_stage: bool) -
 
 def context_problems(
     layout: Layout,
+    shape: ModelShape,
     *,
-    num_attention_heads: int,
-    num_query_groups: int,
     seq_length: int,
     sequence_parallel: bool,
-    exchange: ContextExchange | None,
+    exchange: ContextExchange,
 ) -> list[str]:
     """Lists why the tokens of a sample cannot be shared this way; as `layout_problems`."""
     tp, cp = layout.tp, layout.cp
     tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
     cp_fix = f"choose another --context-parallel-size (now {cp})"
-    exchange = exchange or ContextExchange()
     problems = [
         f"--context-parallel-size {cp} does not go with {flag_and_fix}"
         for flag_and_fix in exchange.excluding
@@ -145,7 +147,8 @@ def context_problems(
             f"{tp_fix}"
         )
     if (size := exchange.ranks_that_deal_heads(cp)) > 1:
-        heads, groups = num_attention_heads // tp, max(num_query_groups // tp, 1)
+        heads = shape.num_attention_heads // tp
+        groups = max(shape.num_query_groups // tp, 1)
         # Without Transformer Engine each of the groups is repeated where there are too few.
         is_repeated = not exchange.has_engine and size % groups == 0
         if heads % size != 0 or not (groups % size == 0 or is_repeated):
@@ -156,32 +159,6 @@ def context_problems(
                 f"or {cp_fix}"
             )
     return problems
-
-
-def further_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What `layout_problems` must know of some models only, as keyword arguments.
-
-    Args:
-        arguments: flags by field name, as derived or as stored.
-    """
-    widths = {}
-    if arguments.get("multi_latent_attention"):
-        if arguments.get("q_lora_rank"):
-            widths["--q-lora-rank"] = arguments["q_lora_rank"]
-        rotated = arguments["qk_pos_emb_head_dim"]
-        widths["--kv-lora-rank + --qk-pos-emb-head-dim"] = arguments["kv_lora_rank"] + rotated
-    is_further = bool(arguments.get("mtp_num_layers"))
-    if is_further:
-        widths["--mtp-num-layers with --hidden-size"] = arguments["hidden_size"]
-    is_tied = not arguments.get("untie_embeddings_and_output_weights")
-    return {
-        "exchange": ContextExchange.of(arguments),
-        "split_widths": widths,
-        "needs_one_stage": is_further and is_tied,
-        "needs_whole_layers": "--kfac" if arguments.get("kfac") else None,
-        "experts": ExpertSizes.of(arguments),
-        "arguments": arguments,
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,50 +221,24 @@ def _excluded_by_engine(arguments: Mapping[str, Any], word: str | None) -> list[
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertSizes:
-    """What limits the layout of a mixture of experts."""
-
-    num_experts: int
-    """Of a layer."""
-    moe_ffn_hidden_size: int
-    """Width of an expert."""
-    moe_shared_expert_intermediate_size: int | None
-    """Width of the shared expert; None: there is none."""
-    add_bias_linear: bool
-    """Whether experts have biases."""
-    only_allgather_over_both: bool
-    """Whether rows cannot go to experts by all-to-all where both expert parallel sizes are above 1,
-    as with gloo."""
-    use_tp_pp_dp_mapping: bool
-    """Whether ranks are numbered with pipeline before data parallelism."""
-
-    @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> ExpertSizes | None:
-        """Reads flags by field name; None for a dense model."""
-        if not arguments.get("num_experts"):
-            return None
-        dispatcher = arguments.get("moe_token_dispatcher_type") or "allgather"
-        is_gloo = arguments.get("distributed_backend") == "gloo"
-        return cls(
-            num_experts=arguments["num_experts"],
-            moe_ffn_hidden_size=arguments.get("moe_ffn_hidden_size")
-            or arguments["ffn_hidden_size"],
-            moe_shared_expert_intermediate_size=arguments.get(
-                "moe_shared_expert_intermediate_size"
-            ),
-            add_bias_linear=bool(arguments.get("add_bias_linear")),
-            only_allgather_over_both=is_gloo and dispatcher == "alltoall",
-            use_tp_pp_dp_mapping=bool(arguments.get("use_tp_pp_dp_mapping")),
-        )
-
-
 def expert_problems(
-    layout: Layout, experts: ExpertSizes | None, *, sequence_parallel: bool
+    layout: Layout,
+    shape: ModelShape,
+    *,
+    sequence_parallel: bool,
+    only_allgather_over_both: bool = False,
 ) -> list[str]:
-    """Lists why experts cannot be laid out this way; as `layout_problems`."""
+    """Lists why experts cannot be laid out this way; as `layout_problems`.
+
+    Args:
+        layout: the layout to judge.
+        shape: of the model.
+        sequence_parallel: as there.
+        only_allgather_over_both: whether rows cannot go to experts by all-to-all where both expert
+            parallel sizes are above 1, as with gloo.
+    """
     ep, etp = layout.ep, layout.expert_tensor_parallel_size
-    if experts is None:
+    if (experts := shape.experts) is None:
         is_plain = ep == 1 and layout.etp is None
         return [] if is_plain else [f"{layout} has sizes of experts and the model has none"]
     fix = f"choose another --expert-tensor-parallel-size (now {etp})"
@@ -301,7 +252,7 @@ def expert_problems(
     if width % etp != 0:
         problems.append(f"--moe-ffn-hidden-size {width} is not divisible by {etp}; {fix}")
     shared = experts.moe_shared_expert_intermediate_size
-    if shared is not None and shared % layout.tp != 0:
+    if shared % layout.tp != 0:
         problems.append(
             f"--moe-shared-expert-intermediate-size {shared} is not divisible by {layout.tp}; "
             f"choose another --tensor-model-parallel-size (now {layout.tp})"
@@ -311,17 +262,17 @@ def expert_problems(
             "--num-experts under tensor parallelism needs --sequence-parallel; add it or choose "
             f"--tensor-model-parallel-size 1 (now {layout.tp})"
         )
-    if etp > 1 and experts.add_bias_linear:
+    if etp > 1 and shape.linear_bias:
         problems.append(
             f"--expert-tensor-parallel-size {etp} needs --disable-bias-linear; add it or choose 1"
         )
-    if ep > 1 and etp > 1 and experts.only_allgather_over_both:
+    if ep > 1 and etp > 1 and only_allgather_over_both:
         problems.append(
             f"gloo has no all-to-all over --expert-model-parallel-size {ep} and "
             f"--expert-tensor-parallel-size {etp}; give --moe-token-dispatcher-type allgather"
         )
     copies = layout.expert_data_parallel_size
-    if experts.use_tp_pp_dp_mapping and layout.pp > 1 and copies != layout.dp:
+    if shape.use_tp_pp_dp_mapping and layout.pp > 1 and copies != layout.dp:
         problems.append(
             f"--use-tp-pp-dp-mapping in a pipeline needs as many copies of the experts ({copies}) "
             f"as of the model ({layout.dp}); drop the flag, or make --expert-model-parallel-size x "

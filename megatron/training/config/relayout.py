@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.training.common.errors import UsageError
 from megatron.training.config.layer_partition import text_of_partition
 from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import further_sizes, layout_problems, recompute_problems
+from megatron.training.config.layout_rules import layout_problems, recompute_problems
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -34,14 +34,10 @@ def with_layout(config: Config, layout: Layout) -> Config:
     overlap = "overlap_p2p_comm" not in config.explicit and layout.vpp > 1
     problems = layout_problems(
         layout,
-        num_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        ffn_hidden_size=model.ffn_hidden_size,
+        config.flat(),
         seq_length=config.phase.seq_length,
-        padded_vocab_size=model.padded_vocab_size,
         sequence_parallel=sequence_parallel,
-        **further_sizes(config.flat()),
+        knows_vocabulary=model.padded_vocab_size is not None,
     )
     if config.recompute.recompute_granularity == "full" and not problems:
         problems += recompute_problems(

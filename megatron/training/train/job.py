@@ -23,12 +23,13 @@ from megatron.training.config import Config
 from megatron.training.config.batch_schedule import BatchSchedule, steps_for
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
+from megatron.training.config.model_shape import ModelShape
 from megatron.training.data.dataloader import BatchReader
 from megatron.training.data.run_data import RunData
 from megatron.training.data.sampler import micro_batch_sizes
 from megatron.training.distributed.stragglers import RankTimes
 from megatron.training.logging.tracker import NullTracker
-from megatron.training.model.flops import flops_of_config
+from megatron.training.model.flops import training_flops_per_sample
 from megatron.training.model.gpt import Model
 from megatron.training.model.moe import Balance
 from megatron.training.resilience.watchdog import Watchdog
@@ -213,7 +214,8 @@ class Job:
         """Model FLOPs of one sample of the present phase, forward and backward."""
         length = self.seq_length
         if length not in self._flops:
-            self._flops[length] = flops_of_config(self.config, length)
+            shape = ModelShape.of(self.config.flat())
+            self._flops[length] = training_flops_per_sample(shape, length)
         return self._flops[length]
 
     def open_readers(self) -> None:

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from megatron.training.common.errors import Refused
+from megatron.training.config.model_shape import LatentShape
 from megatron.training.config.moe_flags import layers_with_experts
 from megatron.training.data.tokenizer import told_vocab_size
-from megatron.training.model.flops import LatentWidths
 
 LAYERS = "decoder.layers."
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -190,7 +190,7 @@ def _layer(
     arguments: Mapping[str, Any], *, with_experts: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Name and shape of the weights of one layer."""
-    latent = LatentWidths.of(arguments)
+    latent = LatentShape.of(arguments)
     attention = _attention if latent is None else partial(_latent_attention, latent=latent)
     shapes = attention(arguments)
     if arguments.get("add_bias_linear", True):
@@ -253,7 +253,7 @@ def _attention(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _latent_attention(
-    arguments: Mapping[str, Any], *, latent: LatentWidths
+    arguments: Mapping[str, Any], *, latent: LatentShape
 ) -> dict[str, tuple[int, ...]]:
     hidden, own = arguments["hidden_size"], "self_attention."
     shapes = dict(_norm(arguments, "input_layernorm.", hidden))

@@ -18,7 +18,7 @@ from megatron.training.common.errors import Refused, UsageError
 from megatron.training.common.extras import without_extras
 from megatron.training.config.batch_schedule import make_schedule
 from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import further_sizes, layout_problems
+from megatron.training.config.layout_rules import layout_problems
 from megatron.training.config.relayout import UNEVEN_FIELDS, layout_fields
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,14 +120,9 @@ def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> lis
     }
     return layout_problems(
         layout,
-        num_layers=arguments["num_layers"],
-        num_attention_heads=arguments["num_attention_heads"],
-        num_query_groups=contents.query_groups(arguments),
-        ffn_hidden_size=arguments["ffn_hidden_size"],
+        {**arguments, "padded_vocab_size": vocab},
         seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
-        padded_vocab_size=vocab,
         sequence_parallel=_sequence_parallel(arguments, layout),
-        **further_sizes(arguments),
     )
 
 

@@ -1,19 +1,16 @@
-"""What decides which parameters a model has, and the parameters of a pipeline stage in the order in
-which megatron-core registers them."""
+"""The parameters of a pipeline stage, in the order in which megatron-core registers them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import further_sizes, layout_problems
-from megatron.training.model.flops import LatentWidths
+from megatron.training.config.layout_rules import expert_problems, shape_problems
+from megatron.training.config.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from copus_ext.cost_model.model_spec import ModelSpec
     from megatron.training.config import Config
 
 _WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
@@ -22,185 +19,18 @@ WORDS = "embedding.word_embeddings.weight"
 """Key of the word embedding, and of its copy in a tied output layer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertShape:
-    layers: tuple[int, ...]
-    """[num_layers] 1 for every layer with experts, else 0."""
-    num_experts: int
-    """Of a layer."""
-    moe_ffn_hidden_size: int
-    """Width of an expert."""
-    shared_width: int = 0
-    """Width of the shared expert; 0: there is none."""
-    shared_gate: bool = False
-    """The shared expert is scaled for each token."""
-    is_grouped: bool = False
-    """The experts of a rank are one module, as Transformer Engine's, whose first matrices of all
-    experts come before their second ones."""
-
-    @classmethod
-    def of(cls, config: Config) -> ExpertShape | None:
-        """Reads the trainer's resolved configuration; None for a dense model."""
-        moe = config.moe
-        if moe.num_experts is None:
-            return None
-        assert moe.moe_layers is not None and moe.moe_ffn_hidden_size is not None
-        return cls(
-            layers=moe.moe_layers,
-            num_experts=moe.num_experts,
-            moe_ffn_hidden_size=moe.moe_ffn_hidden_size,
-            shared_width=moe.moe_shared_expert_intermediate_size or 0,
-            shared_gate=moe.moe_shared_expert_gate,
-            is_grouped=moe.moe_grouped_gemm,
-        )
-
-    @classmethod
-    def of_spec(cls, spec: ModelSpec) -> ExpertShape | None:
-        """Reads the planner's description of a model; None for a dense one."""
-        if spec.num_experts is None:
-            return None
-        return cls(
-            layers=spec.moe_layers,
-            num_experts=spec.num_experts,
-            moe_ffn_hidden_size=spec.expert_ffn,
-            shared_width=spec.moe_shared_expert_intermediate_size or 0,
-            shared_gate=spec.moe_shared_expert_gate,
-            is_grouped=spec.moe_grouped_gemm and spec.implementation == "te",
-        )
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether some layers are dense. Then every layer has tensors of its own in a
-        checkpoint."""
-        return not all(self.layers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """All that decides what each rank of a GPT owns, except for the layout."""
-
-    num_layers: int
-    """Transformer layers of the whole model."""
-    hidden_size: int
-    """Width of the residual stream."""
-    ffn_hidden_size: int
-    """Width of the MLP."""
-    num_attention_heads: int
-    """Query heads of a layer."""
-    num_query_groups: int
-    """Key-value heads of a layer."""
-    kv_channels: int
-    """Width of a head."""
-    padded_vocab_size: int
-    """Rows of the embedding."""
-    learned_positions: int = 0
-    """Rows of a learned position embedding; 0 without one."""
-    gated: bool = False
-    """Gated MLP (SwiGLU)."""
-    linear_bias: bool = False
-    """Biases in linear layers."""
-    qkv_bias: bool = False
-    """Bias of the query, key and value projection even without `linear_bias`."""
-    normalization: str = "RMSNorm"
-    """LayerNorm, which has biases, or RMSNorm."""
-    qk_layernorm: bool = False
-    """Queries and keys are normalised."""
-    tied: bool = False
-    """Output layer and word embedding are one."""
-    latent: LatentWidths | None = None
-    """Widths of multi-latent attention; None: plain attention."""
-    mtp_num_layers: int = 0
-    """Layers that predict further tokens, on the last stage."""
-    experts: ExpertShape | None = None
-    """Sizes of a mixture of experts; None: a dense model."""
-    fused_norm: bool = False
-    """The norms before attention and MLP are parts of the linear layers after them, as in
-    Transformer Engine: other places in the gradient buffer."""
-    use_distributed_optimizer: bool = True
-    """Data-parallel ranks share the state out among them."""
-    overlap_grad_reduce: bool = False
-    """Gradients are reduced bucket by bucket while the backward pass goes on."""
-    ddp_bucket_size: int | None = None
-    """Elements after which a bucket closes; None: megatron-core's default."""
-    use_tp_pp_dp_mapping: bool = False
-    """Ranks are numbered with pipeline before data parallelism."""
-
-    def __post_init__(self) -> None:
-        if self.normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(f"normalization {self.normalization!r} must be LayerNorm or RMSNorm")
-
-    @property
-    def qkv_width(self) -> int:
-        """Rows of the query, key and value projection."""
-        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
-
-
 def shape_of(config: Config) -> ModelShape:
     """Reads the trainer's resolved configuration.
 
     Raises:
         ValueError: a layer implementation that is not known here, or no padded vocabulary yet.
     """
-    m, p, impl = config.model, config.parallel, config.kernels.transformer_impl
+    impl = config.kernels.transformer_impl
     if impl not in ("local", "transformer_engine"):
         raise ValueError(f"--transformer-impl {impl} is not known here; use local")
-    if m.padded_vocab_size is None:
+    if config.model.padded_vocab_size is None:
         raise ValueError("the padded vocabulary size is not known yet; read the tokenizer first")
-    return ModelShape(
-        num_layers=m.num_layers,
-        hidden_size=m.hidden_size,
-        ffn_hidden_size=m.ffn_hidden_size,
-        num_attention_heads=m.num_attention_heads,
-        num_query_groups=m.num_query_groups,
-        kv_channels=m.kv_channels,
-        padded_vocab_size=m.padded_vocab_size,
-        learned_positions=(
-            m.max_position_embeddings if m.position_embedding_type == "learned_absolute" else 0
-        ),
-        gated=m.gated_linear_unit,
-        linear_bias=m.add_bias_linear,
-        qkv_bias=m.add_qkv_bias,
-        normalization=m.normalization,
-        qk_layernorm=m.qk_layernorm,
-        tied=not m.untie_embeddings_and_output_weights,
-        latent=LatentWidths.of(config.flat()),
-        mtp_num_layers=m.mtp_num_layers or 0,
-        experts=ExpertShape.of(config),
-        fused_norm=impl == "transformer_engine",
-        use_distributed_optimizer=p.use_distributed_optimizer,
-        overlap_grad_reduce=p.overlap_grad_reduce,
-        ddp_bucket_size=p.ddp_bucket_size,
-        use_tp_pp_dp_mapping=p.use_tp_pp_dp_mapping,
-    )
-
-
-def shape_of_spec(spec: ModelSpec, *, padded_vocab_size: int) -> ModelShape:
-    """Reads the planner's description of a model.
-
-    Args:
-        spec: of the model.
-        padded_vocab_size: rows of the embedding, the same under every layout of the run.
-    """
-    return ModelShape(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.ffn,
-        num_attention_heads=spec.num_attention_heads,
-        num_query_groups=spec.groups,
-        kv_channels=spec.channels,
-        padded_vocab_size=padded_vocab_size,
-        learned_positions=spec.learned_positions,
-        gated=spec.gated,
-        linear_bias=spec.bias,
-        qkv_bias=spec.qkv_bias,
-        normalization=spec.normalization,
-        qk_layernorm=spec.qk_layernorm,
-        tied=spec.tied,
-        latent=spec.latent,
-        mtp_num_layers=spec.mtp_num_layers,
-        experts=ExpertShape.of_spec(spec),
-        fused_norm=spec.implementation == "te",
-    )
+    return ModelShape.of(config.flat())
 
 
 class Parameter(NamedTuple):
@@ -237,18 +67,8 @@ def check(shape: ModelShape, layout: Layout) -> None:
     Raises:
         ValueError: naming the broken rules.
     """
-    problems = layout_problems(
-        layout,
-        num_layers=shape.num_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        # Of any length that divides: it does not matter for the state.
-        seq_length=2 * layout.cp * layout.tp,
-        padded_vocab_size=shape.padded_vocab_size,
-        sequence_parallel=True,
-        **further_sizes(_arguments(shape)),
-    )
+    problems = shape_problems(layout, shape)
+    problems += expert_problems(layout, shape, sequence_parallel=True)
     if shape.latent is None and shape.qkv_width % layout.tp:
         problems.append(
             f"the {shape.qkv_width} rows of queries, keys and values are not divisible by "
@@ -256,26 +76,6 @@ def check(shape: ModelShape, layout: Layout) -> None:
         )
     if problems:
         raise ValueError("; ".join(problems))
-
-
-def _arguments(shape: ModelShape) -> dict[str, Any]:
-    """The flags of what not every model has."""
-    latent = {} if shape.latent is None else asdict(shape.latent)
-    if (experts := shape.experts) is not None:
-        latent |= {
-            "num_experts": experts.num_experts,
-            "moe_ffn_hidden_size": experts.moe_ffn_hidden_size,
-            "moe_shared_expert_intermediate_size": experts.shared_width or None,
-            "add_bias_linear": shape.linear_bias,
-            "use_tp_pp_dp_mapping": shape.use_tp_pp_dp_mapping,
-        }
-    return {
-        "multi_latent_attention": shape.latent is not None,
-        **latent,
-        "mtp_num_layers": shape.mtp_num_layers,
-        "hidden_size": shape.hidden_size,
-        "untie_embeddings_and_output_weights": not shape.tied,
-    }
 
 
 def chunks_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[list[Parameter]]:
@@ -383,14 +183,14 @@ def _experts(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
     own, width = f"{prefix}experts.experts.", experts.moe_ffn_hidden_size
     first = list(_column_parallel(f"{own}linear_fc1.", (num_blocks * width, h), bias, num_blocks))
     second = list(_row_parallel(f"{own}linear_fc2.", (h, width), bias))
-    groups = (first, second) if experts.is_grouped else ([*first, *second],)
+    groups = (first, second) if experts.moe_grouped_gemm else ([*first, *second],)
     for group in groups:
         for number in range(count):
             for p in group:
                 yield p._replace(layer=(number,), layers=(count,), is_expert=True)
-    if width := experts.shared_width:
+    if width := experts.moe_shared_expert_intermediate_size:
         own = f"{prefix}shared_experts."
-        if experts.shared_gate:
+        if experts.moe_shared_expert_gate:
             yield Parameter(f"{own}gate_weight", (1, h), None)
         fc1 = (num_blocks * width, h)
         yield from _column_parallel(f"{own}linear_fc1.", fc1, bias, num_blocks)
