@@ -152,24 +152,16 @@ def _shared(r: dict[str, str]) -> Row:
     layers, hidden, heads, ffn = LLAMA_3[r["model"]]
     length, gpus, samples = int(r["seq_len"]), int(r["gpus"]), int(r["global_batch"])
     sizes: dict[str, Any] = {"num_query_groups": 8, "kv_channels": 128, "hidden_size": hidden}
-    sizes |= {"num_attention_heads": heads, "ffn_hidden_size": ffn, "seq_length": length}
+    sizes |= {"num_attention_heads": heads, "ffn_hidden_size": ffn}
     if rate := r["tokens_per_s_per_gpu"]:
         step_s = samples * length / gpus / float(rate)
     else:
-        model = ModelShape(
-            num_layers=126,
-            hidden_size=shape["hidden_size"],
-            ffn_hidden_size=shape["ffn_hidden_size"],
-            num_attention_heads=shape["num_attention_heads"],
-            num_query_groups=8,
-            kv_channels=128,
-            padded_vocab_size=128256,
-            gated=True,
-        )
-        flops = training_flops_per_sample(model, length)
+        shape = ModelShape(num_layers=126, padded_vocab_size=128256, gated=True, **sizes)
+        flops = training_flops_per_sample(shape, length)
         step_s = samples * flops / gpus / (1e12 * float(r["tflops_per_gpu"]))
     return {
         **sizes,
+        "seq_length": length,
         "num_layers": layers,
         "group": r["model"],
         "cluster": f"h100-80g:{gpus}",
