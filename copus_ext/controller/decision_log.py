@@ -3,6 +3,7 @@ never changed."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -222,7 +223,12 @@ def _set_aside(path: Path) -> None:
     try:
         version = next(_records(path), {"version": VERSION}).get("version")
         if version != VERSION:
-            old = path.with_name(f"{path.stem}.version{version}{path.suffix}")
+            kind = f"version{version}" if isinstance(version, int) else "other"
+            old = path.with_name(f"{path.stem}.{kind}{path.suffix}")
+            for number in itertools.count(2):
+                if not old.exists():
+                    break
+                old = path.with_name(f"{path.stem}.{kind}-{number}{path.suffix}")
             path.replace(old)
             logger.warning("%s; it is %s now, and a new one begins", _told(path, version), old.name)
     except FileNotFoundError:

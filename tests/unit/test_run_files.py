@@ -268,3 +268,15 @@ def test_a_run_sets_a_journal_of_another_version_aside(
     caplog.clear()
     DecisionLog(tmp_path).append("end")
     assert len(list(read_journal(path))) == 2 and not caplog.records
+
+
+@pytest.mark.parametrize(("version", "kind"), [(4, "version4"), ("../4", "other")])
+def test_journals_set_aside_do_not_replace_each_other(
+    tmp_path: Path, version: object, kind: str
+) -> None:
+    path = tmp_path / JOURNAL
+    for number in range(3):
+        path.write_text(json.dumps({"kind": "start", "version": version, "n": number}) + "\n")
+        DecisionLog(tmp_path).append("start", iteration=3)
+    names = [f"journal.{kind}{end}.jsonl" for end in ("", "-2", "-3")]
+    assert [json.loads((tmp_path / name).read_text())["n"] for name in names] == [0, 1, 2]
