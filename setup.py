@@ -31,10 +31,8 @@ setup(
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.training*", "copus_ext*"]),
     package_data={
-        "": ["README.md"],  # of extras
+        "": ["README.md", "data/*.json"],  # of extras, and of the cost model
         "megatron.training.config": ["*.yaml"],
-        "copus_ext.cost_model": ["data/*.json"],
-        "copus_ext.simulate": ["data/*.json"],
         "copus_ext.monitor": ["templates/*"],
     },
     entry_points={"console_scripts": ["copus = copus_ext.commands.main:main"]},

@@ -40,15 +40,15 @@ from copus_ext.controller.link_timing import Link
 from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.cost_model.cluster_spec import of_gpu
 from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.extras.simulate.contenders import Contender
+from copus_ext.extras.simulate.noise_trajectory import NoiseTrajectory
+from copus_ext.extras.simulate.run import Runner
+from copus_ext.extras.simulate.scenario import Scenario
+from copus_ext.extras.simulate.speeds import Key, Speeds
+from copus_ext.extras.simulate.training_dynamics import GroundTruth, RateSchedule, TrainingDynamics
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.goodput.state import ControllerState
 from copus_ext.planner.configuration import Configuration
-from copus_ext.simulate.contenders import Contender
-from copus_ext.simulate.noise_trajectory import NoiseTrajectory
-from copus_ext.simulate.run import Runner
-from copus_ext.simulate.scenario import Scenario
-from copus_ext.simulate.speeds import Key, Speeds
-from copus_ext.simulate.training_dynamics import GroundTruth, RateSchedule, TrainingDynamics
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 
@@ -257,7 +257,6 @@ def scenario_of(fit: Fit, speeds: LiveSpeeds, targets: list[float], warmup: int)
         truth=GroundTruth(noise_scale_multiplier=fit.multiplier, rate_exponent=fit.exponent),
         measured=speeds,
         step_noise=STEP_NOISE,
-        assumed_cost_s=0.0,
         switch_cost_s=0.0,
     )
 

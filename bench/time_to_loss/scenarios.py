@@ -37,11 +37,10 @@ from typing import Any
 from bench.support import arguments, interval, interval_of_few, origin
 from bench.time_to_loss.unprofiled import Machine
 from copus_ext.controller.flags import CopusConfig
-from copus_ext.simulate.conditions import Event, World
-from copus_ext.simulate.contenders import Contender, contenders
-from copus_ext.simulate.run import Run, simulate, static_run
-from copus_ext.simulate.scenario import Scenario, preset, presets
-from copus_ext.simulate.tuned_schedules import static
+from copus_ext.extras.simulate.conditions import Event, World
+from copus_ext.extras.simulate.contenders import Contender, contenders
+from copus_ext.extras.simulate.run import Run, simulate, static_run
+from copus_ext.extras.simulate.scenario import Scenario, preset, presets
 
 FILE = "time_to_loss_scenarios.json"
 MEASURING, DECIDING_S = 0.011, 0.02
@@ -102,11 +101,11 @@ def static_seconds(s: Scenario, loss: float | None = None) -> dict[int, float]:
     last = max(s.targets, key=s.targets.__getitem__)
     if s.quadratic is not None:
         goal = s if loss is None else s.change(targets={"end": loss})
-        tuned = goal.tuned([static(float(batch)) for batch in s.batches])
-        return {b: one.seconds for b, one in zip(s.batches, next(iter(tuned.values())))}
+        tuned = next(iter(goal.tuned_statics.values()))
+        return {one.batch: one.samples / s.speeds.fastest(one.batch).samples_per_s for one in tuned}
     found = {}
     for batch in s.batches:
-        time_s = static_run(s, Contender(name="static", batch=batch), 0).times_s[last]
+        time_s = static_run(s, Contender(name="static", batch=batch)).times_s[last]
         found[batch] = math.inf if time_s is None else time_s
     return found
 
@@ -207,8 +206,8 @@ def one_start(s: Scenario, truth: str, batch: int, seed: int, machine: Machine |
     if machine is not None:
         own, still = machine.unprofiled(), machine.known_afterwards()
         for b in s.batches:
-            planned = machine.true(own.speeds().fastest(b).configuration)
-            slower[b] = still.speeds().fastest(b).samples_per_s / planned
+            planned = machine.true(own.speeds.fastest(b).configuration)
+            slower[b] = still.speeds.fastest(b).samples_per_s / planned
     run = controller_run(own, batch, seed, still)
     planned_s = {b: time_s * slower[b] for b, time_s in run.static_s.items()}
     return Start(
@@ -318,7 +317,7 @@ def changing_network(batch: int, steps: int = S7_STEPS) -> Scenario:
 
 def fixed(s: Scenario) -> dict[str, float]:
     """Seconds of the whole run by layout."""
-    world, batch, seconds = World(s, 0), s.batches[0], {}
+    world, batch, seconds = World(s), s.batches[0], {}
     edges = [0.0, *(event.at for event in s.events), 1.0]
     for start, end in itertools.pairwise(edges):
         world.go_on(start)
@@ -334,7 +333,7 @@ def of_batch(batch: int, seeds: Sequence[int]) -> dict[str, Any]:
     """The controller and fixed layouts under S7."""
     s = changing_network(batch)
     layouts = fixed(s)
-    healthy, best = str(s.speeds().fastest(batch).layout), min(layouts, key=layouts.__getitem__)
+    healthy, best = str(s.speeds.fastest(batch).layout), min(layouts, key=layouts.__getitem__)
     flags = CopusConfig(copus=True, copus_policy="static", copus_layouts="all")
     runs = [simulate(s, Contender(name="controller", flags=flags), seed=i) for i in seeds]
     seconds = [counted(run.seconds, run) for run in runs]

@@ -18,13 +18,13 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from copus_ext.cost_model.constants import USUAL
+from copus_ext.extras.simulate.scenario import Scenario
+from copus_ext.extras.simulate.speeds import Speeds
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
-from copus_ext.simulate.scenario import Scenario
-from copus_ext.simulate.speeds import Speeds
 from megatron.training.config.layout import Layout
 
 ERROR_SD, GROWTH_SD = 0.10, 0.03

@@ -23,7 +23,6 @@ COMMANDS = (
     "report",
     "replay",
     "trace",
-    "simulate",
     "generate",
     "inspect-checkpoint",
     "convert-checkpoint",

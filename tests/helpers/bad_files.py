@@ -297,23 +297,6 @@ def trace(rng: random.Random, folder: Path) -> str | None:
     return spoil.problem_of(read)
 
 
-def trajectory(rng: random.Random, folder: Path) -> str | None:
-    """The noise of a run, for the simulator."""
-    from copus_ext.simulate import noise_trajectory
-    from copus_ext.simulate.noise_trajectory import NoiseTrajectory, TrajectoryError
-
-    whole = NoiseTrajectory(progress=(1.0, 10.0, 100.0), phi=(8.0, 20.0, 90.0))
-    path = folder / "noise.json"
-    path.write_bytes(spoil.spoiled_json(rng, whole.to_json()))
-    truth: Any = None  # only a journal needs it
-
-    def read() -> None:
-        found = noise_trajectory.load(path, truth)
-        assert found.phi_at(found.end) > 0
-
-    return spoil.problem_of(read, TrajectoryError)
-
-
 def hugging_face(rng: random.Random, folder: Path) -> str | None:
     """`config.json`, by the converter and by the planner."""
     from copus_ext.cost_model.model_spec import ModelSpec
@@ -523,7 +506,7 @@ KINDS: dict[str, Callable[[random.Random, Path], str | None]] = {
     check.__name__.replace("_", " "): check
     for check in (
         *(peer, launcher, stranger, contact, error_file, settings, too_large),
-        *(trace, trajectory, hugging_face, safetensors, pickled, tracker),
+        *(trace, hugging_face, safetensors, pickled, tracker),
         *(document, hosts, run_directory, tokenizer),
     )
 }

@@ -13,9 +13,6 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.goodput.state import ControllerState
-from copus_ext.simulate.contenders import Contender, contenders
-from copus_ext.simulate.run import Run, simulate
-from copus_ext.simulate.scenario import preset
 from megatron.training.common.errors import UsageError
 from tests.unit.test_decide import GRID, situation
 
@@ -79,27 +76,6 @@ def test_decisions_keep_up_with_the_end() -> None:
             flags, config, 64, ControllerState(last_decision_samples=last)
         )
         assert found == samples
-
-
-def run_of(share: float) -> Run:
-    """A run of a quadratic under a constant rate."""
-    batches = (64, 128, 512)
-    s = preset("32xh100-32b").change(lr_schedule="constant", batches=batches)
-    s = s.with_noisy_quadratic().change(targets={"none": 0.0})
-    flags = contenders(batches)["adaptive_goodput_forward"].flags
-    assert flags is not None
-    flags = dataclasses.replace(flags, copus_anneal_by_batch=share)
-    return simulate(s, Contender(name="copus", flags=flags, first_batch=64), seed=0)
-
-
-def test_where_nothing_else_anneals_the_end_is_lower() -> None:
-    with_it, without = run_of(0.1), run_of(0.0)
-    assert with_it.last_loss is not None and without.last_loss is not None
-    assert with_it.last_loss < without.last_loss - 0.004
-    assert with_it.seconds <= without.seconds
-    last = with_it.changes[-1]
-    assert last.batch == 512 and last.consumed_samples > 0.9 * 150_000
-    assert max(c.batch for c in without.changes) < 512
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.time_to_loss.scenarios import changing_network, fixed
-from copus_ext.controller.flags import CopusConfig
 from copus_ext.cost_model.cluster_spec import preset as cluster
 from copus_ext.cost_model.conditions import (
     Timed,
@@ -26,7 +24,6 @@ from copus_ext.cost_model.conditions import (
 )
 from copus_ext.cost_model.constants import USUAL, Constants, PartFactors
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import least_step_s, step_time
 from copus_ext.goodput.conditions import CHECK_STEPS, Conditions, earlier_times
 from copus_ext.goodput.state import TIMED_STEPS, ControllerState
@@ -34,9 +31,6 @@ from copus_ext.goodput.step_time_watch import FIRST_STEPS, LEAST_STEPS
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
-from copus_ext.simulate.conditions import Event, factors_at
-from copus_ext.simulate.contenders import Contender
-from copus_ext.simulate.run import simulate
 from megatron.training.config.layout import Layout
 
 pytestmark = pytest.mark.unit
@@ -270,38 +264,3 @@ def test_nothing_is_decided_while_step_times_may_just_be_changing() -> None:
     assert state.watch.is_unsure
     assert not state.is_due(scheduled=None, every_samples=8, **at)
     assert state.is_due(scheduled=16, every_samples=8, **at)
-
-
-def test_events_multiply_speeds() -> None:
-    down, up = Event(at=0.25, part="network", speed=0.25), Event(at=0.75, part="network", speed=4)
-    assert factors_at((down, up), 0.2) == USUAL == factors_at((down, up), 0.8)
-    assert factors_at((down, up), 0.25) == replace(USUAL, across=4.0)
-    assert Event(at=0.0, part="dp", speed=0.5).factors == replace(USUAL, dp=2.0)
-    for wrong in ({"part": "disk"}, {"at": 1.5}, {"speed": 0.0}):
-        with pytest.raises(SpecError):
-            Event(**{"at": 0.5, "part": "network", "speed": 0.5, **wrong})
-
-
-@pytest.mark.parametrize(("batch", "saved"), [(32, 0.15), (64, 0.05)])
-def test_the_run_leaves_a_layout_that_a_slow_network_hurts_and_comes_back(
-    batch: int, saved: float
-) -> None:
-    """A step of more samples waits less for the network."""
-    s = changing_network(batch, steps=6_000)
-    layouts = fixed(s)
-    flags = CopusConfig(copus=True, copus_policy="static", copus_layouts="all")
-    run = simulate(s, Contender(name="controller", flags=flags), seed=11)
-    healthy = str(s.speeds().fastest(batch).layout)
-    assert run.seconds <= (1 - saved) * layouts[healthy]
-    assert run.seconds <= 0.96 * min(layouts.values())
-    assert run.changes[0].layout == run.changes[-1].layout == healthy
-    shares = [c.consumed_samples / s.total_samples for c in run.changes[1:]]
-    # On the way back it may try another layout that is nearly as fast.
-    assert 0.25 <= shares[0] < 0.27 and 0.75 <= shares[1] < 0.78 and shares[-1] < 0.83
-
-
-def test_without_events_noise_of_steps_changes_no_layout() -> None:
-    s = changing_network(32, steps=3_000).change(events=())
-    flags = CopusConfig(copus=True, copus_policy="static", copus_layouts="all")
-    run = simulate(s, Contender(name="controller", flags=flags), seed=2)
-    assert run.relayouts == 0 and run.seconds > 0

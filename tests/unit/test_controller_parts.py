@@ -27,7 +27,6 @@ from copus_ext.controller.rules import (
 )
 from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
 from copus_ext.cost_model.cluster_spec import GPUS, preset
-from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput import costs, lr_scaling, switch_rule, trial
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.costs import FIXED_S, RELAUNCH_S
@@ -39,8 +38,6 @@ from copus_ext.goodput.messages import decision_line, length_line, summary
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS, ControllerState
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
-from copus_ext.planner.space import Limits
-from copus_ext.simulate.scenario import preset as shipped
 from megatron.training.common.control import GENERATION_VARIABLE
 from megatron.training.common.errors import UsageError, counted
 from megatron.training.common.step_settings import StepSettings
@@ -480,27 +477,6 @@ def test_a_slow_link_between_nodes_is_known_before_anything_ran(
     assert slow[pp] > 2 * slow[dp] and slow[pp] > 2 * slow[tp]
     assert all(fast[x] == pytest.approx(one[x], rel=0.2) for x in (dp, pp, tp))
     assert fastest(None) == fast  # faster than a machine of its kind is taken to be no gain
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_the_run_and_the_simulator_predict_a_change_alike(sharded: bool) -> None:
-    """For the same model and machine: from its flags, and from the planner's description."""
-    more = "--use-distributed-optimizer" if sharded else ""
-    run = config(more).replace(padded_vocab_size=512, data_parallel_size=4)
-    described = replace(preset("h100-80g:4"), gpus_per_node=2, num_nodes=2)
-    machine = machine_of(run, described, None)
-    prior = PausePrior(run, flags(copus_layouts="all"), machine)
-    spec = replace(ModelSpec.from_arguments(SimpleNamespace(**run.flat())), vocab_size=512)
-    scenario = shipped("8xh100-3b").change(
-        cluster=described, limits=Limits(use_distributed_optimizer=(sharded,))
-    )
-    scenario.__dict__["planner"] = SimpleNamespace(model=spec)
-    others = [Layout(tp=2, dp=2), Layout(pp=2, dp=2), Layout(tp=2, pp=2)]
-    scenario.__dict__["speeds"] = lambda seed=0: SimpleNamespace(layouts=[run.layout, *others])
-    for to in others:
-        live = prior.to_s(to)
-        assert live == scenario.prior_s(run.layout, to) == scenario.pause_s(run.layout, to)
-    assert prior.of_layouts([*others, run.layout]) == {to: prior.to_s(to) for to in others}
 
 
 def test_the_assumed_cost_of_a_change_of_layout() -> None:

@@ -102,7 +102,6 @@ def test_what_is_no_command_is_refused(
         (["inspect_checkpoint"], "did you mean inspect-checkpoint?"),
         (["xyzzy"], "there is no command xyzzy; `copus --help` lists them"),
         (["status", "run", "--folow"], "did you mean --follow?"),
-        (["simulate", "--lst"], "did you mean --list?"),
         (["plan", "--fromat", "json", "--global-batch-size", "8"], "did you mean --format?"),
         (["plan", "explian", "tp=2"], "there is no command explian; did you mean explain?"),
         (["launch", "--nproc-per-nod", "2", "--", "--lr", "1"], "did you mean --nproc-per-node?"),

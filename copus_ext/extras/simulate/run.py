@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +12,16 @@ import numpy as np
 
 from copus_ext.controller import rules
 from copus_ext.controller.decision_log import DecisionLog
+from copus_ext.extras.simulate.conditions import World
+from copus_ext.extras.simulate.contenders import Contender
+from copus_ext.extras.simulate.noise_trajectory import NoiseEstimatorModel
+from copus_ext.extras.simulate.scenario import Scenario
 from copus_ext.gns.observer import CONTROL, NoiseObserver
 from copus_ext.goodput import policies
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS, ControllerState, config_key
-from copus_ext.simulate.conditions import World
-from copus_ext.simulate.contenders import Contender
-from copus_ext.simulate.scenario import Scenario
 from megatron.training.config.layout import Layout
 
 _TIMED = WARM_UP_STEPS + MIN_TIMED_STEPS
@@ -28,18 +29,15 @@ _TIMED = WARM_UP_STEPS + MIN_TIMED_STEPS
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A start or a change."""
+    """A start or a change: what holds from here on."""
 
     clock_s: float
     """Seconds since the start, without its own pause."""
     consumed_samples: int
-    """Samples of the run."""
     progress: float
     """Of the training, in the measure of its targets."""
     batch: int
-    """From here on."""
     layout: str
-    """From here on."""
 
 
 @dataclass(kw_only=True)
@@ -47,13 +45,11 @@ class Run:
     """The result of a run."""
 
     name: str
-    """Of the contender."""
     times_s: dict[str, float | None]
     """Seconds to each target; None where it was not reached."""
     changes: list[Change] = field(default_factory=list)
     """The first is the start."""
     steps: int = 0
-    """Optimizer steps."""
     decisions: int = 0
     """Decisions, including those to stay."""
     measured_s: float = 0.0
@@ -67,107 +63,66 @@ class Run:
 
     @property
     def relayouts(self) -> int:
-        """Changes of layout."""
         layouts = [change.layout for change in self.changes]
         return sum(a != b for a, b in itertools.pairwise(layouts))
 
     @property
     def resizes(self) -> int:
-        """Changes of the batch."""
         sizes = [change.batch for change in self.changes]
         return sum(a != b for a, b in itertools.pairwise(sizes))
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {**asdict(self), "relayouts": self.relayouts, "resizes": self.resizes}
 
-
-def static_run(scenario: Scenario, contender: Contender, seed: int) -> Run:
+def static_run(scenario: Scenario, contender: Contender) -> Run:
     """A static batch on its fastest layout, in closed form. On a noisy quadratic it has its best
     learning rate, and for every target the shortest length."""
-    assert contender.batch is not None
-    if scenario.quadratic is not None:
-        return _tuned_run(scenario, contender, contender.batch)
-    row, dynamics = scenario.speeds(seed).fastest(contender.batch), scenario.dynamics
-    times: dict[str, float | None] = {}
-    for target, progress in scenario.targets.items():
-        samples = scenario.schedule.samples(dynamics.samples(contender.batch, progress))
-        times[target] = samples / row.samples_per_s
-        if samples > scenario.total_samples:
-            times[target] = None
+    batch = contender.batch
+    assert batch is not None
+    row = scenario.speeds.fastest(batch)
+    if scenario.quadratic is None:
+        worth = {n: scenario.dynamics.samples(batch, at) for n, at in scenario.targets.items()}
+        samples = {n: scenario.schedule.samples(needed) for n, needed in worth.items()}
+        samples = {n: x if x <= scenario.total_samples else math.inf for n, x in samples.items()}
+    else:
+        at = scenario.batches.index(batch)
+        samples = {n: tuned[at].samples for n, tuned in scenario.tuned_statics.items()}
     first = Change(
-        clock_s=0.0,
-        consumed_samples=0,
-        progress=0.0,
-        batch=contender.batch,
-        layout=str(row.layout),
+        clock_s=0.0, consumed_samples=0, progress=0.0, batch=batch, layout=str(row.layout)
     )
-    needed = scenario.schedule.samples(dynamics.samples(contender.batch, scenario.last))
-    samples = min(needed, scenario.total_samples)
-    steps = math.ceil(samples / contender.batch)
-    return Run(name=contender.name, times_s=times, changes=[first], steps=steps)
-
-
-def _tuned_run(scenario: Scenario, contender: Contender, batch: int) -> Run:
-    at, row = scenario.batches.index(batch), scenario.speeds().fastest(batch)
-    found = {name: tuned[at] for name, tuned in scenario.tuned_statics.items()}
-    steps = max((t.steps for t in found.values() if math.isfinite(t.steps)), default=0.0)
     return Run(
         name=contender.name,
-        times_s={n: t.seconds if math.isfinite(t.seconds) else None for n, t in found.items()},
-        changes=[
-            Change(
-                clock_s=0.0, consumed_samples=0, progress=0.0, batch=batch, layout=str(row.layout)
-            )
-        ],
-        steps=math.ceil(steps),
+        times_s={n: x / row.samples_per_s if x < math.inf else None for n, x in samples.items()},
+        changes=[first],
     )
 
 
 def simulate(
     scenario: Scenario, contender: Contender, *, seed: int, journal: DecisionLog | None = None
 ) -> Run:
-    """Runs a contender. The same arguments give the same run, bit for bit.
-
-    Args:
-        scenario: what it is of.
-        contender: who runs.
-        seed: of the noise that its estimates have.
-        journal: takes its decisions.
-    """
+    """Runs a contender. The same arguments give the same run, bit for bit. The seed is of the noise
+    that its estimates have, and the journal takes its decisions."""
     if contender.batch is not None:
-        return static_run(scenario, contender, seed)
+        return static_run(scenario, contender)
     return Runner(scenario, contender, seed, journal).run()
 
 
 class Runner:
-    """State of a run with a controller.
-
-    Args:
-        scenario: what the run is of.
-        contender: who runs, with flags of the controller.
-        seed: of the noise that its estimates have.
-        journal: takes its decisions.
-    """
-
     def __init__(
         self, scenario: Scenario, contender: Contender, seed: int, journal: DecisionLog | None
     ) -> None:
         assert contender.flags is not None
         self.scenario, self.flags, self.journal = scenario, contender.flags, journal
-        self.training, self.world = scenario.training(), World(scenario, seed)
+        self.training, self.world = scenario.training(), World(scenario)
         self.speeds = self.world.speeds
         self.step_noise = np.random.default_rng([seed, 0x57E9])
         first = contender.first_batch or scenario.batches[0]
         begin = first if contender.start == "small" else scenario.batches[-1]
         layout = self.speeds.fastest(begin).layout
         self.row = self.speeds.at(layout, first) or self.speeds.fastest(first)
+        self.first_batch = first
         self.state = ControllerState()
-        self.estimator = scenario.estimator(seed)
+        self.estimator = NoiseEstimatorModel(seed)
         is_paper = self.flags.copus_policy == "copus"
-        self.observer = NoiseObserver(
-            interval=scenario.gns_interval, per_step=is_paper, seq_length=scenario.seq_length
-        )
+        self.observer = NoiseObserver(per_step=is_paper, seq_length=scenario.seq_length)
         self.measures = policies.needs_noise(self.flags.copus_policy)
         self.measures |= self.flags.copus_policy == "seesaw"
         self.used: set[tuple[Layout, int]] = set()
@@ -237,7 +192,6 @@ class Runner:
 
     @property
     def consumed(self) -> int:
-        """Samples trained."""
         return self.training.samples
 
     @property
@@ -247,7 +201,6 @@ class Runner:
         return self.lr_factor if ramp is None else ramp.at(self.out.steps)
 
     def _is_measured(self, batch: int) -> bool:
-        """Whether the next step measures the noise scale."""
         interval = self.observer.interval_at(batch)
         return self.measures and (self.out.steps + 1) % interval == 0
 
@@ -271,29 +224,14 @@ class Runner:
 
     def _is_due(self) -> bool:
         batch = self.row.global_batch_size
-        samples = rules.samples_to_decision(
-            self.flags,
-            self.config,
-            batch,
-            self.state,
-        )
         return self.state.is_due(
             consumed_samples=self.consumed,
             batch=batch,
             scheduled=self._scheduled(),
-            every_samples=samples,
+            every_samples=rules.samples_to_decision(self.flags, self.config, batch, self.state),
         )
 
-    def _decay(self) -> float:
-        """The scheduled rate over its peak, 1 before it decays."""
-        s = self.scenario
-        if s.lr_schedule != "cosine":
-            return float(s.schedule.rate(max(self.consumed, s.warmup_samples)))
-        done = min(self.consumed / s.total_samples, 1.0)
-        return s.lr_decay + (1 - s.lr_decay) * (1 + math.cos(math.pi * done)) / 2
-
     def _inputs(self) -> DecisionInputs:
-        """All that a decision of now depends on."""
         s = self.scenario
         batches = rules.batches_to_weigh(self.rules, self.row.global_batch_size)
         layouts = self.speeds.layouts if self.rules.relayout else [self.row.layout]
@@ -310,9 +248,9 @@ class Runner:
             consumed_samples=self.consumed,
             total_samples=s.total_samples,
             in_warmup=in_warmup,
-            lr_decay_factor=self._decay(),
+            lr_decay_factor=float(s.schedule.rate(max(self.consumed, s.warmup_samples))),
             paused=False,
-            priors_s={layout: s.prior_s(self.row.layout, layout) for layout in layouts},
+            priors_s={layout: s.pause_s(self.row.layout, layout) for layout in layouts},
         )
 
     def _decide(self) -> None:
@@ -348,7 +286,7 @@ class Runner:
             self.clock_s += cost_s
             self.state.elapsed_s += cost_s
             self.state.layout_costs.record_success(
-                seconds=cost_s, iteration=self.out.steps, prior_s=self.scenario.prior_s(*pair)
+                seconds=cost_s, iteration=self.out.steps, prior_s=cost_s
             )
         self.state.record_outcome(now=True)
         self.state.apply(
@@ -378,18 +316,16 @@ class Runner:
         self.config: Any = SimpleNamespace(
             batch=SimpleNamespace(
                 seq_length=s.seq_length,
-                initial_global_batch_size=self.out.changes[0].batch
-                if self.out.changes
-                else self.row.global_batch_size,
+                initial_global_batch_size=self.first_batch,
                 step_batch_size_schedule=None,
                 train_samples=s.total_samples,
             ),
             layout=row.layout,
-            optim=SimpleNamespace(adam_beta2=s.beta2, lr_decay_samples=s.total_samples),
+            optim=SimpleNamespace(adam_beta2=0.95, lr_decay_samples=s.total_samples),
         )
         self.rules = rules.rules_of(self.flags, self.config)
         self.rates = rules.rate_rules_of(self.flags, self.config)
-        to_all = [s.prior_s(row.layout, layout) for layout in self.speeds.layouts]
+        to_all = [s.pause_s(row.layout, layout) for layout in self.speeds.layouts]
         self.state.layout_costs.prior_s = max(to_all)
 
     def _note(self) -> None:

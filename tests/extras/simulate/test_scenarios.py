@@ -16,11 +16,10 @@ import pytest
 from bench.support import RESULTS, interval, interval_of_few
 from bench.time_to_loss import scenarios
 from bench.time_to_loss.unprofiled import Machine
+from copus_ext.extras.simulate.run import Run
+from copus_ext.extras.simulate.scenario import Scenario, preset
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
-from copus_ext.simulate.run import Run
-from copus_ext.simulate.scenario import Scenario, preset
 
-pytestmark = pytest.mark.unit
 HEADROOM_CASE = "16xh100-13b"
 
 
@@ -104,9 +103,9 @@ def machine(seed: int, error_sd: float = 0.1) -> Machine:
 
 
 def test_an_unprofiled_run_starts_in_the_configuration_that_is_predicted_to_be_fastest() -> None:
-    first = preset(HEADROOM_CASE).speeds().fastest(16).configuration
+    first = preset(HEADROOM_CASE).speeds.fastest(16).configuration
     for seed in (10, 11, 12):
-        assert machine(seed).unprofiled().speeds().fastest(16).configuration == first
+        assert machine(seed).unprofiled().speeds.fastest(16).configuration == first
     true = [machine(seed).true(first) for seed in (10, 11, 12)]
     assert len({*true}) == 3
     assert Machine(preset(HEADROOM_CASE), 10).true(first) == true[0]
@@ -118,7 +117,7 @@ def test_without_errors_the_machine_is_as_predicted() -> None:
     right = machine(0, 0.0)
     for row in right.predicted:
         assert right.true(row.configuration) == pytest.approx(row.samples_per_s)
-    known, plain = (s.speeds().fastest(64) for s in (right.known_afterwards(), right._scenario))
+    known, plain = (s.speeds.fastest(64) for s in (right.known_afterwards(), right._scenario))
     assert known.configuration == plain.configuration
 
 
@@ -145,7 +144,7 @@ def test_errors_have_their_spread() -> None:
 
 def test_an_unprofiled_run_knows_a_speed_once_it_has_timed_it() -> None:
     one = machine(10)
-    speeds = one.unprofiled().speeds()
+    speeds = one.unprofiled().speeds
     now = speeds.fastest(16)
     wrong = one.true(now.configuration)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.simulate.training_dynamics import RateSchedule
+from copus_ext.extras.simulate.training_dynamics import RateSchedule
 
 CHUNK = 0.01
 """Most of a run over which r and the rate stand still."""
@@ -81,14 +81,7 @@ class NoisyQuadratic:
         return np.sqrt(signal + self.noise_trace / batch)
 
     def moved(self, squares: Any, gain: Any, steps: Any, batch: Any) -> Any:
-        """Mean squares after steps of one gain eta / r; steps need not be whole.
-
-        Args:
-            squares: [..., directions] before.
-            gain: [...].
-            steps: [...].
-            batch: [...] samples.
-        """
+        """[..., directions] mean squares after steps of a gain eta / r; they need not be whole."""
         gain, steps, batch = (np.asarray(x, dtype=float)[..., None] for x in (gain, steps, batch))
         return self._moved(squares, gain * self.curvatures, gain**2 * self.noise / batch, steps)
 
@@ -125,15 +118,9 @@ class NoisyQuadratic:
     def _stiff_gain(
         self, gain: Any, first: Any, rest: Any, before: Any, rate: Any, steps: Any, batch: Any
     ) -> Any:
-        """The gain whose steps end at the r that belongs to it, by bisection and a last line;
-        where the sharpest direction is far from unstable, the gain as it is.
-
-        Args:
-            gain: without regard to that.
-            first: mean square in the sharpest direction.
-            rest: r of all others at the end.
-            before: r at the start.
-        """
+        """The gain whose steps end at the r that belongs to it, by bisection and a last line; where
+        the sharpest direction is far from unstable, the gain as it is. `first` is the mean square
+        in the sharpest direction, `rest` the r of all others at the end."""
         sharpest = self.curvatures[0]
 
         def excess(gain: Any) -> Any:
@@ -154,13 +141,7 @@ class NoisyQuadratic:
 
 
 class QuadraticTraining:
-    """A run on a noisy quadratic: a `Training` whose targets are losses.
-
-    Args:
-        problem: the quadratic.
-        schedule: of the learning rate; the length of the run.
-        peak: learning rate at the peak and a factor of 1.
-    """
+    """A run on a noisy quadratic: a `Training` whose targets are losses."""
 
     def __init__(self, problem: NoisyQuadratic, schedule: RateSchedule, *, peak: float) -> None:
         self.problem, self.schedule, self.peak = problem, schedule, peak
@@ -197,9 +178,7 @@ class QuadraticTraining:
         return (before - target) / (before - after) if after <= target else None
 
     def loss(self) -> float:
-        """See `Training`."""
         return float(self.problem.loss(self._squares))
 
     def noise_scale(self) -> float:
-        """See `Training`."""
         return self.problem.noise_trace / float(self.problem.grad_norm_sq(self._squares))

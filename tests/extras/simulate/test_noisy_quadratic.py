@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
-from copus_ext.simulate.compare import optima
-from copus_ext.simulate.contenders import contenders
-from copus_ext.simulate.noisy_quadratic import NoisyQuadratic, QuadraticTraining
-from copus_ext.simulate.run import simulate
-from copus_ext.simulate.scenario import preset
-from copus_ext.simulate.training_dynamics import RateSchedule, ScheduleKind
-from copus_ext.simulate.tuned_schedules import BatchSchedule, Tuned, Tuner, static
-
-pytestmark = pytest.mark.unit
+from copus_ext.extras.simulate.contenders import contenders
+from copus_ext.extras.simulate.noisy_quadratic import NoisyQuadratic, QuadraticTraining
+from copus_ext.extras.simulate.run import simulate
+from copus_ext.extras.simulate.scenario import preset
+from copus_ext.extras.simulate.training_dynamics import RateSchedule, ScheduleKind
+from copus_ext.extras.simulate.tuned_statics import Tuned, Tuner
 
 PROBLEM = NoisyQuadratic()
 GOAL = 0.02
@@ -37,37 +32,20 @@ def trained(batch: int, peak: float, total: int, *, at_once: bool) -> QuadraticT
     return training
 
 
-def seconds(one: Tuned, overhead: float) -> float:
-    """A step of B samples takes as long as `overhead` + B of them."""
-    return one.steps * overhead + one.samples
-
-
-def saved(few: list[Tuned], others: list[Tuned], overhead: float) -> float:
-    """Percent that the best of others saves over the best of few."""
-    best, other = (min(seconds(x, overhead) for x in some) for some in (few, others))
-    return 100 * (1 - other / best)
-
-
 @functools.cache
-def found() -> tuple[list[Tuned], list[Tuned]]:
-    """Static batches, and batches that grow as the rate decays."""
-    fixed = [static(round(2 ** (k / 2))) for k in range(7, 20)]
-    sizes = [round(2 ** (k / 2)) for k in range(8, 18)]
-    grown = [BatchSchedule(pieces=((0, first),), decay=0.5) for first in sizes]
-    every = Tuner(PROBLEM, schedule()).tuned([*fixed, *grown], GOAL, peaks=(0.5, 1.0, 2.0))
-    return every[: len(fixed)], every[len(fixed) :]
+def found() -> list[Tuned]:
+    sizes = [round(2 ** (k / 2)) for k in range(7, 20)]
+    return Tuner(PROBLEM, schedule()).tuned(sizes, GOAL, peaks=(0.5, 1.0, 2.0))
 
 
 def test_a_rate_schedule_has_the_shape_of_its_name() -> None:
     shapes: dict[ScheduleKind, list[float]] = {
         "cosine": [0.5, 1.0, 0.525, 0.05],
         "constant": [0.5, 1.0, 1.0, 1.0],
-        "wsd": [0.5, 1.0, 1.0, 0.05],
     }
     for kind, rates in shapes.items():
         found = schedule(1000, kind).rate([10, 20, 510, 1000])
         assert found.tolist() == pytest.approx(rates), kind
-    assert float(schedule(1000, "wsd").rate(900)) == pytest.approx(0.525)
 
 
 def test_mean_squares_are_those_of_the_update() -> None:
@@ -93,13 +71,13 @@ def test_chunks_are_close_to_a_recursion_step_by_step(batch: int, peak: float) -
     exact = float(PROBLEM.loss(squares))
     assert trained(batch, peak, total, at_once=False).loss() == pytest.approx(exact, rel=5e-3)
     assert trained(batch, peak, total, at_once=True).loss() == pytest.approx(exact, rel=5e-3)
-    (column,) = Tuner(PROBLEM, rates).final_losses([static(batch)], [peak], total)
+    (column,) = Tuner(PROBLEM, rates).final_losses([batch], [peak], total)
     assert float(column[0]) == pytest.approx(exact, rel=5e-3)
 
 
 def test_chunks_of_half_the_size_change_no_loss() -> None:
-    some = found()[0][::6] + found()[1][::9]
-    batches = [one.batches for one in some]
+    some = found()[::6]
+    batches = [one.batch for one in some]
     peaks, lengths = [[one.peak] for one in some], [[one.samples] for one in some]
     coarse, fine = (
         Tuner(PROBLEM, schedule(), parts=parts).final_losses(batches, peaks, lengths).ravel()
@@ -122,7 +100,7 @@ def test_a_loss_is_passed_within_a_step() -> None:
 def test_a_critical_batch_comes_out() -> None:
     """Small batches need the same samples, large ones the same steps; the best rate goes with the
     root of a small batch, and with no large one."""
-    fixed, _ = found()
+    fixed = found()
     samples = [one.samples for one in fixed]
     assert samples == sorted(samples)
     small = samples[2] / samples[0], fixed[4].peak / fixed[0].peak
@@ -131,58 +109,17 @@ def test_a_critical_batch_comes_out() -> None:
     assert fixed[-1].samples / fixed[-3].samples > 1.4  # Of a batch twice as large.
     assert fixed[-1].peak / fixed[-5].peak < 1.7
     # The batch of twice the samples is within a few times the noise scale near the end.
-    critical = next(one.batches.first for one in fixed if one.samples > 2 * samples[0])
+    critical = next(one.batch for one in fixed if one.samples > 2 * samples[0])
     assert 0.1 < critical / fixed[0].noise_scale < 3
-
-
-def test_batches_that_follow_the_decay_save_what_the_overhead_lets_them() -> None:
-    """About .5, 3, 4.5, 9 and 15 % where a step takes as long as 2, 8, 32, 128 and 512 samples more
-    than its own."""
-    savings = [saved(*found(), overhead) for overhead in (2, 8, 32, 128, 512)]
-    assert savings == sorted(savings)
-    for saving, known in zip(savings, (0.5, 3, 4.5, 9, 15)):
-        assert known / 3 - 0.3 < saving < 1.7 * known + 1
-
-
-def test_where_nothing_else_anneals_growing_saves_much_more() -> None:
-    tuner = Tuner(PROBLEM, schedule(400_000, "constant"))
-    fixed = [static(first) for first in (128, 256)]
-    rising = [
-        BatchSchedule(
-            pieces=((0.0, first), *((1 - 0.5**k, first * 2**k) for k in range(1, 7))),
-            rate_exponent=0.0,
-        )
-        for first in (128,)
-    ]
-    every = tuner.tuned([*fixed, *rising], GOAL, peaks=(0.125, 0.25))
-    assert 20 < saved(every[:2], every[2:], 128) < 60
-
-
-def test_a_machine_without_a_batch_takes_the_nearest() -> None:
-    one = BatchSchedule(pieces=((0, 16), (0.5, 70)), decay=0.5, choices=(16, 32, 64, 128))
-    found = one.batches(np.array([0.0, 0.4, 0.6, 0.9]), np.array([0.1, 1.0, 1.0, 0.25]), 0.1)
-    assert found.tolist() == [16, 16, 64, 128]
-    free = BatchSchedule(pieces=((0, 16),), decay=1.0)
-    assert free.batches(np.array([0.9]), np.array([0.25]), 0.1).tolist() == [64]
 
 
 def test_a_loss_that_no_length_reaches_takes_for_ever() -> None:
     tuner = Tuner(PROBLEM, schedule(1000))
-    least = tuner.shortest([static(16)], [1.0], 1e-6, low=[1000.0], high=[1100.0])
+    least = tuner.shortest([16], [1.0], 1e-6, low=[1000.0], high=[1100.0])
     assert least.tolist() == [[float("inf")]]
 
 
-def test_seconds_are_those_of_the_steps() -> None:
-    tuner = Tuner(PROBLEM, schedule())
-    one = BatchSchedule(pieces=((0.0, 32), (0.5, 64)))
-    (found,) = tuner.tuned([one], 0.1, step_seconds=lambda b: 3 + b, peaks=(1.0,))
-    assert found.seconds == pytest.approx(3 * found.steps + found.samples)
-    halves = found.samples / 2
-    assert found.steps == pytest.approx(halves / 32 + halves / 64, rel=0.02)
-    assert list(itertools.islice(tuner.sizes(one), 1)) == [32]
-
-
-@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
 def test_a_small_batch_has_the_least_rate_of_a_run(kind: ScheduleKind) -> None:
     plan, total = schedule(kind=kind), 80_000
     trainings = [QuadraticTraining(PROBLEM, plan, peak=1.0) for _ in range(2)]
@@ -209,25 +146,24 @@ def test_the_controller_runs_on_a_noisy_quadratic() -> None:
     assert run.resizes
     fixed = simulate(scenario, everybody["static_16"], seed=0)
     # Its target is what the first batch reaches at 0.8 of the length, by the chunks of a tuner.
-    speed = scenario.speeds().fastest(16).samples_per_s
+    speed = scenario.speeds.fastest(16).samples_per_s
     assert fixed.times_s["2.8"] == pytest.approx(0.8 * 8_000 / speed, rel=5e-3)
-    best = optima(scenario)["2.8"].seconds
-    assert best <= min(tuned.seconds for tuned in scenario.tuned_statics["2.8"]) * 1.001
     again = simulate(scenario, everybody["doubling_small"], seed=0)
-    assert again.to_json() == run.to_json()
+    assert again == run
 
 
 def test_a_preset_has_a_quadratic_near_its_own_truth() -> None:
     scenario = preset("32xmi210-7b")
     quadratic, dynamics = scenario.with_noisy_quadratic(), scenario.dynamics
     times = {
-        batch: dynamics.samples(batch, scenario.last)
-        / scenario.speeds().fastest(batch).samples_per_s
+        batch: dynamics.samples(batch, scenario.last) / scenario.speeds.fastest(batch).samples_per_s
         for batch in scenario.batches
     }
-    tuned = min(next(iter(quadratic.tuned_statics.values())), key=lambda one: one.seconds)
+    speeds = {batch: scenario.speeds.fastest(batch).samples_per_s for batch in scenario.batches}
+    (found,) = quadratic.tuned_statics.values()
+    tuned = min(found, key=lambda one: one.samples / speeds[one.batch])
     # Its best static batch is nearly the best one of the first truth.
-    assert times[round(tuned.batches.first)] < 1.12 * min(times.values())
+    assert times[tuned.batch] < 1.12 * min(times.values())
     critical = scenario.truth.noise_scale_multiplier * dynamics.phi(scenario.last)
     assert 0.3 < tuned.noise_scale / critical < 4
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from copus_ext.cost_model.conditions import Timings, factors_after
 from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.extras.simulate.speeds import Key, Speeds, best_rows
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.goodput.state import ControllerState
 from copus_ext.planner.search import Planner
-from copus_ext.simulate.speeds import Key, Speeds, best_rows
 
 if TYPE_CHECKING:
-    from copus_ext.simulate.scenario import Scenario
+    from copus_ext.extras.simulate.scenario import Scenario
 
 _PARTS = {"network": "across"}
 """What an event calls a part whose factor has another name."""
@@ -30,7 +30,6 @@ class Event:
     part: str
     """`network` between nodes, `within` nodes, or a part of a step: `compute`, `tp`, `pp`, `dp`."""
     speed: float
-    """Its speed is multiplied by this."""
 
     def __post_init__(self) -> None:
         names = [f.name for f in dataclasses.fields(PartFactors)]
@@ -55,7 +54,6 @@ def factors_at(events: tuple[Event, ...], share: float) -> PartFactors:
 
 
 def planner_under(planner: Planner, factors: PartFactors) -> Planner:
-    """The same machine under other conditions."""
     return Planner(
         planner.model,
         planner.cluster,
@@ -66,22 +64,15 @@ def planner_under(planner: Planner, factors: PartFactors) -> Planner:
 
 
 class World:
-    """The speeds of one run: as they are, and as it knows them.
+    """The speeds of one run: as they are, and as it knows them."""
 
-    Args:
-        scenario: with its events.
-        seed: of the errors of what is known.
-    """
-
-    def __init__(self, scenario: Scenario, seed: int) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self._usual = scenario.speeds(seed)
+        self._usual = scenario.speeds
         self._true = self._believed = USUAL
         self.speeds = self._usual
-        """Of now."""
 
     def go_on(self, share: float) -> None:
-        """Brings the conditions to a point of the run."""
         true = factors_at(self._scenario.events, share)
         if true != self._true:
             self._true = true
@@ -95,16 +86,8 @@ class World:
         return Timings(ring_s=ring, compute_s=now.compute, is_one_node=one)
 
     def look(self, row: ConfigThroughput, state: ControllerState, key: str) -> bool:
-        """Times links again if that is due, and lets the run believe what follows from it.
-
-        Args:
-            row: the present configuration.
-            state: of the controller, which is changed.
-            key: of the present configuration.
-
-        Returns:
-            Whether the run takes conditions for others than before.
-        """
+        """Times links again if that is due, and lets the run believe what follows from it. Returns
+        whether it takes conditions for others than before. The state of the controller changes."""
         shift, conditions = state.take_shift(), state.conditions
         if shift is None and (not conditions.is_check_due or state.watch.is_unsure):
             return False
@@ -124,20 +107,11 @@ class World:
 
     def _renew(self) -> None:
         true, known = (self._rows(f) for f in (self._true, self._believed))
-        usual = self._usual
-        rows: dict[str, list[Any]] = {"true": [], "known": []}
-        for at, row in usual.actual.items():
-            if at not in true or at not in known:
-                continue
-            error = row.samples_per_s / usual.known[at].samples_per_s
-            is_true = true[at]
-            speed = is_true.samples_per_s * error
-            rows["true"].append(dataclasses.replace(is_true, samples_per_s=speed))
-            rows["known"].append(known[at])
-        self.speeds = Speeds(rows["true"], rows["known"])
+        both = [at for at in self._usual.actual if at in true and at in known]
+        self.speeds = Speeds([true[at] for at in both], [known[at] for at in both])
 
     def _rows(self, factors: PartFactors) -> dict[Key, ConfigThroughput]:
         if factors == USUAL:
             return self._usual.known
         s = self._scenario
-        return best_rows(planner_under(s.planner, factors), s.batches, known_sd=s.known_sd)
+        return best_rows(planner_under(s.planner, factors), s.batches)

@@ -6,12 +6,10 @@ import dataclasses
 
 import pytest
 
-from copus_ext.simulate.contenders import contenders
-from copus_ext.simulate.run import simulate
-from copus_ext.simulate.scenario import preset
-from copus_ext.simulate.training import loss_curve
-
-pytestmark = pytest.mark.unit
+from copus_ext.extras.simulate.contenders import contenders
+from copus_ext.extras.simulate.run import simulate
+from copus_ext.extras.simulate.scenario import preset
+from copus_ext.extras.simulate.training import loss_curve
 
 PRESET = preset("32xmi210-7b")
 _ONE = """

@@ -16,10 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from copus_ext.goodput import objectives
-
 _LEAST = 1e-4
-"""Lower bound of the progress of a sample: some truths have none or negative progress."""
+"""Lower bound of the progress of a sample."""
 _INTERVALS = 600
 _SCHEDULE_POINTS = 8192
 _FIRST = 1e-4
@@ -30,14 +28,8 @@ _FIRST = 1e-4
 class GroundTruth:
     """The progress of a sample; the controller may assume another."""
 
-    objective: str = "goodput"
-    """`goodput`: the learning rate is optimal at every batch. `lr_model`: it is optimal at the
-    reference batch and scales with sqrt(B) (arXiv 2405.14578). `copus`: progress is proportional to
-    the learning rate too (eq. 8 of arXiv 2604.26687)."""
     noise_scale_multiplier: float = 2.0
     """The critical batch size over the measured noise scale."""
-    reference_batch: float = 1.0
-    """Batch for which the learning rate was chosen, samples."""
     rate_exponent: float = 0.0
     """A sample is worth this power of the scheduled learning rate (`RateSchedule`); `per_sample`
     leaves it out."""
@@ -50,12 +42,7 @@ class GroundTruth:
             phi: noise scale as measured, samples.
         """
         noise = self.noise_scale_multiplier * np.asarray(phi, dtype=float)
-        worth = objectives.goodput(
-            self.objective, 1.0, batch, noise, reference_batch=self.reference_batch
-        )
-        if self.objective == "copus":
-            worth = worth / np.sqrt(self.reference_batch)
-        return np.maximum(worth * noise, _LEAST)
+        return np.maximum(noise / (noise + batch), _LEAST)
 
 
 @dataclass(kw_only=True)
@@ -93,7 +80,6 @@ class TrainingDynamics:
         return self._spent[batch]
 
     def interval(self, progress: float) -> int:
-        """The interval that a progress lies in."""
         return min(bisect.bisect_right(self.edges, progress), len(self.phis)) - 1
 
     def phi(self, progress: float) -> float:
@@ -114,9 +100,7 @@ class TrainingDynamics:
         return self.edges[i] + (wanted - spent[i]) * rates[i]
 
 
-ScheduleKind = Literal["cosine", "wsd", "constant"]
-WSD_DECAY = 0.2
-"""Share of a run over which `wsd` decays."""
+ScheduleKind = Literal["cosine", "constant"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,20 +119,18 @@ class RateSchedule:
     end_part: float
     """Rate at the end over that at the peak; of no account if it is constant."""
     kind: ScheduleKind = "cosine"
-    """`wsd` falls in a line over the last fifth of the run."""
     exponent: float = 0.0
     """A sample is worth this power of the rate over its peak; 0: the same at every rate."""
 
     def rate(self, samples: Any) -> Any:
         """Rate over its peak after so many samples."""
         n = np.asarray(samples, dtype=float)
-        start = self.warmup_samples
-        if self.kind == "wsd":
-            start = max((1 - WSD_DECAY) * self.total_samples, start)
-        done = np.clip((n - start) / max(self.total_samples - start, 1), 0.0, 1.0)
-        left = {"cosine": (1 + np.cos(np.pi * done)) / 2, "wsd": 1 - done, "constant": 1.0}
-        decayed = self.end_part + (1 - self.end_part) * left[self.kind]
-        return np.minimum(n / max(self.warmup_samples, 1), 1.0) * decayed
+        warm = np.minimum(n / max(self.warmup_samples, 1), 1.0)
+        if self.kind == "constant":
+            return warm
+        decaying = max(self.total_samples - self.warmup_samples, 1)
+        done = np.clip((n - self.warmup_samples) / decaying, 0.0, 1.0)
+        return warm * (self.end_part + (1 - self.end_part) * (1 + np.cos(np.pi * done)) / 2)
 
     def rate_of(self, samples: float, factor: float) -> float:
         """The same times a factor of the controller. As in a run, one below 1 takes no rate below

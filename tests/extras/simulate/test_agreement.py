@@ -9,9 +9,9 @@ from bench.time_to_loss import agreement
 from bench.time_to_loss.agreement import Noise, fit, line_of, progress_of, schedule_of
 from bench.time_to_loss.real_clock import S4
 from bench.time_to_loss.real_clock_figures import Curve
+from copus_ext.extras.simulate.noise_trajectory import NoiseTrajectory
+from copus_ext.extras.simulate.training_dynamics import GroundTruth, TrainingDynamics
 from copus_ext.planner.configuration import Configuration
-from copus_ext.simulate.noise_trajectory import NoiseTrajectory
-from copus_ext.simulate.training_dynamics import GroundTruth, TrainingDynamics
 from megatron.training.config.layout import Layout
 
 WARMUP = 3000

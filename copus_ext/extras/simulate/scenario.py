@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,33 +15,34 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import USUAL
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.spec_file import SpecError, read_json
-from copus_ext.goodput.costs import Machine
-from copus_ext.planner.profile import Timing
-from copus_ext.planner.search import Planner
-from copus_ext.planner.space import Limits
-from copus_ext.reshard.pause import PausePredictor, predictor_of, shape_for
-from copus_ext.simulate.conditions import Event, factors_at, planner_under
-from copus_ext.simulate.noise_trajectory import NoiseEstimatorModel, NoiseTrajectory, power_law
-from copus_ext.simulate.noisy_quadratic import NoisyQuadratic, QuadraticTraining
-from copus_ext.simulate.speeds import PROFILED_SD, Speeds, planned
-from copus_ext.simulate.training import ProgressTraining, Training, loss_curve
-from copus_ext.simulate.training_dynamics import (
+from copus_ext.extras.simulate.conditions import Event, factors_at, planner_under
+from copus_ext.extras.simulate.noise_trajectory import NoiseTrajectory, power_law
+from copus_ext.extras.simulate.noisy_quadratic import NoisyQuadratic, QuadraticTraining
+from copus_ext.extras.simulate.speeds import Speeds, planned
+from copus_ext.extras.simulate.training import ProgressTraining, Training, loss_curve
+from copus_ext.extras.simulate.training_dynamics import (
     GroundTruth,
     RateSchedule,
     ScheduleKind,
     TrainingDynamics,
 )
-from copus_ext.simulate.tuned_schedules import BatchSchedule, Tuned, Tuner, static
+from copus_ext.extras.simulate.tuned_statics import Tuned, Tuner
+from copus_ext.goodput.costs import Machine
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits
+from copus_ext.reshard.pause import PausePredictor, predictor_of, shape_for
 from megatron.training.config.layout import Layout
 
 _DATA = Path(__file__).parent / "data"
-NOISY_QUADRATIC = "noisy_quadratic"
+PROGRESS, NOISY_QUADRATIC = "progress", "noisy_quadratic"
 _NOISE_PART = 120.0
 """Noise scale at the end, samples, over the trace of the quadratic's noise."""
 _PEAKS = tuple((2.0 ** np.arange(-6, 2.1, 0.25)).tolist())
 _TARGET_SHARE = 0.8
 _FIRST_LOSS = 10.8
 """ln of a vocabulary of 49,000."""
+LR_END = 0.1
+"""Part of the learning rate at the end of its cosine."""
 BEYOND = 1.5
 """The dynamics are known up to this multiple of the progress of the last target."""
 
@@ -67,23 +67,9 @@ class Scenario:
     truth: GroundTruth
     switch_cost_s: float | None = None
     """Seconds of every change of layout; None: those that are predicted of it (`pause_s`)."""
-    assumed_cost_s: float | None = None
-    """Seconds that the controller predicts for each before the first; None: as for a real run."""
     limits: Limits = field(default_factory=Limits)
-    timings: tuple[Timing, ...] = ()
-    """Measured step times for the planner."""
     measured: Speeds | None = None
     """Speeds to use instead of the planner's."""
-    beta2: float = 0.95
-    """Of Adam."""
-    lr_decay: float = 0.1
-    """Part of the learning rate at the end of its cosine."""
-    gns_interval: int | None = None
-    """Steps between measurements of the noise scale; None: as the controller does."""
-    speed_error: float = 0.0
-    """Relative error of the speeds that are known before the run."""
-    known_sd: float | None = PROFILED_SD
-    """Their relative uncertainty, as the controller assumes; None: the planner's."""
     events: tuple[Event, ...] = ()
     """When parts of the machine become faster or slower; the oracle does not know of them."""
     step_noise: float = 0.0
@@ -93,53 +79,33 @@ class Scenario:
     peak: float = 1.0
     """Of its learning rate at the first batch."""
     lr_schedule: ScheduleKind = "cosine"
-    """Of the learning rate."""
     about: dict[str, Any] = field(default_factory=dict)
-    """Sources of the numbers."""
 
     @cached_property
     def planner(self) -> Planner:
-        """Of model and machine."""
         model = PRESETS[self.model].with_seq_length(self.seq_length)
-        return Planner(model, self.cluster, limits=self.limits, timings=self.timings)
-
-    def speeds(self, seed: int = 0) -> Speeds:
-        """Throughput of every configuration; a seed draws the errors of what is known of it."""
-        if self.measured is not None:
-            return self.measured
-        key = seed if self.speed_error else 0
-        if key not in self._speeds:
-            self._speeds[key] = planned(
-                self.planner,
-                self.batches,
-                error_sd=self.speed_error,
-                seed=key,
-                known_sd=self.known_sd,
-                others=[
-                    planner_under(self.planner, factors)
-                    for event in self.events
-                    if (factors := factors_at(self.events, event.at)) != USUAL
-                ],
-            )
-        return self._speeds[key]
+        return Planner(model, self.cluster, limits=self.limits)
 
     @cached_property
-    def _speeds(self) -> dict[int, Speeds]:
-        return {}
+    def speeds(self) -> Speeds:
+        """Throughput of every configuration."""
+        if self.measured is not None:
+            return self.measured
+        under = (factors_at(self.events, event.at) for event in self.events)
+        others = [planner_under(self.planner, f) for f in under if f != USUAL]
+        return planned(self.planner, self.batches, others=others)
 
     @cached_property
     def dynamics(self) -> TrainingDynamics:
-        """The progress of batches."""
         end = BEYOND * self.last
         return TrainingDynamics(phi_at=self.trajectory.phi_at, truth=self.truth, end=end)
 
     @cached_property
     def schedule(self) -> RateSchedule:
-        """The learning rate."""
         return RateSchedule(
             warmup_samples=self.warmup_samples,
             total_samples=self.total_samples,
-            end_part=self.lr_decay,
+            end_part=LR_END,
             exponent=self.truth.rate_exponent,
             kind=self.lr_schedule,
         )
@@ -150,43 +116,30 @@ class Scenario:
             return QuadraticTraining(self.quadratic, self.schedule, peak=self.peak)
         return ProgressTraining(self.dynamics, self.schedule, loss_curve(self.targets))
 
-    def estimator(self, seed: int) -> NoiseEstimatorModel:
-        """Draws what a run measures of the noise scale."""
-        return NoiseEstimatorModel(seed)
-
     @property
     def last(self) -> float:
-        """Progress of the last target."""
         return max(self.targets.values())
 
     @cached_property
     def pauses(self) -> PausePredictor:
         """Predicts changes of layout, as in a real run."""
-        sizes = {layout.tp for layout in self.speeds().layouts}
+        sizes = {layout.tp for layout in self.speeds.layouts}
         sharded = self.limits.use_distributed_optimizer[0]
         shape = shape_for(self.planner.model, tp_sizes=sorted(sizes), sharded=sharded)
         return predictor_of(shape, Machine.of(self.cluster))
 
     def pause_s(self, before: Layout, after: Layout) -> float:
-        """Seconds that a change between two layouts takes."""
+        """Seconds that a change between two layouts takes, as the controller predicts them, too."""
         if self.switch_cost_s is None:
             return self.pauses.seconds(before, after)
         return 0.0 if before == after else self.switch_cost_s
 
-    def prior_s(self, before: Layout, after: Layout) -> float:
-        """Seconds that the controller predicts for it before it has measured a change."""
-        if self.assumed_cost_s is None:
-            return self.pauses.seconds(before, after)
-        return 0.0 if before == after else self.assumed_cost_s
-
-    def pause_range_s(self, seed: int = 0) -> tuple[float, float]:
+    def pause_range_s(self) -> tuple[float, float]:
         """Least and most seconds of a change between its layouts."""
-        pairs = itertools.permutations(self.speeds(seed).layouts, 2)
-        found = [self.pause_s(*pair) for pair in pairs] or [0.0]
-        return min(found), max(found)
+        found = [self.pause_s(*pair) for pair in itertools.permutations(self.speeds.layouts, 2)]
+        return min(found, default=0.0), max(found, default=0.0)
 
     def change(self, **values: Any) -> Scenario:
-        """The same with other values."""
         return dataclasses.replace(self, **values)
 
     def with_noisy_quadratic(self) -> Scenario:
@@ -200,7 +153,7 @@ class Scenario:
         """
         phi = float(self.trajectory.phi_at(self.last))
         unit = NoisyQuadratic(noise_trace=phi / _NOISE_PART)
-        tuner, first = Tuner(unit, self.schedule), [static(self.batches[0])]
+        tuner, first = Tuner(unit, self.schedule), self.batches[:1]
         peaks = np.array(_PEAKS)
         peak = float(peaks[tuner.final_losses(first, peaks, self.total_samples).argmin()])
         goal = tuner.final_losses(first, peaks, _TARGET_SHARE * self.total_samples).min()
@@ -213,45 +166,17 @@ class Scenario:
         problem = dataclasses.replace(unit, loss_scale=scale, loss_floor=_FIRST_LOSS - scale)
         return self.change(quadratic=problem, peak=peak, targets={name: last})
 
-    def tuned(self, schedules: Sequence[BatchSchedule]) -> dict[str, list[Tuned]]:
-        """By target, batch schedules on a noisy quadratic, each with its best rate and length and
-        the fastest layout of every batch.
-
-        Raises:
-            ValueError: another truth.
-        """
-        if self.quadratic is None:
-            raise ValueError("only a noisy quadratic has learning rates to tune")
-        speeds, tuner = self.speeds(), Tuner(self.quadratic, self.schedule)
-        seconds = {b: b / speeds.fastest(b).samples_per_s for b in self.batches}
-        return {
-            name: tuner.tuned(schedules, loss, step_seconds=lambda b: seconds[round(b)])
-            for name, loss in self.targets.items()
-        }
-
     @cached_property
     def tuned_statics(self) -> dict[str, list[Tuned]]:
-        """By target, every static batch on a noisy quadratic."""
-        return self.tuned([static(batch) for batch in self.batches])
+        """By target, every batch on a noisy quadratic with its best rate and length."""
+        assert self.quadratic is not None, "only a noisy quadratic has learning rates to tune"
+        tuner = Tuner(self.quadratic, self.schedule)
+        return {name: tuner.tuned(self.batches, loss) for name, loss in self.targets.items()}
 
     @property
     def truth_name(self) -> str:
         """Of `--truth`."""
-        return self.truth.objective if self.quadratic is None else NOISY_QUADRATIC
-
-    def recalibrated(self, multiplier: float) -> Scenario:
-        """The same critical batch sizes with another noise scale multiplier: samples get as far,
-        and the controller measures another noise scale."""
-        factor = self.truth.noise_scale_multiplier / multiplier
-        phi = tuple(factor * x for x in self.trajectory.phi)
-        return self.change(
-            trajectory=dataclasses.replace(self.trajectory, phi=phi),
-            truth=dataclasses.replace(self.truth, noise_scale_multiplier=multiplier),
-        )
-
-    def follow(self, trajectory: NoiseTrajectory) -> Scenario:
-        """The same with another noise scale, stretched to the progress of this one."""
-        return self.change(trajectory=trajectory.stretched(self.last))
+        return PROGRESS if self.quadratic is None else NOISY_QUADRATIC
 
 
 def presets() -> list[str]:
@@ -294,10 +219,7 @@ def from_json(name: str, data: dict[str, Any]) -> Scenario:
             phi_end=noise["phi_end_samples"],
             exponent=noise["exponent"],
         ),
-        truth=GroundTruth(
-            noise_scale_multiplier=data["noise_scale_multiplier"],
-            reference_batch=float(data["batches"][0]),
-        ),
+        truth=GroundTruth(noise_scale_multiplier=data["noise_scale_multiplier"]),
         switch_cost_s=data.get("switch_cost_s"),
         limits=Limits(
             # A scenario says so where ranks may share samples.

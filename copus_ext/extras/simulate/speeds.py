@@ -7,10 +7,9 @@ import functools
 import itertools
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.search import Planner
+from megatron.training.common.errors import Refused
 from megatron.training.config.layout import Layout
 
 Key = tuple[Layout, int]
@@ -29,7 +28,7 @@ def _order(layout: Layout) -> tuple[int, ...]:
     return *layout.sizes, layout.ep, layout.expert_tensor_parallel_size, layout.cp
 
 
-class NoSpeed(ValueError):
+class NoSpeed(Refused):
     """A batch that no configuration can run."""
 
 
@@ -50,21 +49,19 @@ class Speeds:
         self.layouts = sorted({row.layout for row in rows}, key=_order)
 
     def true(self, row: ConfigThroughput) -> ConfigThroughput:
-        """A configuration as it is."""
         return self.actual[row.layout, row.global_batch_size]
 
     def at(self, layout: Layout, batch: int) -> ConfigThroughput | None:
         """A configuration as it is, None where there is none."""
         return self.actual.get((layout, batch))
 
-    def fastest(self, batch: int, layout: Layout | None = None) -> ConfigThroughput:
-        """The fastest of a batch, of a layout if given.
+    def fastest(self, batch: int) -> ConfigThroughput:
+        """The fastest of a batch.
 
         Raises:
             NoSpeed: there is none.
         """
-        rows = [r for (where, b), r in self.actual.items() if b == batch]
-        rows = [r for r in rows if layout in (None, r.layout)]
+        rows = [r for (_, b), r in self.actual.items() if b == batch]
         if not rows:
             raise NoSpeed(f"no layout can run a batch of {batch}")
         return max(rows, key=lambda r: (r.samples_per_s, [-n for n in _order(r.layout)]))
@@ -76,14 +73,8 @@ class Speeds:
         layouts: Sequence,
         now: ConfigThroughput,
     ) -> tuple[list[ConfigThroughput], dict[tuple[Layout, int], int]]:
-        """Rows of some batches and layouts as a run knows them, and where each is.
-
-        Args:
-            batches: samples.
-            used: configurations that it has timed itself.
-            layouts: to choose from.
-            now: present one, over whose speed the others are uncertain.
-        """
+        """Rows of some batches and layouts as a run knows them, and where each is. It has timed the
+        `used` ones itself, and the others are uncertain over the speed of `now`."""
         current = now.layout, now.global_batch_size
         return _table(self, tuple(batches), frozenset(used), tuple(layouts), current)
 
@@ -107,59 +98,29 @@ def _table(
     return rows, {(row.layout, row.global_batch_size): i for i, row in enumerate(rows)}
 
 
-def planned(
-    planner: Planner,
-    batches: Sequence[int],
-    *,
-    error_sd: float = 0.0,
-    seed: int = 0,
-    known_sd: float | None = PROFILED_SD,
-    others: Sequence[Planner] = (),
-) -> Speeds:
-    """What the planner predicts.
-
-    Args:
-        planner: of model and cluster; it may hold measured times.
-        batches: samples.
-        error_sd: true speeds are off the known ones by so much, alike for all batches of a layout.
-        seed: of these errors.
-        known_sd: relative uncertainty that the run takes its rows to have; None: the planner's.
-        others: planners under other conditions, whose best layouts are kept too.
+def planned(planner: Planner, batches: Sequence[int], *, others: Sequence[Planner] = ()) -> Speeds:
+    """What the planner predicts of some batches, for the layouts that come nearest to the fastest
+    of some batch; those of planners under other conditions are kept, too.
 
     Raises:
         NoSpeed: nothing fits.
     """
-    best = best_rows(planner, batches, known_sd=known_sd)
+    best = best_rows(planner, batches)
     if not best:
         raise NoSpeed("no configuration of these batches fits on this cluster")
-    kept = _nearest(best)
-    for other in others:
-        also = _nearest(best_rows(other, batches, known_sd=known_sd))
-        kept += [layout for layout in also if layout not in kept]
-    known = [row for (layout, _), row in best.items() if layout in kept]
-    if not error_sd:
-        return Speeds(known)
-    draws = np.random.default_rng([seed, 0x5BEED]).standard_normal(len(kept))
-    factor = {layout: float(np.exp(error_sd * draw)) for layout, draw in zip(kept, draws)}
-    true = [
-        dataclasses.replace(row, samples_per_s=row.samples_per_s * factor[row.layout])
-        for row in known
-    ]
-    return Speeds(true, known)
+    kept = {layout for one in (planner, *others) for layout in _nearest(best_rows(one, batches))}
+    return Speeds([row for (layout, _), row in best.items() if layout in kept])
 
 
-def best_rows(
-    planner: Planner, batches: Sequence[int], *, known_sd: float | None
-) -> dict[Key, ConfigThroughput]:
+def best_rows(planner: Planner, batches: Sequence[int]) -> dict[Key, ConfigThroughput]:
     """The fastest micro-batch of every layout and batch, as the planner predicts it."""
     best: dict[Key, ConfigThroughput] = {}
     for plan in planner.rank(list(batches), top=_ASKED):
         for r in plan.ranked:
-            sd = r.prediction.step_rel_sd if known_sd is None else known_sd
             row = ConfigThroughput(
                 configuration=r.configuration,
                 samples_per_s=r.prediction.samples_per_s,
-                relative_sd=sd,
+                relative_sd=PROFILED_SD,
                 source=r.prediction.source,
             )
             best.setdefault((row.layout, row.global_batch_size), row)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from copus_ext.simulate.training_dynamics import RateSchedule, TrainingDynamics
+from copus_ext.extras.simulate.training_dynamics import RateSchedule, TrainingDynamics
 
 _EXPONENT = 0.2
 """Of a loss curve that no targets tell."""
@@ -34,14 +34,8 @@ class Training(Protocol):
         ...
 
     def train(self, batch: int, steps: int = 1, *, lr_factor: float = 1.0) -> None:
-        """Trains.
-
-        Args:
-            batch: samples of a step.
-            steps: how many.
-            lr_factor: of the learning rate, beside the schedule; 1 at the batch for which the rate
-                was chosen.
-        """
+        """Trains some steps. The factor is of the learning rate, beside the schedule: 1 at the
+        batch for which the rate was chosen."""
         ...
 
     def passed(self, target: float) -> float | None:
@@ -65,12 +59,10 @@ class LossCurve:
     scale: float
     """Loss at a progress of one sample, nats per token."""
     exponent: float
-    """Positive."""
     least: float
     """Progress below which the loss stands still, samples."""
 
     def loss(self, progress: float) -> float:
-        """Nats per token."""
         return self.scale * max(progress, self.least) ** -self.exponent
 
 
@@ -95,13 +87,7 @@ def loss_curve(targets: dict[str, float]) -> LossCurve:
 
 class ProgressTraining:
     """A run whose samples make the progress that `TrainingDynamics` says. Targets are progress in
-    samples. The learning rate's factor counts for nothing: the truth holds its effect.
-
-    Args:
-        dynamics: progress of batches.
-        schedule: what the rate makes of a sample, and the length of the run.
-        curve: loss over progress.
-    """
+    samples. The learning rate's factor counts for nothing: the truth holds its effect."""
 
     def __init__(
         self, dynamics: TrainingDynamics, schedule: RateSchedule, curve: LossCurve
@@ -111,7 +97,6 @@ class ProgressTraining:
         self._before, self._batch, self._worth = 0.0, 1, 1.0
 
     def train(self, batch: int, steps: int = 1, *, lr_factor: float = 1.0) -> None:
-        """See `Training`."""
         samples = min(self.samples + batch * steps, self.schedule.total_samples)
         self._worth = self.schedule.worth(samples) - self.schedule.worth(self.samples)
         self._before, self._batch = self.progress, batch
@@ -119,7 +104,6 @@ class ProgressTraining:
         self.samples = samples
 
     def passed(self, target: float) -> float | None:
-        """See `Training`."""
         if target > self.progress:
             return None
         needed = self.dynamics.samples(self._batch, target)
@@ -127,9 +111,7 @@ class ProgressTraining:
         return done / self._worth if self._worth else 0.0
 
     def loss(self) -> float:
-        """See `Training`."""
         return self.curve.loss(self.progress)
 
     def noise_scale(self) -> float:
-        """See `Training`."""
         return self.dynamics.phi(self.progress)
