@@ -2,11 +2,8 @@
 
     python -m bench.overhead PART --data-path runs/quickstart/data/stdlib_text_document
 
-* noise: two ranks with and without the hooks of each estimator, every step measured, and with hooks
-  between two measurements. Writes noise_overhead.json, with `--experts` (a mixture of experts)
-  noise_overhead_experts.json. By default not every step is measured: what that costs is the share
-  of measured steps, from the schedule of measurements over whole runs, times the cost of one, and
-  the rest of it times the cost of a step between.
+* noise: two ranks with and without the hooks of each estimator, every step measured. Writes
+  noise_overhead.json, with `--experts` (a mixture of experts) noise_overhead_experts.json.
 * controller: its part of a step between decisions, in a small run that needs no data. Writes
   controller_cost.json.
 * copies: two ranks of an elastic run with a copy in each block and without. Writes
@@ -44,8 +41,6 @@ from bench.support import (
     step_of_loop,
     write,
 )
-from copus_ext.gns.estimators import Estimate
-from copus_ext.gns.observer import CONTROL, NoiseObserver
 from copus_ext.launch.options import COPY_INTERVAL
 
 Rows = list[dict[str, dict[str, float]]]
@@ -66,11 +61,7 @@ PARTS = {
 """Ranks, samples of a batch, file of the result."""
 BLOCKS = {"noise": (20, 4), "controller": (1, 1), "copies": (4, COPY_INTERVAL)}
 """Rows of four blocks, and steps of a block."""
-BETWEEN = "between"
-"""Hooks are there, and no step is measured."""
-ESTIMATORS = ("micro", "rank", "half", BETWEEN)
-RUN_STEPS = (300, 1_000, 10_000, 30_000)
-"""Lengths of runs for the cost of the noise scale by default."""
+ESTIMATORS = ("micro", "rank", "half")
 
 
 def noise(job: Any, step: Any, args: argparse.Namespace) -> dict[str, Rows]:
@@ -85,10 +76,7 @@ def _rows_of(job: Any, step: Any, estimator: str, args: argparse.Namespace) -> R
     from copus_ext.controller.gns_callback import GradientNoiseCallback
     from megatron.training.train.callbacks import Callbacks
 
-    own: dict[str, Any] = {"copus_gns_estimator": estimator}
-    if estimator == BETWEEN:
-        own = {"copus_gns_interval": 10**9}
-    watch = GradientNoiseCallback(CopusConfig(copus=True, **own))
+    watch = GradientNoiseCallback(CopusConfig(copus=True, copus_gns_estimator=estimator))
 
     def plain() -> dict[str, float]:
         dist.barrier()
@@ -103,31 +91,6 @@ def _rows_of(job: Any, step: Any, estimator: str, args: argparse.Namespace) -> R
         return seconds
 
     return balanced_rows({"tap": tap, "plain": plain}, args.blocks)
-
-
-def by_default(by_clock: dict[str, Any], words: list[str], batch_size: int) -> list[dict[str, Any]]:
-    """Share of measured steps and the time that measuring costs, 0.01 being a hundredth of the
-    run's, for runs of one batch and several lengths."""
-    length, found = int(words[words.index("--seq-length") + 1]), []
-    for steps in RUN_STEPS:
-        observer, one = NoiseObserver(), Estimate(grad_norm_sq=1.0, grad_variance_trace=1.0)
-        about: dict[str, Any] = {"estimator": "micro", "global_batch_size": batch_size}
-        for step in range(1, steps + 1):
-            consumed = step * batch_size
-            if step % observer.interval_at(batch_size):
-                observer.skip(consumed)
-            else:
-                at: Any = {"consumed_samples": consumed, "tokens": batch_size * length}
-                observer.update({CONTROL: one}, **about, **at)
-        share = observer.num_measured / steps
-        costs = {
-            clock: share * of["micro"]["median_ratio"]
-            + (1 - share) * of[BETWEEN]["median_ratio"]
-            - 1
-            for clock, of in by_clock.items()
-        }
-        found.append({"steps": steps, "measured_share": share, **costs})
-    return found
 
 
 def controller(folder: Path) -> dict[str, list[float]]:
@@ -255,9 +218,8 @@ def result_of(found: Any, args: argparse.Namespace) -> dict[str, Any]:
             }
             for clock in clocks
         }
-        default = {"estimator": "micro", "runs": by_default(ratios, model.split(), batch_size)}
         what = "seconds per step with the noise scale measured at every step / without"
-        return {"what": what, **ratios, "by_default": default, **how, "per_row": found}
+        return {"what": what, **ratios, **how, "per_row": found}
     rows = found.pop("rows")
     return {
         "what": "seconds per step, copies / none, per row of four blocks",

@@ -25,13 +25,11 @@ import csv
 import dataclasses
 import itertools
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -84,7 +82,6 @@ CLUSTERS = {
 """Tables of each."""
 _FEW = ("korthikanti", "narayanan", "h100_weak_scaling")
 """Tables whose groups have one or two runs."""
-_LEVELS = np.linspace(0.02, 0.98, 49)
 SEARCHES = {"llama-2-13b": 64, "llama-3-70b": 512, "gpt3-175b": 1024}
 """Model -> H100 to search layouts for."""
 SEARCHED_BATCHES = (256, 512, 1024)
@@ -376,18 +373,6 @@ def constants_without() -> dict[str, Constants]:
     return dict(zip(CLUSTERS, (usual_selene, usual_vtrain, h100)))
 
 
-def scores(runs: list[Any], found: validation.Predictions) -> Any:
-    """[n] errors over their stated doubt, of runs whose times were not used."""
-    at = [i for i, run in enumerate(runs) if run.step_s is not None and not found.known[i]]
-    logs = np.log([float(runs[i].step_s or 1.0) for i in at] / found.step_s[at])
-    return logs / found.relative_sd[at]
-
-
-def normal_share(scores_: Any, level: float) -> float:
-    """Share of scores within the middle `level` of a normal distribution."""
-    return float(np.mean(np.abs(scores_) <= NormalDist().inv_cdf(0.5 + level / 2)))
-
-
 def among_others(runs: list[Any], found: validation.Predictions) -> dict[str, Any]:
     """Of the runs of a group whose times were not used: pairs, those in the measured order, and
     what the best predicted run costs over the fastest."""
@@ -410,42 +395,25 @@ def among_others(runs: list[Any], found: validation.Predictions) -> dict[str, An
     }
 
 
-def judged(name: str, constants: Constants, known: int) -> tuple[dict[str, Any], Any]:
-    """Figures of a table, and its scores."""
+def judged(name: str, constants: Constants, known: int) -> dict[str, Any]:
+    """Figures of a table."""
     runs = read(name)
     found = validation.predict(runs, num_known=known, constants=constants)
-    result, z = validation.judge(runs, found), scores(runs, found)
-    means = {g: one["mean"] for g, one in result["groups"].items() if one["mean"] is not None}
-    worst = max(means, key=lambda group: (means[group], group))
-    return {
-        **result["in_all"],
-        "worst_group": worst,
-        "worst_mean": means[worst],
-        "within_99_percent": normal_share(z, 0.99),
-        **among_others(runs, found),
-    }, z
+    return {**validation.judge(runs, found)["in_all"], **among_others(runs, found)}
 
 
 def clusters(output: Path) -> dict[str, Any]:
     """Every cluster, left out of the fit."""
     result: dict[str, Any] = {}
-    curves: dict[str, Any] = {}
-    for (cluster, constants), known in itertools.product(constants_without().items(), (0, 2)):
-        names = [name for name in CLUSTERS[cluster] if not (known and name in _FEW)]
-        here = {name: judged(name, constants, known) for name in names}
-        for name, (figures, _) in here.items():
-            result.setdefault(cluster, {}).setdefault(name, {})[f"known_{known}"] = figures
-        # Every table counts the same: most rows are of one with a single node.
-        shares = [[normal_share(z, x) for x in _LEVELS] for _, z in here.values() if len(z)]
-        if shares:
-            curves[cluster + ", two known" * bool(known)] = np.mean(shares, axis=0).tolist()
-    middle = int(np.argmin(np.abs(_LEVELS - math.erf(1 / math.sqrt(2)))))
-    return {
-        "what": "step times on clusters left out of the fit",
-        "clusters": result,
-        "within_one_sd": {name: one[middle] for name, one in curves.items()},
-        "calibration": {"levels": _LEVELS.tolist(), **curves},
-    }
+    for cluster, constants in constants_without().items():
+        result[cluster] = {
+            name: {
+                f"known_{known}": judged(name, constants, known)
+                for known in ((0,) if name in _FEW else (0, 2))
+            }
+            for name in CLUSTERS[cluster]
+        }
+    return {"what": "step times on clusters left out of the fit", "clusters": result}
 
 
 def context(output: Path) -> dict[str, Any]:
@@ -500,7 +468,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="instead of the file in docs/results")
     args = parser.parse_args()
     output = args.output or RESULTS / f"planner_{args.part}.json"
-    write(output, {**PARTS[args.part](output), **origin()}, hide=["calibration"])
+    write(output, {**PARTS[args.part](output), **origin()})
 
 
 if __name__ == "__main__":
