@@ -123,7 +123,6 @@ def attend(
 def rows_of(folder: Path, kills: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     records = read_metrics(folder / "run", superseded=True)
     starts = [r for r in records if r["kind"] == "run.start"]
-    shared = next(iter((folder / "run" / "control" / "elastic").glob("*")), None)
     found = []
     for kill in kills:
         path = folder / f"kill-{kill['number']}"
@@ -137,12 +136,7 @@ def rows_of(folder: Path, kills: Sequence[dict[str, Any]]) -> list[dict[str, Any
         if begins:
             first = begins[0]
             row["outcome"] = "live" if first.get("loaded") == _MEMORY else "checkpoint"
-            row["generation"] = first.get("generation")
             row["ranks"] = len(first.get("members", ()))
-            row |= {k: first.get(k) for k in ("leaving_s", "meeting_s", "choosing_s")}
-            claim = shared and shared / f"generation-{first.get('generation')}"
-            if claim is not None and claim.exists():
-                row["noticed_s"] = claim.stat().st_mtime - happened["t"]
             later = [s["t"] for s in steps if s["t"] > first["t"]]
             row["next_step_s"] = min(later, default=float("nan")) - happened["t"]
             before = [s["iteration"] for s in steps if s["t"] < first["t"]]
@@ -272,7 +266,6 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "nodes_let_go": sum(run["nodes_let_go"] for run in runs),
         "samples_lost": sum(run["samples_lost"] for run in runs),
         "largest_loss_difference": max((r["largest_loss_difference"] for r in runs), default=0.0),
-        "noticed_s": quantiles([r["noticed_s"] for r in deaths if "noticed_s" in r]),
         "next_step_s": quantiles([r["next_step_s"] for r in deaths]),
         "next_step_after_silence_s": quantiles(
             [r["next_step_s"] for r in live if r["what"] == "frozen node"]

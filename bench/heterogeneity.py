@@ -5,11 +5,10 @@
 Four network namespaces on this machine are the nodes, with one rank in each. Two ranks share a
 core, and each has a quota of processor time (cgroup), so that no rank slows down another. One node
 has half the quota of the others. Two nodes share a link a tenth as fast as the others.
-`copus probe-links` measures the links and `tools/plan.py nodes` plans on them. The trainer
-then runs each layout with nodes as given and with the best order, with even stages and with the
-best cut, and what is predicted to be fastest with nodes as given and even stages. Predicted and
-measured seconds and ranks go to docs/results/heterogeneity.json. It needs root, iproute2, two
-cores and nothing else running, and takes about twenty minutes.
+`copus probe-links` measures the links. The trainer then runs each layout with nodes as given and
+with the best order, with even stages and with the best cut, and what is predicted to be fastest
+with nodes as given and even stages. Writes docs/results/heterogeneity.json. It needs root,
+iproute2, two cores and nothing else running, and takes about twenty minutes.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ import dataclasses
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,20 +88,6 @@ def speeds_of(site: Nodes, data: str, work: Path) -> list[float]:
 
 def shares() -> list[float]:
     return [SLOW_QUOTA if node == SLOW_NODE else QUOTA for node in range(NUM_NODES)]
-
-
-def plan(cluster: Path) -> dict[str, Any]:
-    """The best of `tools/plan.py nodes` on a cluster file, with its words."""
-    words = [sys.executable, str(ROOT / "tools/plan.py"), "nodes", "--cluster", str(cluster)]
-    words += ["--megatron-args", f"{' '.join(MODEL.split())} --vocab-size 257"]
-    words += ["--global-batch-size", str(BATCH), "--recompute", "none", "--top", "3"]
-    done = [
-        subprocess.run([*words, *more], capture_output=True, text=True, check=True).stdout
-        for more in ([], ["--json"])
-    ]
-    best = json.loads(done[1])["plans"][0]["uneven"][0]
-    said = done[0][done[0].index("over these links") :].splitlines()
-    return {"order": best["order"], "cut": best["cut"]["layers"], "best": best, "said": said}
 
 
 def configurations(cluster: Path, layouts: Any) -> list[dict[str, Any]]:
@@ -206,13 +189,12 @@ def main() -> None:
         data = make_dataset(work / "stdlib")
         print("timing a node of each kind, then the links", flush=True)
         cluster = probe(site, speeds_of(site, data, work), work)
-        result |= {"cluster": json.loads(cluster.read_text()), "plan": plan(cluster)}
-        print("\n".join(result["plan"]["said"]), flush=True)
+        result["cluster"] = json.loads(cluster.read_text())
         rows = configurations(cluster, LAYOUTS[: args.layouts])
         for one in rows:
             measure(site, one, data, work)
             print(f"{one['name']}: {one['predicted_s']:.2f}, measured {one['measured_s']:.2f} s")
-    write(args.output, {**result, "rows": rows, "summary": summary(rows)}, hide=["rows", "plan"])
+    write(args.output, {**result, "rows": rows, "summary": summary(rows)}, hide=["rows"])
 
 
 if __name__ == "__main__":

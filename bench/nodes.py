@@ -1,7 +1,6 @@
 """Emulated nodes: network namespaces on this machine, one rank and one core in each.
 
-Bandwidth is emulated, latency is not. `python -m bench.nodes receive` in one namespace and
-`... send ADDRESS SECONDS` in another time the link between them.
+Bandwidth is emulated, latency is not.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +19,7 @@ from typing import Any
 from bench.support import ROOT
 from tests.helpers.network_namespaces import DEVICE, address, star, why_not
 
-PORT, _TEST_PORT = 29500, 29400
+PORT = 29500
 _SHOWN_EVERY_S, _PERIOD_US = 20.0, 5000
 QUOTA = 0.46
 """Cores that a rank may use where two share one."""
@@ -97,20 +95,6 @@ class Nodes:
             raise SystemExit("\n".join([*tails, f"{log.name} failed on the nodes"]))
         return time.monotonic() - began
 
-    def measure_link(self, seconds: float = 2.0) -> dict[str, float]:
-        """Mbit/s of one TCP stream each way between the first two nodes."""
-        own, found = [sys.executable, "-m", "bench.nodes"], {}
-        for sender, receiver in ((0, 1), (1, 0)):
-            receive = self.on(receiver, [*own, "receive"])
-            listener = subprocess.Popen(receive, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-            assert listener.stdout is not None
-            listener.stdout.readline()  # it listens
-            send = [*own, "send", address(receiver), f"{seconds:g}"]
-            subprocess.run(self.on(sender, send), check=True, cwd=ROOT)
-            out, _ = listener.communicate(timeout=60)
-            found[f"{sender} to {receiver}"] = round(float(out), 1)
-        return found
-
 
 @contextlib.contextmanager
 def quotas(shares: Sequence[float]) -> Iterator[list[Path]]:
@@ -156,29 +140,3 @@ def require() -> None:
         print(problem, file=sys.stderr)
         raise SystemExit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-
-
-def _receive() -> None:
-    with socket.create_server(("", _TEST_PORT)) as server:
-        print("listening", flush=True)
-        stream, _ = server.accept()
-        buffer, total = bytearray(1 << 20), 0
-        with stream:
-            began = time.perf_counter()
-            while count := stream.recv_into(buffer):
-                total += count
-        print(total * 8e-6 / (time.perf_counter() - began))
-
-
-def _send(address: str, seconds: float) -> None:
-    data, until = bytes(1 << 20), time.perf_counter() + seconds
-    with socket.create_connection((address, _TEST_PORT)) as stream:
-        while time.perf_counter() < until:
-            stream.sendall(data)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "receive":
-        _receive()
-    else:
-        _send(sys.argv[2], float(sys.argv[3]))

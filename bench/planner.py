@@ -46,7 +46,6 @@ from copus_ext.cost_model.step import step_time
 from copus_ext.extras.planner_validation import validation
 from copus_ext.extras.planner_validation.validation import MeasuredRun, read_table, rows_of
 from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE, Planner
-from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.model_shape import ModelShape
 from megatron.training.model.flops import training_flops_per_sample
 
@@ -423,19 +422,13 @@ def context(output: Path) -> dict[str, Any]:
         assert run.step_s is not None
         ratio = float(predicted) / run.step_s
         first = firsts.setdefault(run.group, ratio)
-        tokens = run.configuration.global_batch_size * run.model.seq_length / run.cluster.world_size
-        table = to_rows(run.model, run.cluster, points_of([run.configuration]))
-        parts = step_time(table, run.cluster.load_constants()).parts
         rows.append(
             {
                 "model": run.group,
                 "seq_length": run.model.seq_length,
                 "configuration": str(run.configuration),
-                "measured_tokens_per_s_per_gpu": tokens / run.step_s,
-                "predicted_tokens_per_s_per_gpu": tokens / float(predicted),
                 "error_of_step": ratio - 1,
                 "error_of_change": ratio / first - 1,
-                "parts": {name: float(x[0] / predicted) for name, x in parts.items() if x[0]},
             }
         )
     sizes = [abs(row["error_of_step"]) for row in rows]

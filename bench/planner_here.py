@@ -87,13 +87,13 @@ def fit_here(timings: list[Any], model: Any) -> tuple[Constants, Table]:
 
 def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, Any]]:
     """Every measured configuration beside its prediction."""
-    base, profiled = planner_of(model, []), planner_of(model, timings)
+    profiled = planner_of(model, timings)
     points = {t.key for t in timings}
     rows = []
     for t in truth:
         c = t.configuration
-        found, plain = profiled.explain(c), base.explain(c)
-        assert isinstance(found, Ranked) and isinstance(plain, Ranked), c
+        found = profiled.explain(c)
+        assert isinstance(found, Ranked), c
         rows.append(
             {
                 "configuration": str(c),
@@ -102,42 +102,22 @@ def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, 
                 "predicted_s": found.prediction.step_s,
                 "source": found.prediction.source,
                 "was_profiled": t.key in points,
-                "constants_alone_s": plain.prediction.step_s,
             }
         )
     return rows
 
 
 def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors, and the place of the fastest of each batch in the predicted order: of all, and of
-    those that were not profiled."""
-    new, old = ([r for r in rows if r["was_profiled"] is was] for was in (False, True))
-
-    def of(some: list[dict[str, Any]], name: str) -> dict[str, float]:
-        return errors(*np.array([[r[name], r["measured_s"]] for r in some]).T)
-
+    """Errors of those that were not profiled, and of those that were."""
+    names = {"not_measured_before": False, "measured_again": True}
     return {
-        "not_measured_before": of(new, "predicted_s"),
-        "measured_again": of(old, "predicted_s"),
-        "constants_alone_not_measured_before": of(new, "constants_alone_s"),
-        "choice": _choice(rows),
-        "choice_not_measured_before": _choice(new),
+        name: errors(
+            *np.array(
+                [[r["predicted_s"], r["measured_s"]] for r in rows if r["was_profiled"] is was]
+            ).T
+        )
+        for name, was in names.items()
     }
-
-
-def _choice(rows: list[dict[str, Any]]) -> dict[int, Any]:
-    top = {}
-    for batch in sorted({r["global_batch_size"] for r in rows}):
-        order = [r for r in rows if r["global_batch_size"] == batch]
-        order.sort(key=lambda r: r["predicted_s"])
-        best = min(order, key=lambda r: r["measured_s"])
-        top[batch] = {
-            "configurations": len(order),
-            "fastest": best["configuration"],
-            "predicted_rank_of_fastest": order.index(best) + 1,
-            "regret": order[0]["measured_s"] / best["measured_s"] - 1,
-        }
-    return top
 
 
 def main() -> None:

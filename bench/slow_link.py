@@ -4,10 +4,9 @@
 
 Network namespaces on this machine are the nodes, with a rank and a core each, or a share of one.
 
-* layout: a live job starts as dp=2 over 200 Mbit/s, where gradients cross the link every step. Four
-  runs over the same samples: all layouts allowed, the same with the link given in
-  `--copus-cluster`, the layout kept, and started as pp=2 and kept. Writes slow_link.json and the
-  journal of the first. Ten minutes.
+* layout: a live job starts as dp=2 over 200 Mbit/s, where gradients cross the link every step.
+  Three runs over the same samples: all layouts allowed, the layout kept, and started as pp=2 and
+  kept. Writes slow_link.json and the journal of the first. Eight minutes.
 * messages: `--pipeline-message-bits 8` between 2 and 4 stages, over 4, 1 and .2 Gbit/s. One run of
   each takes whole and short messages in turn, step by step. Then three seeds train with each over
   .2 Gbit/s, to the held-out loss at which whole messages end. Numbers are fp32, so that a short
@@ -24,7 +23,6 @@ Results go to docs/results. It needs root, iproute2, two cores and nothing else 
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import statistics
 import sys
@@ -51,7 +49,6 @@ from bench.support import (
 from bench.time_to_loss.real_clock import S4, best_static, flags_of
 from copus_ext.commands.replay import replayed
 from copus_ext.controller.decision_log import NAME
-from copus_ext.cost_model.cluster_spec import of_gpu
 
 LIVE = """--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95 --split 95,4,1
@@ -59,7 +56,6 @@ LIVE = """--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
 """The rest of the flags of scripts/quickstart.sh."""
 KINDS = {
     "all": "--copus-layouts all",
-    "told": "--copus-layouts all --copus-cluster CLUSTER",
     "current": "--copus-layouts current",
     "pp2": "--copus-layouts current --pipeline-model-parallel-size 2",
 }
@@ -125,14 +121,10 @@ def account(run: RunRecord, kind: str) -> dict[str, Any]:
 
 def layout(work: Path, args: Any, say: Callable[[dict[str, Any]], None]) -> None:
     """A live job whose layout is chosen by the controller or kept."""
-    trainer, runs, cluster = Trainer(work, args.data_path), [], work / "cluster.json"
-    spec = of_gpu("CPU-rank", nodes=2, gpus_per_node=1).to_json()
-    link = {"nic_bytes_per_s": args.rate * 1e6 / 8, "nic_is_measured": True}
-    cluster.write_text(json.dumps({**spec, **link}))
+    trainer, runs = Trainer(work, args.data_path), []
     with nodes.emulated(2, args.rate) as site:
         for kind in args.runs:
-            own = KINDS[kind].replace("CLUSTER", str(cluster)).split()
-            flags = [*QUICKSTART_MODEL.split(), *LIVE.split(), *own]
+            flags = [*QUICKSTART_MODEL.split(), *LIVE.split(), *KINDS[kind].split()]
             run = trainer.run(site, [*flags, "--train-samples", str(args.samples)])
             runs.append(account(run, kind))
             if kind == "all":
@@ -296,7 +288,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="instead of the file in docs/results")
     parser.add_argument("--rate", type=float, default=200.0, help="layout: Mbit/s of the link")
     parser.add_argument("--samples", type=int, default=600, help="layout: of each run")
-    parser.add_argument("--runs", nargs="+", choices=KINDS, default=list(KINDS), help="layout")
+    parser.add_argument("--runs", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args()
     nodes.require()
     measure, name = PARTS[args.part]

@@ -30,13 +30,9 @@ QUICKSTART_MODEL = """--num-layers 8 --hidden-size 256 --ffn-hidden-size 1024
 """The GPT of about 8M parameters that most measurements on CPU ranks train."""
 
 
-def arguments(doc: str | None, output: str = "", *, data: bool = False) -> argparse.ArgumentParser:
+def arguments(doc: str | None, output: str = "") -> argparse.ArgumentParser:
     """A command line with the flags that most benchmarks have."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    if data:
-        resolved = lambda path: str(Path(path).resolve())  # noqa: E731
-        help_text = "prefix of an indexed data set"
-        parser.add_argument("--data-path", required=True, type=resolved, help=help_text)
     if output:
         parser.add_argument("--output", type=Path, default=RESULTS / output)
     return parser

@@ -1,6 +1,6 @@
 """What does a change of layout cost, in the same processes and by a restart?
 
-    python -m bench.switch_cost changes restarts [--size 40M] [--ranks 4]
+    python -m bench.switch_cost changes restarts [--size 40M]
 
 One job trains on the ranks and changes its layout at a step boundary of `pretrain`.
 
@@ -72,11 +72,8 @@ SIZES = {
     "40M": """--num-layers 12 --hidden-size 512 --ffn-hidden-size 1088 --num-attention-heads 8
 --vocab-size 8191""",
 }
-LAYOUTS = {
-    2: [Layout(dp=2), Layout(pp=2), Layout(tp=2)],
-    4: [Layout(dp=4), Layout(pp=2, dp=2), Layout(tp=2, dp=2), Layout(tp=2, pp=2)],
-}
-"""By number of ranks, what is changed between."""
+LAYOUTS = [Layout(dp=2), Layout(pp=2), Layout(tp=2)]
+"""What is changed between."""
 _USUAL_START = """import megatron.core, runpy, sys
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")"""
@@ -165,7 +162,6 @@ class Bench:
     ) -> None:
         self.job, self.mover, self.flags, self.launcher = job, mover, flags, launcher
         self.folder, self.reporter = folder, Reporter(job)
-        self.layouts = LAYOUTS[dist.get_world_size()]
         self.rows: list[dict[str, Any]] = []
 
     def step(self) -> float:
@@ -237,7 +233,6 @@ class Bench:
         Returns:
             When it had loaded, when it had opened its record, and when it had taken the step.
         """
-        world = dist.get_world_size()
         run_dir = Path(tempfile.mkdtemp(dir=self.folder))
         root = self.job.config.checkpoint.save
         own = [*self.flags, "--load", root, "--run-dir", run_dir, "--exit-interval", 1]
@@ -250,7 +245,7 @@ class Bench:
         loaded = 0.0
         with (run_dir / "errors").open("w") as errors:
             how = {"cwd": ROOT, "env": env, "text": True, "stderr": errors}
-            child = subprocess.Popen(torchrun(world, *program), stdout=subprocess.PIPE, **how)
+            child = subprocess.Popen(torchrun(2, *program), stdout=subprocess.PIPE, **how)
             for line in child.stdout or ():
                 if line.startswith("loaded "):
                     loaded = time.monotonic()
@@ -269,14 +264,14 @@ class Bench:
     def all_changes(self, repeats: int) -> None:
         """Every ordered pair in the same processes, and bare gloo after each."""
         for repeat in range(repeats):
-            for to in walk(self.layouts)[1:]:
+            for to in walk(LAYOUTS)[1:]:
                 self.change(to, compare=True, repeat=repeat)
 
     def all_restarts(self, repeats: int) -> None:
         """Every ordered pair both ways, alternating."""
         for repeat in range(repeats):
-            for i, a in enumerate(self.layouts):
-                for b in self.layouts[i + 1 :]:
+            for i, a in enumerate(LAYOUTS):
+                for b in LAYOUTS[i + 1 :]:
                     self.go_to(a)
                     self.step()
                     self.change(b, repeat=repeat)
@@ -388,7 +383,6 @@ def main() -> None:
     p = arguments(__doc__, "switch_cost.json")
     p.add_argument("sections", nargs="+", choices=SECTIONS)
     p.add_argument("--size", choices=SIZES, default="20M", help="parameters of the model")
-    p.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     p.add_argument("--repeats", type=int, default=5, help="of every ordered pair")
     usual = "of new processes; usual: megatron-core is imported as it is"
     p.add_argument("--launcher", choices=("torchrun", "usual"), default="torchrun", help=usual)
@@ -403,11 +397,11 @@ def main() -> None:
                 "--data-path",
                 make_dataset(output.with_name("data")),
             ]
-            command = torchrun(args.ranks, "-m", "bench.switch_cost", "--worker", *words)
+            command = torchrun(2, "-m", "bench.switch_cost", "--worker", *words)
             if subprocess.run(command, cwd=ROOT).returncode:
                 raise SystemExit(f"{section} failed")
             rows = json.loads(output.read_text())
-        found, place = SECTIONS[section](rows), f"{args.size}, {args.ranks} ranks"
+        found, place = SECTIONS[section](rows), f"{args.size}, 2 ranks"
         result = json.loads(args.output.read_text()) if args.output.exists() else {}
         result.setdefault("what", "seconds and bytes of changes of layout; see bench/switch_cost")
         result.setdefault(section, {})[place] = {**found, **how, "rows": rows}

@@ -440,11 +440,12 @@ class Runner:
                 # One step, so that no run is the one that makes the index of the samples.
                 self._start(pair, s, spec, "--exit-interval", "1")
                 self._indexed.add((s.name, spec.seed))
-            link = pair.measure_link(1.0) if spec.kind == "copus" else {}
             wall_s, at = self._start(pair, s, spec)
-        row = {"key": spec.key, "digest": s.digest, **account(read_run(at))}
+        found = read_run(at)
+        row = {"key": spec.key, "digest": s.digest, **account(found)}
         shutil.rmtree(at)
-        about = {"wall_s": round(wall_s, 1), "spec": asdict(spec), "mbit_per_s": link}
+        timed = {r["layout"]: 8e-6 * r["link_bytes_per_s"] for r in found.of("start")}
+        about = {"wall_s": round(wall_s, 1), "spec": asdict(spec), "mbit_per_s": timed}
         return {**row, **about, **before}
 
     def _start(self, pair: nodes.Nodes, s: Scenario, spec: Spec, *more: str) -> tuple[float, Path]:

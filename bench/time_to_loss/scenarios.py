@@ -69,8 +69,6 @@ class Start:
     """Of the best one where each is in the configuration that is predicted to be fastest for it."""
     same_s: float
     """Of a static run in the run's own first configuration; infinite if it never gets there."""
-    same_fastest_s: float
-    """The same of the first batch in its fastest configuration."""
     sweep_s: float
     """Of a sweep over the static batches and the best one to its end."""
     overhead: float
@@ -219,7 +217,6 @@ def one_start(s: Scenario, truth: str, batch: int, seed: int, machine: Machine |
         best_s=min(run.static_s.values()),
         best_planned_s=min(planned_s.values()),
         same_s=planned_s[batch],
-        same_fastest_s=run.static_s[batch],
         sweep_s=sweep_seconds(run.static_s),
         overhead=run.overhead,
     )
@@ -239,9 +236,7 @@ def s1(found: list[Start]) -> dict[str, Any]:
         "overhead": of_all([one.overhead for one in found]),
         "by_cluster": _by(found, "cluster"),
         "by_truth": _by(found, "truth"),
-        "by_cluster_and_truth": _by(found, "cluster", "truth"),
         "over_the_same_start": _saved_over(found, "same_s"),
-        "over_the_same_batch_in_its_fastest_configuration": _saved_over(found, "same_fastest_s"),
     }
 
 
