@@ -56,10 +56,8 @@ def spec_of(path: Path, *, seq_length: int | None) -> ModelSpec:
         )
     if seq_length is None:
         longest = data.get("max_position_embeddings") or data.get("n_positions")
-        raise SpecError(
-            f"--seq-length is required with --model {path.name} "
-            f"(max_position_embeddings is {longest})"
-        )
+        context = "which names no context" if longest is None else f"whose context is {longest}"
+        raise SpecError(f"--seq-length is required with --model {path.name}, {context}")
 
     def get(*names: str, default: Any = None) -> Any:
         return next((data[n] for n in names if data.get(n) is not None), default)

@@ -202,6 +202,8 @@ def test_problems_are_one_line_with_a_way_out(
         ([], 5, "config.json"),
         ({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}, 5, "vocab_size is"),
         ({"model_type": "llama", "max_position_embeddings": 131072}, 2, "--seq-length.*131072"),
+        ({"model_type": "gpt2", "n_positions": 1024}, 2, "--seq-length.* context is 1024$"),
+        ({"model_type": "llama"}, 2, "--seq-length.*config.json, which names no context$"),
     ],
 )
 def test_a_config_json_that_cannot_be_used(
