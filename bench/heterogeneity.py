@@ -35,6 +35,7 @@ from bench.support import (
     write,
 )
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
+from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.placement.uneven_nodes import Site
@@ -143,7 +144,7 @@ def _row(c: Any, priced: Site, way: str, order: Any, layers: Any) -> dict[str, A
 
 
 def _model() -> ModelSpec:
-    return ModelSpec.from_megatron_flags([*MODEL.split(), "--vocab-size", "257"])
+    return spec_of_flags([*MODEL.split(), "--vocab-size", "257"])
 
 
 def _configuration(pp: int, vpp: int, dp: int, b: int, batch: int = BATCH) -> Any:

@@ -313,14 +313,14 @@ def _gpu() -> str:
 
 def model_of(flags: list[str], world: int) -> Any:
     """The model of some flags, with the vocabulary of its tokenizer."""
-    from copus_ext.cost_model.model_spec import ModelSpec
+    from copus_ext.cost_model.megatron_flags import spec_of_flags
     from megatron.training.config.arguments import parse_args, resolve
     from megatron.training.data.tokenizer import build_tokenizer
     from megatron.training.train.pretrain import tokenizer_flags
 
     config = resolve(parse_args(flags), world, **_environment())
     tokenizer = build_tokenizer(**tokenizer_flags(config))
-    spec = ModelSpec.from_megatron_flags(flags)
+    spec = spec_of_flags(flags)
     if config.model.padded_vocab_size is not None:
         return spec
     return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)

@@ -18,6 +18,7 @@ from copus_ext.controller.link_timing import Link, ranks_of_a_node
 from copus_ext.cost_model.cluster_spec import ClusterSpec, kind_of, preset
 from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.cost_model.context import CP_COMM_TYPES
+from copus_ext.cost_model.megatron_flags import spec_of_arguments
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.goodput.inputs import ConfigThroughput
@@ -473,7 +474,7 @@ def model_of(config: Config) -> ModelSpec:
     Raises:
         SpecError: something that the cost model does not know.
     """
-    return ModelSpec.from_arguments(SimpleNamespace(**config.flat()))
+    return spec_of_arguments(SimpleNamespace(**config.flat()))
 
 
 def _cluster(

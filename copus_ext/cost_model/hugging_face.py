@@ -24,7 +24,7 @@ _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
 
-def spec_of(path: Path, *, seq_length: int | None) -> ModelSpec:
+def spec_of_config(path: Path, *, seq_length: int | None) -> ModelSpec:
     """Reads a `config.json`. A mixture of experts is priced with all-to-all and one kernel for the
     experts of a rank.
 

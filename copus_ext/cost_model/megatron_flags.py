@@ -13,8 +13,21 @@ from megatron.training.config.phase_flags import parse_lengths
 from megatron.training.config.vocabulary import padding_unit
 
 
-def spec_of(args: Any) -> ModelSpec:
-    """Reads parsed flags, or anything with the same attributes; see `ModelSpec.from_arguments`.
+def spec_of_flags(flags: list[str]) -> ModelSpec:
+    """Reads the flags of a Megatron-LM command line.
+
+    Raises:
+        SpecError: a flag of the shape is missing.
+        UsageError: an unknown or refused flag.
+    """
+    from megatron.training.config.arguments import parse_args
+
+    return spec_of_arguments(parse_args(flags))
+
+
+def spec_of_arguments(args: Any) -> ModelSpec:
+    """Reads parsed flags, or anything with the same attributes. The padded vocabulary of a
+    configuration that ran stands for the vocabulary under every tensor size.
 
     Raises:
         SpecError: a flag of the shape is missing.

@@ -4,51 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from copus_ext.cost_model.model_spec import ModelSpec
+from megatron.training.config.model_shape import ModelShape
 
 
-def num_parameters(model: ModelSpec, *, experts: int) -> int:
-    """Of the whole model, vocabulary padded for one rank, with so many experts in each layer that
-    has some."""
-    h, vectors = model.hidden_size, 1 if model.normalization == "RMSNorm" else 2
-    norm = h * vectors
-    layer = _attention_parameters(model, vectors) + 2 * norm + (h if model.bias else 0)
-    dense = layer + _mlp_parameters(model, model.ffn)
-    other = layer
-    if model.num_experts is not None:
-        other += model.num_experts * (h + model.bias)
-        other += experts * _mlp_parameters(model, model.expert_ffn)
-        if shared := model.moe_shared_expert_intermediate_size:
-            other += _mlp_parameters(model, shared) + (h if model.moe_shared_expert_gate else 0)
-    layers = model.moe_layers
-    is_last = bool(layers and layers[-1])
-    tables = int(model.padded_vocab_size(1)) * h * (1 if model.tied else 2)
-    further = model.mtp_num_layers * ((other if is_last else dense) + 2 * h * h + 3 * norm)
-    stack = sum(layers) * other + (model.num_layers - sum(layers)) * dense
-    return stack + further + tables + model.learned_positions * h + norm
+def num_parameters(shape: ModelShape, *, experts: int) -> int:
+    """Of the whole model, with so many experts in each layer that has some."""
+    h, vectors = shape.hidden_size, 1 if shape.normalization == "RMSNorm" else 2
+    norm, mixture = h * vectors, shape.experts
+    layer = _attention_parameters(shape, vectors) + 2 * norm + (h if shape.linear_bias else 0)
+    dense, other = layer + _mlp_parameters(shape, shape.ffn_hidden_size), layer
+    num_other, is_last = 0, False
+    if mixture is not None:
+        other += mixture.num_experts * (h + shape.linear_bias)
+        other += experts * _mlp_parameters(shape, mixture.moe_ffn_hidden_size)
+        if shared := mixture.moe_shared_expert_intermediate_size:
+            other += _mlp_parameters(shape, shared) + (h if mixture.moe_shared_expert_gate else 0)
+        num_other, is_last = sum(mixture.layers), bool(mixture.layers[-1])
+    tables = shape.padded_vocab_size * h * (1 if shape.tied else 2)
+    further = shape.mtp_num_layers * ((other if is_last else dense) + 2 * h * h + 3 * norm)
+    stack = num_other * other + (shape.num_layers - num_other) * dense
+    return stack + further + tables + shape.learned_positions * h + norm
 
 
-def _mlp_parameters(model: ModelSpec, width: int) -> int:
+def _mlp_parameters(shape: ModelShape, width: int) -> int:
     """Of an MLP, or of an expert."""
-    h, matrices = model.hidden_size, 3 if model.gated else 2
-    return matrices * h * width + ((matrices - 1) * width + h if model.bias else 0)
+    h, matrices = shape.hidden_size, 3 if shape.gated else 2
+    return matrices * h * width + ((matrices - 1) * width + h if shape.linear_bias else 0)
 
 
-def _attention_parameters(model: ModelSpec, vectors: int) -> int:
+def _attention_parameters(shape: ModelShape, vectors: int) -> int:
     """Of one layer, without the bias of the output projection."""
-    h, k, heads = model.hidden_size, model.channels, model.num_attention_heads
-    if (latent := model.latent) is not None:
-        norms = latent.kv_lora_rank + (latent.q_lora_rank or 0) if model.qk_layernorm else 0
+    h, k, heads = shape.hidden_size, shape.kv_channels, shape.num_attention_heads
+    if (latent := shape.latent) is not None:
+        norms = latent.kv_lora_rank + (latent.q_lora_rank or 0) if shape.qk_layernorm else 0
         return sum(math.prod(w) for w in latent.weights(h, heads).values()) + vectors * norms
-    width = (heads + 2 * model.groups) * k
-    norms = 2 * k if model.qk_layernorm else 0
-    bias = width if model.bias or model.qkv_bias else 0
-    return h * width + heads * k * h + bias + vectors * norms
+    norms = 2 * k if shape.qk_layernorm else 0
+    bias = shape.qkv_width if shape.linear_bias or shape.qkv_bias else 0
+    return h * shape.qkv_width + heads * k * h + bias + vectors * norms
 
 
 def stage_shares(moe_layers: Sequence[int], pp: Any, vpp: Any) -> Any:

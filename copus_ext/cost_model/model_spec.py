@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -256,14 +255,14 @@ class ModelSpec:
             normalization=self.normalization,
             qk_layernorm=self.qk_layernorm,
             tied=self.tied,
-            latent=self.latent,
+            latent=self._latent,
             mtp_num_layers=self.mtp_num_layers,
             experts=self._experts,
             fused_norm=self.implementation == "te",
         )
 
     @property
-    def latent(self) -> LatentShape | None:
+    def _latent(self) -> LatentShape | None:
         if self.kv_lora_rank is None:
             return None
         return LatentShape(**{f.name: getattr(self, f.name) for f in fields(LatentShape)})
@@ -305,12 +304,12 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, vocabulary padded for one rank."""
-        return model_size.num_parameters(self, experts=self.num_experts or 0)
+        return model_size.num_parameters(self.shape(), experts=self.num_experts or 0)
 
     @property
     def num_active_parameters(self) -> int:
         """Parameters that a token meets: of the experts only those that it goes to."""
-        return model_size.num_parameters(self, experts=self.moe_router_topk)
+        return model_size.num_parameters(self.shape(), experts=self.moe_router_topk)
 
     def check_predictable(self) -> None:
         """Refuses a model that the cost model does not know.
@@ -411,41 +410,6 @@ class ModelSpec:
             return cls(**data)
         except TypeError as error:
             raise SpecError(f"model: {error}") from error
-
-    @classmethod
-    def from_megatron_flags(cls, flags: list[str]) -> ModelSpec:
-        """Reads the flags of a Megatron-LM command line.
-
-        Raises:
-            SpecError: a flag of the shape is missing.
-            UsageError: an unknown or refused flag.
-        """
-        from megatron.training.config.arguments import parse_args
-
-        return cls.from_arguments(parse_args(flags))
-
-    @classmethod
-    def from_arguments(cls, args: Any) -> ModelSpec:
-        """Reads parsed flags, or anything with the same attributes. The padded vocabulary of a
-        configuration that ran stands for the vocabulary under every tensor size.
-
-        Raises:
-            SpecError: a flag of the shape is missing.
-        """
-        from copus_ext.cost_model.megatron_flags import spec_of
-
-        return spec_of(args)
-
-    @classmethod
-    def from_hugging_face(cls, path: Path, *, seq_length: int | None) -> ModelSpec:
-        """Reads a `config.json`.
-
-        Raises:
-            SpecError: an unknown model type, or no sample length.
-        """
-        from copus_ext.cost_model.hugging_face import spec_of
-
-        return spec_of(path, seq_length=seq_length)
 
 
 def llama_ffn(hidden_size: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.megatron_flags import spec_of_arguments
 from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor.downsample import running_mean
 from copus_ext.monitor.explain import (
@@ -93,7 +93,7 @@ def _left(run: RunHistory) -> str:
 
 def model(config: dict[str, Any]) -> str:
     try:
-        size = ModelSpec.from_arguments(SimpleNamespace(**config)).num_parameters
+        size = spec_of_arguments(SimpleNamespace(**config)).num_parameters
     except (AttributeError, TypeError, ValueError, ArithmeticError):
         return ""
     c = config

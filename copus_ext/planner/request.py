@@ -11,7 +11,8 @@ from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.cost_model.context import CP_COMM_TYPES
-from copus_ext.cost_model.megatron_flags import attention_of
+from copus_ext.cost_model.hugging_face import spec_of_config
+from copus_ext.cost_model.megatron_flags import attention_of, spec_of_arguments
 from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
@@ -256,12 +257,12 @@ def _described_model(args: argparse.Namespace) -> Any:
             shlex.split(args.megatron_args)
         except ValueError as error:
             raise UsageProblem(f"--megatron-args: {error}") from error
-        spec = ModelSpec.from_arguments(_parsed(args.megatron_args))
+        spec = spec_of_arguments(_parsed(args.megatron_args))
     elif args.model in PRESETS:
         spec = PRESETS[args.model]
     elif args.model.endswith(".json"):
         try:
-            return ModelSpec.from_hugging_face(Path(args.model), seq_length=args.seq_length)
+            return spec_of_config(Path(args.model), seq_length=args.seq_length)
         except (OSError, UnicodeDecodeError) as error:
             raise InputProblem(f"--model {args.model}: {error}") from error
         except SpecError as error:
@@ -303,7 +304,7 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
         unpriced.append(f"--optimizer {args.optimizer}")
     searched = [flag_of(name) for name in _SEARCHED if name in given]
     notes = []
-    model, has_overlap = ModelSpec.from_arguments(args), not no_overlap
+    model, has_overlap = spec_of_arguments(args), not no_overlap
     if model.extras and has_overlap and not may_overlap(model):
         flags = ", ".join(flag_of(name) for name in model.extras if name in given)
         notes.append(f"{flags}: priced without --overlap-grad-reduce, which does not go with it")

@@ -89,7 +89,7 @@ def test_every_rule_that_rejects_is_one_of_the_trainer() -> None:
 def test_every_rule_for_experts_is_said_as_the_trainer_says_it() -> None:
     import shlex
 
-    from copus_ext.cost_model.model_spec import ModelSpec
+    from copus_ext.cost_model.megatron_flags import spec_of_flags
     from copus_ext.planner.plan import Rejected
     from copus_ext.planner.space import LEGAL, REJECTION_CODES, enumerate_points
     from megatron.training.common.errors import UsageError
@@ -107,7 +107,7 @@ def test_every_rule_for_experts_is_said_as_the_trainer_says_it() -> None:
         ("", {"pp": 2}, True),
     ):
         flags = [*shlex.split(base), *shlex.split(more)]
-        spec = ModelSpec.from_megatron_flags(flags)
+        spec = spec_of_flags(flags)
         limits = Limits(
             fixed={**fixed, "micro_batch": 1, "vpp": 1},
             recompute=("none",),

@@ -106,8 +106,8 @@ def main(output: Path) -> Any:
     import torch.distributed as dist
 
     from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.megatron_flags import spec_of_flags
     from copus_ext.cost_model.memory import layer_bytes
-    from copus_ext.cost_model.model_spec import ModelSpec
     from copus_ext.planner.space import Limits, enumerate_points, to_rows
 
     world = dist.get_world_size()
@@ -122,7 +122,7 @@ def main(output: Path) -> Any:
         run([*flags, "--lr-warmup-iters", "0"], output / str(number), [count], base=base)
         every: list[Any] = [None] * world
         dist.all_gather_object(every, count.num_bytes)
-        spec = ModelSpec.from_megatron_flags([*base.split(), *more.split()])
+        spec = spec_of_flags([*base.split(), *more.split()])
         way = "selective" if "--recompute-activations" in more else "none"
         micro = 2 if "--micro-batch-size 2" in more else 1
         words = dict(itertools.pairwise(more.split()))

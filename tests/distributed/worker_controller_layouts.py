@@ -17,7 +17,7 @@ TRACED = ["--profile", "--profile-step-start", "6", "--profile-step-end", "10"]
 def write_profile(path: Path, world_size: int) -> None:
     """Times in which pipeline parallelism is ten times as fast; so the decision is known."""
     from copus_ext.cost_model.cluster_spec import of_gpu
-    from copus_ext.cost_model.model_spec import ModelSpec
+    from copus_ext.cost_model.megatron_flags import spec_of_arguments
     from copus_ext.planner.configuration import Configuration
     from copus_ext.planner.profile import ProfileStore, Timing
     from megatron.training.config.arguments import parse_args, resolve
@@ -25,7 +25,7 @@ def write_profile(path: Path, world_size: int) -> None:
 
     config = resolve(parse_args([*TINY.split(), *BASE]), world_size)
     values = {**config.flat(), "padded_vocab_size": 512}
-    model = ModelSpec.from_arguments(type("Flags", (), values)())
+    model = spec_of_arguments(type("Flags", (), values)())
     machine = {
         "model": model.to_json(),
         "world_size": world_size,

@@ -79,8 +79,8 @@ def worker(number: int, output: Path) -> None:
     import torch.distributed as dist
 
     from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.megatron_flags import spec_of_flags
     from copus_ext.cost_model.memory import memory
-    from copus_ext.cost_model.model_spec import ModelSpec
     from copus_ext.planner.configuration import Configuration
     from copus_ext.planner.space import Limits, enumerate_points, to_rows
     from megatron.training.config.arguments import parse_args, resolve
@@ -103,7 +103,7 @@ def worker(number: int, output: Path) -> None:
     flags = [*base.split(), *c.to_flags(), "--run-dir", str(output.with_suffix(""))]
     with contextlib.redirect_stdout(io.StringIO()):
         pretrain(resolve(parse_args(flags), world), [watch])
-    spec = ModelSpec.from_megatron_flags(base.split())
+    spec = spec_of_flags(base.split())
     fixed = {"tp": 1, "pp": pp, "vpp": vpp, "micro_batch": c.micro_batch_size}
     limits = Limits(
         fixed={**fixed, "recompute_num_layers": c.recompute_num_layers}, recompute=(c.recompute,)

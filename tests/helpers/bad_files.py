@@ -299,7 +299,7 @@ def trace(rng: random.Random, folder: Path) -> str | None:
 
 def hugging_face(rng: random.Random, folder: Path) -> str | None:
     """`config.json`, by the converter and by the planner."""
-    from copus_ext.cost_model.model_spec import ModelSpec
+    from copus_ext.cost_model.hugging_face import spec_of_config
     from megatron.training.checkpoint.convert import config_json, huggingface
     from megatron.training.common.errors import Refused
 
@@ -307,7 +307,7 @@ def hugging_face(rng: random.Random, folder: Path) -> str | None:
     path.write_bytes(spoil.spoiled_json(rng, _MODEL))
     return spoil.problem_of(
         lambda: config_json.arguments_of(huggingface._read_config(path)), Refused
-    ) or spoil.problem_of(lambda: ModelSpec.from_hugging_face(path, seq_length=128), ValueError)
+    ) or spoil.problem_of(lambda: spec_of_config(path, seq_length=128), ValueError)
 
 
 def safetensors(rng: random.Random, folder: Path) -> str | None:

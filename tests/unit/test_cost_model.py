@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec, here, kind_of, preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.layer_time import hop_s, tp_collective_s
+from copus_ext.cost_model.megatron_flags import spec_of_arguments, spec_of_flags
 from copus_ext.cost_model.memory import (
     layer_activation_bytes,
     memory,
@@ -99,9 +100,9 @@ def test_parameters_are_those_of_the_model_that_is_built(device: Device, flags: 
     model = build_model(config, groups_of(config), device)
     built = sum(p.numel() for chunk in model.chunks for p in chunk.parameters())
     recorded = json.loads(json.dumps(config.flat()))
-    assert ModelSpec.from_arguments(SimpleNamespace(**recorded)).num_parameters == built
+    assert spec_of_arguments(SimpleNamespace(**recorded)).num_parameters == built
     assert summary.model(recorded).startswith(f"{summary.amount(built)} parameters: 4 layers")
-    alone = ModelSpec.from_megatron_flags(words)
+    alone = spec_of_flags(words)
     assert alone.vocab_size == tokens
     rows = config.model.padded_vocab_size
     alone = dataclasses.replace(alone, vocab_size=rows, make_vocab_size_divisible_by=1)
@@ -198,7 +199,7 @@ def test_gradients_have_the_width_that_the_flags_give_them(flags: str, width: in
     """As the trainer would make them, in memory and on the network."""
     shape = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128"
     text = f"{shape} --max-position-embeddings 128 --vocab-size 1000 {flags}"
-    spec = ModelSpec.from_megatron_flags(text.split())
+    spec = spec_of_flags(text.split())
     assert spec.gradient_bytes == width
     layout = Configuration(layout=Layout(dp=2), micro_batch_size=1, global_batch_size=8)
     rows = to_rows(spec, preset("a100-80g:2"), points_of([layout]))

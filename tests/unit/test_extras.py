@@ -171,6 +171,7 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.memory import memory
+from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.space import REJECTION_CODES, Limits, enumerate_points, to_rows
 from megatron.training.common.errors import UsageError
@@ -188,8 +189,8 @@ for flags, said in (("13", "use 14"), ("3 --tensor-model-parallel-size 2", "need
         assert said in str(error), error
     else:
         raise AssertionError(flags)
-planned = ModelSpec.from_megatron_flags((base + "--count-to 3").split())
-plain = ModelSpec.from_megatron_flags(base.split())
+planned = spec_of_flags((base + "--count-to 3").split())
+plain = spec_of_flags(base.split())
 assert planned.extras == {"count_to": 3} and not plain.extras
 points = enumerate_points(planned, preset("cpu:2"), 4, Limits(overlap=False))
 codes = {(int(tp), REJECTION_CODES[code]) for tp, code in zip(points.tp, points.code) if code >= 0}

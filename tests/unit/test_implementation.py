@@ -12,6 +12,7 @@ import pytest
 from copus_ext.cost_model.cluster_spec import GPUS, gpu_named, kind_of, of_gpu, preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.kernels import collective_s, node_bytes_per_s
+from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import (
     buffer_bytes,
     head_bytes,
@@ -230,7 +231,7 @@ def test_the_first_llamas_have_their_known_size() -> None:
     assert gated.ffn == llama_ffn(6656) == 17920
     text = """--num-layers 4 --hidden-size 6656 --num-attention-heads 52 --seq-length 2048
     --max-position-embeddings 2048 --vocab-size 1000 --swiglu"""
-    assert ModelSpec.from_megatron_flags(shlex.split(text)).ffn == 17728, "as the trainer makes it"
+    assert spec_of_flags(shlex.split(text)).ffn == 17728, "as the trainer makes it"
 
 
 IN_FP32 = "--attention-softmax-in-fp32"
@@ -251,7 +252,7 @@ def test_attention_is_read_and_what_does_not_count_is_named(
 ) -> None:
     shape = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16"
     text = f"{shape} --max-position-embeddings 64 --vocab-size 100 {flags}"
-    spec = ModelSpec.from_megatron_flags(text.split())
+    spec = spec_of_flags(text.split())
     assert {name: getattr(spec, name) for name in ATTENTION[kind]} == ATTENTION[kind]
     assert spec.implementation_given
     told = " ".join(notes_on(text, no_overlap=True))

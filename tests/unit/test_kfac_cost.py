@@ -16,6 +16,7 @@ from copus_ext.cost_model import kfac as cost
 from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import memory, peaks, static_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.rows import Rows
@@ -41,7 +42,7 @@ from megatron.training.train.build import groups_of
 from tests.helpers.jobs import TINY
 
 FLAGS = [*f"{TINY} --kfac --train-iters 1 --global-batch-size 16".split()]
-MODEL = ModelSpec.from_megatron_flags(FLAGS)
+MODEL = spec_of_flags(FLAGS)
 PLAIN = replace(MODEL, kfac_interval=None)
 FLAT = Constants(gemm_efficiency=1.0, gemm_half_inner=1e-12, gemm_half_outer=1e-12)
 """Every operation of a product takes as long."""

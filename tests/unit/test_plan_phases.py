@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.megatron_flags import spec_of_flags
+from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.monitor import phase_plan
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.phases import (
@@ -336,7 +337,7 @@ def test_problems_are_told(
 
 
 def test_times_count_for_their_own_length_alone() -> None:
-    model = ModelSpec.from_megatron_flags([*shlex.split(SHAPE), "--seq-length", "64"])
+    model = spec_of_flags([*shlex.split(SHAPE), "--seq-length", "64"])
     args = plan.parse(["phases", *shlex.split(ASKED)])
     usual = plan.planner_of(args)
     c = Configuration(layout=Layout(dp=4), micro_batch_size=1, global_batch_size=64)

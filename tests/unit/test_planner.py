@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.hugging_face import spec_of_config
+from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import AS_PREDICTED, PeakCorrection, memory
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
@@ -257,7 +259,7 @@ def test_megatron_flags_and_config_json_give_the_same_model(tmp_path: Path) -> N
     flags = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
     --seq-length 2048 --swiglu --normalization RMSNorm --disable-bias-linear --bf16 --vocab-size
     32000 --untie-embeddings-and-output-weights --position-embedding-type rope --hidden-dropout 0"""
-    from_flags = ModelSpec.from_megatron_flags(shlex.split(flags))
+    from_flags = spec_of_flags(shlex.split(flags))
     config = {
         "model_type": "llama",
         "num_hidden_layers": 32,
@@ -269,12 +271,12 @@ def test_megatron_flags_and_config_json_give_the_same_model(tmp_path: Path) -> N
     }
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    from_file = ModelSpec.from_hugging_face(file, seq_length=2048)
+    from_file = spec_of_config(file, seq_length=2048)
     assert from_flags.num_parameters == from_file.num_parameters
     known = PRESETS["llama-2-7b"].with_seq_length(2048)
     assert from_file.num_parameters == known.num_parameters
     for more, rows in (("--padded-vocab-size 40000", 40000), (PADDED_FOR_8, 32768), ("", 32000)):
-        padded = ModelSpec.from_megatron_flags(shlex.split(f"{flags} {more}"))
+        padded = spec_of_flags(shlex.split(f"{flags} {more}"))
         assert {int(padded.padded_vocab_size(tp)) for tp in (1, 2, 4, 8)} == {rows}
 
 
@@ -316,13 +318,13 @@ def test_a_mixture_is_read_from_flags_and_from_config_json(
     shape |= {"num_attention_heads": 4, "vocab_size": 32000, "tie_word_embeddings": False}
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": kind, **shape, **experts}))
-    from_file = ModelSpec.from_hugging_face(file, seq_length=256)
+    from_file = spec_of_config(file, seq_length=256)
     base = """--num-layers 6 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256
     --seq-length 256 --max-position-embeddings 256 --swiglu --disable-bias-linear
     --normalization RMSNorm --vocab-size 32000 --untie-embeddings-and-output-weights
     --position-embedding-type rope --hidden-dropout 0 --bf16 --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall"""
-    from_flags = ModelSpec.from_megatron_flags(shlex.split(f"{base} {flags}"))
+    from_flags = spec_of_flags(shlex.split(f"{base} {flags}"))
     names = {"name": "model", "num_query_groups": 4}
     plain = dataclasses.replace(from_file, **names, moe_ffn_hidden_size=from_file.expert_ffn)
     again = dataclasses.replace(from_flags, **names, moe_ffn_hidden_size=from_flags.expert_ffn)
@@ -335,7 +337,7 @@ def test_experts_that_are_not_known_are_refused(tmp_path: Path) -> None:
     for kind, words in (("deepseek_v3", "multi-latent"), ("llama", "are not known")):
         file.write_text(json.dumps({"model_type": kind, "n_routed_experts": 8}))
         with pytest.raises(SpecError, match=words):
-            ModelSpec.from_hugging_face(file, seq_length=256)
+            spec_of_config(file, seq_length=256)
     for bad in ({"moe_router_topk": 9}, {"moe_layer_freq": "[1]*3"}, {"num_experts": 0}):
         with pytest.raises(SpecError, match=next(iter(bad))):
             dataclasses.replace(PRESETS["mixtral-8x7b"].with_seq_length(4096), **bad)

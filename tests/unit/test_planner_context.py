@@ -17,6 +17,7 @@ from copus_ext.commands import plan, profile_layouts
 from copus_ext.cost_model import context, kernels, layer_time
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import memory, peaks, static_bytes
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.step import least_step_s, step_time
@@ -452,7 +453,7 @@ def test_flags_of_an_answer_are_legal_for_the_trainer() -> None:
     --max-position-embeddings 256 --bf16 --mock-data --tokenizer-type NullTokenizer
     --vocab-size 127 --train-iters 1 --lr 1e-3"""
     base = [str(word) for word in flags.split()]
-    model = ModelSpec.from_megatron_flags(base)
+    model = spec_of_flags(base)
     planner = Planner(model, preset("h100-80g:8"), limits=Limits(fixed={"cp": 4}))
     ranked = planner.rank([8], top=40)[0].ranked
     assert {r.configuration.cp_comm_type for r in ranked} == {"p2p", "a2a"}

@@ -11,8 +11,9 @@ import pytest
 from copus_ext.commands import profile_layouts
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.layer_time import hop_bytes, hop_s
+from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import head_bytes, peaks
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.better_machine import what_would_help
 from copus_ext.planner.configuration import Configuration
@@ -199,7 +200,7 @@ def test_what_is_timed_has_the_messages_and_logits_of_the_run() -> None:
     args, flags = profile_layouts.parse(
         ["--store", "p.jsonl", "--global-batch-size", "8", "--", *own.split()]
     )
-    model = ModelSpec.from_megatron_flags(flags)
+    model = spec_of_flags(flags)
     found = profile_layouts.lines(model, args, 2)
     assert {c.logits_chunks for c in found} == {4}
     assert {c.pipeline_message_bits for c in found if c.layout.pp > 1} == {8}

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from copus_ext.cost_model.megatron_flags import spec_of_arguments
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.extras.serving.export import load_written, written
 from copus_ext.extras.serving.held_out import HeldOut, Text
@@ -73,7 +74,7 @@ class Source:
         stored = self.archive.arguments
         args = with_checkpoint_args(parse_args(["--seq-length", str(self.text.seq_length)]), stored)
         args.padded_vocab_size = stored.get("padded_vocab_size")
-        return ModelSpec.from_arguments(args)
+        return spec_of_arguments(args)
 
     def open(self) -> AbstractContextManager[OpenedModel]:
         return open_model(

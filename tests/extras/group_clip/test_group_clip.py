@@ -21,6 +21,7 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
 from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import memory
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.rows import concatenate
@@ -241,7 +242,7 @@ FLAGS: list[str] = [*f"{TINY} {CLIP} --train-iters 1 --global-batch-size 16".spl
 
 
 def test_the_planner_rejects_what_a_launch_would() -> None:
-    model, cluster = ModelSpec.from_megatron_flags(FLAGS), preset("cpu:4")
+    model, cluster = spec_of_flags(FLAGS), preset("cpu:4")
     limits = Limits(overlap=False, recompute=("none",), cross_node_tp=True)
     points = enumerate_points(model, cluster, 16, limits)
     code = REJECTION_CODES.index("extra")
@@ -268,7 +269,7 @@ def test_the_planner_rejects_what_a_launch_would() -> None:
 def test_the_planner_counts_the_copies_of_gradients(
     tp: int, pp: int, micro: int, copies: int
 ) -> None:
-    model = ModelSpec.from_megatron_flags(FLAGS)
+    model = spec_of_flags(FLAGS)
     layout = Layout(tp=tp, pp=pp, dp=1)
     c = Configuration(layout=layout, micro_batch_size=micro, global_batch_size=16)
     cluster = preset(f"cpu:{tp * pp}")
@@ -282,7 +283,7 @@ def test_the_planner_counts_the_copies_of_gradients(
 
 
 def test_plans_are_made_without_what_clipping_excludes() -> None:
-    model, text = ModelSpec.from_megatron_flags(FLAGS), shlex.join(FLAGS)
+    model, text = spec_of_flags(FLAGS), shlex.join(FLAGS)
     assert model.extras == {"clip_group_size": 4} and not may_overlap(model)
     assert ModelSpec.from_json(json.loads(json.dumps(model.to_json()))) == model
     plain = dataclasses.replace(model, extras={})
@@ -294,7 +295,7 @@ def test_plans_are_made_without_what_clipping_excludes() -> None:
 
 def test_rows_with_and_without_groups_can_be_fitted_together() -> None:
     c = Configuration(layout=Layout(dp=2), micro_batch_size=2, global_batch_size=16)
-    model, cluster = ModelSpec.from_megatron_flags(FLAGS), preset("cpu:2")
+    model, cluster = spec_of_flags(FLAGS), preset("cpu:2")
     specs = model, dataclasses.replace(model, extras={})
     parts = [to_rows(spec, cluster, points_of([c])) for spec in specs]
     together = memory(concatenate(parts)).peak_bytes
@@ -304,7 +305,7 @@ def test_rows_with_and_without_groups_can_be_fitted_together() -> None:
 
 def test_stages_of_unlike_layers_count_the_copies_too() -> None:
     c = Configuration(layout=Layout(pp=2), micro_batch_size=2, global_batch_size=16, overlap=False)
-    rows = to_rows(ModelSpec.from_megatron_flags(FLAGS), preset("cpu:2"), points_of([c])).full()
+    rows = to_rows(spec_of_flags(FLAGS), preset("cpu:2"), points_of([c])).full()
     found = memory(rows).stages
     whole = sum(float(found[kind].sum()) for kind in ("weights", "grads", "optimizer"))
     costs = costs_by_block(rows, preset("cpu:2").load_constants())

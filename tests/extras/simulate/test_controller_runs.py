@@ -13,7 +13,7 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.cost_model.cluster_spec import preset as machine_preset
 from copus_ext.cost_model.constants import USUAL
-from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.megatron_flags import spec_of_arguments
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.extras.simulate.conditions import Event, factors_at
 from copus_ext.extras.simulate.contenders import Contender, contenders
@@ -88,7 +88,7 @@ def test_the_run_and_the_simulator_predict_a_change_alike(sharded: bool) -> None
     described = replace(machine_preset("h100-80g:4"), gpus_per_node=2, num_nodes=2)
     machine = machine_of(run, described, None)
     prior = PausePrior(run, flags(copus_layouts="all"), machine)
-    spec = replace(ModelSpec.from_arguments(SimpleNamespace(**run.flat())), vocab_size=512)
+    spec = replace(spec_of_arguments(SimpleNamespace(**run.flat())), vocab_size=512)
     s = scenario_of("8xh100-3b").change(
         cluster=described, limits=Limits(use_distributed_optimizer=(sharded,))
     )
