@@ -339,6 +339,7 @@ def test_the_rows_of_the_vocabulary_divide_by_every_tensor_size_that_may_be_chos
     assert tensor_parallel_sizes(flags(), run) == []
     run = replace(run, parallel=replace(run.parallel, data_parallel_size=12))
     shape = {"num_attention_heads": 6, "num_query_groups": 3, "ffn_hidden_size": 192}
+    shape |= {"group_query_attention": True}
     run = replace(run, model=replace(run.model, **shape))
     assert tensor_parallel_sizes(flags(copus_layouts="all"), run) == [1, 3, 6]
 
