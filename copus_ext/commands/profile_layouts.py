@@ -24,12 +24,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron.training.common.extras import step_period
 from megatron.training.common.program import CommandParser, program_name, tell
 
 _AGAIN = 85
 """Exit code: start again, to go on after a configuration that ran out of memory."""
-_LONGEST_INTERVAL = 20
-"""Steps between covariances of K-FAC up to which whole intervals are timed."""
+_LONGEST_PERIOD = 20
+"""Steps after which their work repeats up to which whole periods are timed."""
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -122,12 +123,12 @@ def counts(c: Any, args: argparse.Namespace) -> list[int]:
 
 
 def time_steps(job: Any, args: argparse.Namespace) -> list[float]:
-    """Seconds of some steps, after a warm-up; with K-FAC of whole intervals of covariances."""
+    """Seconds of some steps, after a warm-up, of whole periods of what repeats."""
     from megatron.training.train.step import train_step
 
-    seconds, optim = [], job.config.optim
-    interval = min(optim.kfac_interval, _LONGEST_INTERVAL) if optim.kfac else 1
-    steps = -(-args.steps // interval) * interval
+    seconds: list[float] = []
+    period = min(step_period(job.config.flat()), _LONGEST_PERIOD)
+    steps = -(-args.steps // period) * period
     for number in range(args.warm_up + steps):
         job.fire("on_train_step_start", global_batch_size=job.global_batch_size)
         info, _ = train_step(job)
@@ -240,15 +241,15 @@ def time_count(job: Any, c: Any, schedule: Any, args: argparse.Namespace, store:
     import torch.distributed as dist
 
     from copus_ext.controller.peak_memory import peak_bytes_here
-    from copus_ext.cost_model.kfac import usual_step_s
+    from copus_ext.goodput.step_records import usual_step_s
     from copus_ext.planner.profile import Timing
 
     job.batch_schedule = schedule
     job.state.consumed_samples = 0
     seconds = time_steps(job, args)
     peak = peak_bytes_here() if job.device.is_cuda else None
-    middle, optim = statistics.median(seconds), job.config.optim
-    usual = usual_step_s(seconds, optim.kfac_interval if optim.kfac else 1)
+    middle = statistics.median(seconds)
+    usual = usual_step_s(seconds, step_period(job.config.flat()))
     timing = Timing(
         configuration=c,
         step_s=usual,

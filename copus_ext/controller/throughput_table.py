@@ -29,6 +29,7 @@ from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.common.control import GENERATION_VARIABLE
 from megatron.training.common.errors import UsageError
+from megatron.training.common.extras import step_period
 from megatron.training.common.program import other_command
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
@@ -197,7 +198,7 @@ class ThroughputTable:
             micro_batch_size: of now.
             global_batch_size: of now.
             measured: usual seconds of a step, their median deviation and number, if this run has
-                timed the configuration. With K-FAC it takes the interval between long steps.
+                timed the configuration. It takes the period of steps that repeat, too.
             visited: further layouts under which it has.
             earlier_s: seconds of a step that are expected of configurations, by key, because they
                 were timed under other conditions.
@@ -205,8 +206,8 @@ class ThroughputTable:
         Returns:
             The rows, and the index of the present configuration.
         """
-        if (interval := _covariance_interval(self.config)) > 1:
-            measured = functools.partial(measured, interval=interval)
+        if (period := step_period(self.config.flat())) > 1:
+            measured = functools.partial(measured, period=period)
         now = self._configuration(micro_batch_size, global_batch_size)
         rows = self._predicted(batches, now, measured, visited, earlier_s or {})
         is_known = any(_uncut(row.layout) == _uncut(self.config.layout) for row in rows)
@@ -422,12 +423,6 @@ def _logits_chunks(config: Config) -> int:
     return getattr(getattr(config, "kernels", None), "logits_chunks", 1)
 
 
-def _covariance_interval(config: Config) -> int:
-    """Steps of which one makes covariances; 1 without K-FAC, which an older Megatron-LM lacks."""
-    optim = config.optim
-    return optim.kfac_interval if getattr(optim, "kfac", False) else 1
-
-
 def _message_bits(config: Config) -> int | None:
     """Bits of a number in messages between stages; an older Megatron-LM has no such flag."""
     return getattr(config.parallel, "pipeline_message_bits", None)
@@ -516,8 +511,8 @@ def _profile(flags: CopusConfig, model: ModelSpec, cluster: ClusterSpec) -> list
         return []
     measured = machine.get("world_size"), machine.get("gpu")
     own = cluster.world_size, cluster.gpu.name
-    same = theirs.num_parameters, theirs.kfac_interval
-    if measured != own or same != (model.num_parameters, model.kfac_interval):
+    same = theirs.num_parameters, theirs.extras
+    if measured != own or same != (model.num_parameters, model.extras):
         raise UsageError(
             f"--copus-profile {path} is of another model or machine ({measured[0]} x "
             f"{measured[1]}, here {own[0]} x {own[1]}); measure with "

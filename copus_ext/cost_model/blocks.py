@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model import kfac, layer_time
+from copus_ext.cost_model import layer_time
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.extras import terms_of
 from copus_ext.cost_model.layer_time import MicroBatch
@@ -100,7 +100,7 @@ class StageCosts:
 
 def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = None) -> StageCosts:
     """Takes the cost model apart: with equal stages its parts add up to `step_time` and `memory`.
-    The seconds of K-FAC are those of equal stages whatever layers a stage has.
+    The seconds of extras are those of equal stages whatever layers a stage has.
 
     Args:
         rows: one row; its layers need not divide by its stages.
@@ -121,7 +121,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = No
     parameters = of(first, layer_parameters(rows), last)
     share = 1.0 / rows.copies[0] if rows.use_distributed_optimizer[0] else 1.0
     owned = rows.optimizer_bytes[0] * share
-    of_extras = terms_of(rows).parameter_bytes
+    terms = terms_of(rows)
     resting = float(process_bytes(rows)[0]) if context_bytes is None else context_bytes
     local_message = FRAGMENTATION * message_bytes(rows)[0]
 
@@ -137,8 +137,9 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = No
             forward_s=forward,
             backward_s=of(*micro_batch.backward),
             parameters=parameters,
-            static_bytes=(rows.element_bytes + rows.gradient_bytes + owned + of_extras) * parameters
-            + of(0.0, kfac.held_bytes(rows) / kfac.layers(rows), 0.0),
+            static_bytes=(rows.element_bytes + rows.gradient_bytes + owned + terms.parameter_bytes)
+            * parameters
+            + of(0.0, terms.layer_bytes, 0.0),
             saved_bytes=FRAGMENTATION * of(0.0, kept, 0.0),
             working_bytes=FRAGMENTATION * of(0.0, working, head_bytes(rows)),
         ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields
+from operator import add
 from typing import Any
 
 from copus_ext.cost_model.rows import Rows
@@ -34,11 +36,10 @@ def is_number(value: Any) -> bool:
 
 def terms_of(rows: Rows) -> CostTerms:
     """The terms of all extras that some rows have on, added up."""
-    if not rows.extras:
-        return _NOTHING
-    terms = [
+    terms = [_NOTHING] + [
         cost_terms(rows)
         for extra, cost_terms in extras_with("cost_terms")
         if not rows.extras.keys().isdisjoint(defaults_of(extra))
     ]
-    return CostTerms(**{f.name: sum(getattr(t, f.name) for t in terms) for f in fields(CostTerms)})
+    names = (f.name for f in fields(CostTerms))
+    return CostTerms(**{n: functools.reduce(add, (getattr(t, n) for t in terms)) for n in names})

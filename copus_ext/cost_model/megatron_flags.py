@@ -45,8 +45,6 @@ def spec_of_arguments(args: Any) -> ModelSpec:
     elif ffn is None and args.swiglu:
         ffn = int(8 * args.hidden_size / 3 / 64) * 64
     latent = LatentShape.of(vars(args))
-    # K-FAC runs in no other layers, whatever a machine without Transformer Engine resolves to.
-    is_local = args.transformer_impl == "local" or getattr(args, "kfac", False)
     # Once it is known a run holds its padded vocabulary under every tensor size.
     rows = getattr(args, "padded_vocab_size", None)
     padded_for = getattr(args, "pad_vocab_for_tensor_parallel_size", None)
@@ -76,9 +74,8 @@ def spec_of_arguments(args: Any) -> ModelSpec:
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         gradient_bytes=_gradient_bytes(args),
         extras=priced_flags(args),
-        kfac_interval=args.kfac_interval if getattr(args, "kfac", False) else None,
         **ATTENTION[attention_of(args)],
-        implementation="local" if is_local else "te",
+        implementation="local" if args.transformer_impl == "local" else "te",
         implementation_given=True,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model import context, experts, kfac
+from copus_ext.cost_model import context, experts
 from copus_ext.cost_model.extras import terms_of
 from copus_ext.cost_model.peak_correction import AS_PREDICTED, MOVING, Memory, PeakCorrection
 from copus_ext.cost_model.rows import RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, Rows
@@ -259,7 +259,7 @@ def _of_stages(
     held = stage_parameters(rows, stage)
     owned = owned_parameters(rows, held, stage_routed_parameters(rows, stage))
     layers = rows.num_layers / rows.pp
-    message = message_bytes(rows)
+    message, terms = message_bytes(rows), terms_of(rows)
     kept, layer = layer_bytes(rows.of_stages(stage))
     head = np.where(last, head_bytes(rows), 0.0)
     flying = in_flight(rows, stage)
@@ -269,15 +269,14 @@ def _of_stages(
     stages = {
         "weights": rows.element_bytes * held,
         "grads": rows.gradient_bytes * held,
-        "optimizer": rows.optimizer_bytes * owned + terms_of(rows).parameter_bytes * held,
+        "optimizer": rows.optimizer_bytes * owned
+        + (terms.parameter_bytes * held + terms.layer_bytes * layers),
         "activations": activations,
         "logits": head,
         "buffers": np.broadcast_to(buffer_bytes(rows), held.shape)
         + np.where(rows.on_cpu & (rows.vpp > 1), rows.vpp * flying * message, 0.0),
         "context": np.broadcast_to(context, held.shape),
     }
-    if np.any(rows.kfac_interval):
-        stages["optimizer"] = stages["optimizer"] + kfac.held_bytes(rows)
     moving = stages["activations"] + stages["logits"] + stages["buffers"]
     stages["fragmentation"] = (FRAGMENTATION - 1) * moving
     if correction != AS_PREDICTED:

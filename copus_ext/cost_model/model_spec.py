@@ -46,7 +46,7 @@ _KINDS = {
     "Mapping[str, Any]": (Mapping,),
 }
 _UNSET: dict[str, Any] = {
-    **dict.fromkeys(("kfac_interval", "norm", "logits_sharded", "logits_bytes")),
+    **dict.fromkeys(("norm", "logits_sharded", "logits_bytes")),
     **{"softmax_in_fp32": False, "extras": {}},
 }
 """Values with which the JSON of a model leaves a field out."""
@@ -127,8 +127,6 @@ class ModelSpec:
     """Bytes of a gradient element as it is kept and reduced: 4, or 2 in half precision."""
     fused_attention: bool = True
     """Attention runs as one kernel (flash)."""
-    kfac_interval: int | None = None
-    """Steps between two covariances of K-FAC; None: it is off."""
     optimizer_bytes: int | None = None
     """Bytes of optimizer state of a parameter. None: 12 in half precision, which are a master and
     two moments in fp32, and 8 in fp32. Less where Megatron's precision-aware optimizer is on."""
@@ -377,7 +375,6 @@ class ModelSpec:
             "element_bytes": 4 if wide else 2,
             "gradient_bytes": self.gradient_bytes,
             "extras": self.extras,
-            "kfac_interval": self.kfac_interval or 0,
             "optimizer_bytes": self.optimizer_bytes or (8 if wide else 12),
         }
 

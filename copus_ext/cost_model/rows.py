@@ -171,8 +171,6 @@ class Rows:
     computed twice."""
     message_bits: Any = 0
     """Bits of a number that a stage sends to another; 0: those it has."""
-    kfac_interval: Any = 0
-    """Steps between two covariances of K-FAC; 0: it is off."""
     cp_comm_type: Any = 0
     """Index into `context.CP_COMM_TYPES`, where `cp` is above 1."""
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -231,6 +229,11 @@ class Rows:
         """Copies of every weight that is not an expert's, over which optimizer state is split."""
         return self.cp * self.dp
 
+    @property
+    def bucket_parameters(self) -> Any:
+        """`bucket_parameters` of what is no expert's."""
+        return bucket_parameters(self.copies)
+
     def full(self) -> Rows:
         """The same with every field an array of the common length."""
         num = len(self)
@@ -270,6 +273,11 @@ class Rows:
         """The same with the load of experts that memory must allow for."""
         experts = self.experts
         return self if experts is None else self.change(experts=experts.unevenly_loaded())
+
+
+def bucket_parameters(copies: Any) -> Any:
+    """Parameters of a bucket of gradients, as megatron-core chooses it with overlap."""
+    return np.maximum(40e6, 1e6 * copies)
 
 
 _NO_EXPERTS = ExpertRows(

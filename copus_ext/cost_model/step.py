@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model import kfac, layer_time
+from copus_ext.cost_model import layer_time
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.extras import terms_of
+from copus_ext.cost_model.kernels import gemm_s
 from copus_ext.cost_model.layer_time import MicroBatch
 from copus_ext.cost_model.memory import (
     owned_parameters,
     stage_parameters,
     stage_routed_parameters,
 )
-from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.rows import Rows, bucket_parameters
 from copus_ext.cost_model.schedule import pipeline_time
 
 PARTS = ("compute", "recompute", "bubble", "tp", "pp", "dp", "optimizer", "host", "ep", "cp")
@@ -119,8 +121,8 @@ class EndOfStep:
     """Of the weights, those of the first bucket: nothing hides them on the first stage."""
     needed: tuple[tuple[Any, Any], tuple[Any, Any]] = ((1.0, 0.0), (1.0, 0.0))
     """Two shares of the weights, and the seconds that pass before a pass needs so many of them."""
-    kfac_bytes: Any = 0.0
-    """What K-FAC sends round the replicas besides."""
+    further_bytes: Any = 0.0
+    """What extras send once round the replicas besides."""
     routed: EndOfStep | None = None
     """The same of routed experts, whose bytes go round their own copies and are not among those
     above; None for a dense model."""
@@ -151,8 +153,8 @@ class EndOfStep:
         return reduction, [first, part * gather, early, all_ * gather, late]
 
     def further_s(self, ring: Ring) -> Any:
-        """Seconds of what is sent besides: for K-FAC, and for an embedding that two stages hold."""
-        return _sent_s(self.kfac_bytes, ring) + self.tied_s
+        """Seconds of what is sent besides: by extras, and for an embedding that two stages hold."""
+        return _sent_s(self.further_bytes, ring) + self.tied_s
 
 
 def shown_s(hiding: Sequence[Any]) -> Any:
@@ -396,18 +398,19 @@ def end_of_step(
     moved = _ADAM_BYTES * owned + _SWEEP_BYTES * held
     hidden = np.where(behind, _HIDDEN_SHARE * backward, 0.0)
     seconds = c.factors.compute * c.optimizer_factor * moved / rows.hbm_bytes_per_s
-    if has_kfac := np.any(rows.kfac_interval):
-        seconds = seconds + c.factors.compute * kfac.compute_s(rows, c)
+    terms, layers = terms_of(rows), rows.num_layers / rows.pp
+    if terms.layer_products:
+        of_layer = sum(count * gemm_s(rows, c, *sizes) for count, *sizes in terms.layer_products)
+        seconds = seconds + c.factors.compute * layers * of_layer
     at_end = first | (np.arange(len(held))[:, None] == len(held) - 1)
     tied = np.where(at_end, layer_time.tied_s(rows, c), 0.0) if np.any(rows.tied) else 0.0
 
     def of_first(own: Any, copies: Any) -> Any:
         """Parameters of the first bucket of a chunk, which holds one kind alone."""
-        return np.minimum(own / rows.vpp, kfac.bucket_parameters(copies))
+        return np.minimum(own / rows.vpp, bucket_parameters(copies))
 
     def of(own: Any, copies: Any, more: EndOfStep | None = None) -> EndOfStep:
-        again = kfac.sent_bytes(rows, own) if has_kfac else 0.0
-        bucket = np.minimum(own, kfac.bucket_parameters(copies))
+        bucket = np.minimum(own, bucket_parameters(copies))
         return EndOfStep(
             gradient_bytes=rows.gradient_bytes * own,
             passes=np.where(np.logical_and(sharded, np.logical_not(rows.on_cpu)), 1.0, 2.0),
@@ -416,7 +419,7 @@ def end_of_step(
             gather_bytes=np.where(sharded, rows.element_bytes * own, 0.0),
             optimizer_s=seconds,
             first_bytes=np.where(sharded & first, rows.element_bytes * of_first(own, copies), 0.0),
-            kfac_bytes=again,
+            further_bytes=layers * terms.sent_layer_bytes + terms.sent_parameter_bytes * own,
             routed=more,
         )
 

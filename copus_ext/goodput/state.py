@@ -11,7 +11,6 @@ from typing import Any
 
 from copus_ext.cost_model.conditions import Timings, is_small
 from copus_ext.cost_model.constants import USUAL, PartFactors
-from copus_ext.cost_model.kfac import usual_step_s
 from copus_ext.goodput.conditions import Conditions
 from copus_ext.goodput.config_change import ConfigChange, config_key
 from copus_ext.goodput.costs import LayoutChangeCosts
@@ -24,6 +23,7 @@ from copus_ext.goodput.step_records import (
     StepRecord,
     measure_before,
     measure_outcome,
+    usual_step_s,
 )
 from copus_ext.goodput.step_time_watch import FIRST_STEPS, StepTimeShift, StepTimeWatch
 from copus_ext.planner.configuration import Configuration
@@ -319,16 +319,16 @@ class ControllerState:
         return True
 
     def measured_step_time(
-        self, c: Configuration, interval: int = 1
+        self, c: Configuration, period: int = 1
     ) -> tuple[float, float, int] | None:
-        """Usual seconds of a configuration's steps, of which one in an interval may take longer;
-        their median absolute deviation, and their number. None before enough were timed."""
+        """Usual seconds of a configuration's steps, as `usual_step_s`; their median absolute
+        deviation, and their number. None before enough were timed."""
         times = self.step_times.get(key_of(c), [])
         if len(times) < MIN_TIMED_STEPS:
             return None
         median = statistics.median(times)
         spread = statistics.median(abs(t - median) for t in times)
-        return usual_step_s(times, interval), spread, len(times)
+        return usual_step_s(times, period), spread, len(times)
 
     @property
     def _timed_keys(self) -> set[str]:

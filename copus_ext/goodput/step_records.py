@@ -130,6 +130,19 @@ def _speed(steps: Sequence[StepRecord]) -> float | None:
     return statistics.median(speeds) if speeds else None
 
 
+def usual_step_s(seconds: Sequence[float], period: int) -> float:
+    """Seconds of a usual step, of which some in a period may take longer: the median over whole
+    periods of their means, or over all steps while there is no whole one.
+
+    Args:
+        seconds: of steps in order, at least one.
+        period: steps after which the work repeats; see `Extra.step_period`.
+    """
+    begins = range(0, len(seconds) - period + 1, period)
+    means = [statistics.fmean(seconds[i : i + period]) for i in begins]
+    return statistics.median(means or seconds)
+
+
 def _range(steps: Sequence[StepRecord]) -> list[int]:
     """First and last step, and how many there are; empty for none."""
     return [steps[0].iteration, steps[-1].iteration, len(steps)] if steps else []

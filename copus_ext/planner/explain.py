@@ -80,7 +80,6 @@ def reason(
             f"{c.global_batch_size} gives {c.num_microbatches}",
             f"use global batch {_interleaved_batch(c)} or vpp=1",
         ),
-        **_of_gradient_flags(c),
     }
     if code in EXPERT_RULES:
         return _of_experts(code, model, c)
@@ -99,16 +98,6 @@ def reason(
             f"{(peak_bytes - limit_bytes) / GIB:.1f} GiB too much; use more GPUs or memory",
         )
     return texts[code]
-
-
-def _of_gradient_flags(c: Configuration) -> dict[str, tuple[str, str]]:
-    """By code, what flags that change the gradients ask of a configuration."""
-    return {
-        "kfac": (
-            f"--kfac needs a dense model and whole layers on a rank; here tp={c.layout.tp}",
-            "use tp=1 and a dense model",
-        ),
-    }
 
 
 def _of_experts(code: str, model: ModelSpec, c: Configuration) -> tuple[str, str]:

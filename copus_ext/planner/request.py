@@ -309,8 +309,6 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
         flags = ", ".join(flag_of(name) for name in model.extras if name in given)
         notes.append(f"{flags}: priced without --overlap-grad-reduce, which does not go with it")
         has_overlap = False
-    if "kfac" in given:
-        notes.append("--kfac needs one tensor parallel rank: others are rejected")
     if has_overlap and "overlap_grad_reduce" not in given:
         notes.append(
             "priced with --overlap-grad-reduce, as the flags of the answer have it; give "

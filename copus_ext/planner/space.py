@@ -39,7 +39,6 @@ REJECTION_CODES = (
     "batch",
     "interleave_microbatches",
     "extra",
-    "kfac",
     "cross_node_tp",
     "experts",
     "expert_ffn",
@@ -416,8 +415,6 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     reject("virtual", model.num_layers // p.pp % p.vpp != 0)
     reject("batch", p.global_batch_size % (p.dp * p.micro_batch_size) != 0)
     reject("interleave_microbatches", (p.vpp > 1) & (p.num_microbatches % p.pp != 0))
-    if model.kfac_interval is not None:
-        reject("kfac", (p.tp > 1) | (model.num_experts is not None))
     for name, broken in _broken_by_experts(model, cluster, p).items():
         reject(name, broken)
     if model.extras:

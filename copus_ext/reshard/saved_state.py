@@ -50,8 +50,7 @@ def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
 
     The new layout needs its weights, gradients, masters and moments, and buffers for the messages.
     The old masters and moments stay beside them; the old weights and gradients are gone by then. In
-    fp32 weights are masters. K-FAC keeps nothing, and its first step makes all covariances anew,
-    which go about with the weights of a rank.
+    fp32 weights are masters. Extras say what they need and give up.
 
     Args:
         job: under the old layout.
@@ -81,10 +80,9 @@ def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
         for chunk in job.model.chunks
         for p in chunk.parameters()
     )
-    if (kfac := job.model.kfac) is not None:
-        weights = sum(p.numel() for chunk in job.model.chunks for p in chunk.parameters())
-        needed += 2 * kfac.covariance_bytes * held / max(weights, 1)  # sums, and their inverses
-        released += kfac.kept_bytes
+    for feature in job.features:
+        more, less = feature.relayout_bytes(config, held)
+        needed, released = needed + more, released + less
     released -= both * sum(record.numel for record in plan.source[rank])
     free = free_bytes(job)
     if needed > free + released:

@@ -289,22 +289,6 @@ def test_what_is_called_measured_was_measured_and_scales_the_rest(factor: float)
         assert all(12.0 < r.samples_per_s < 32.0 for r in others), "no gain that nothing explains"
 
 
-def test_long_steps_of_kfac_are_in_the_throughput() -> None:
-    state = ControllerState()
-    for i in range(30):
-        seconds = 2.0 if i % 10 == 0 else 0.5
-        state.record_step(
-            key="tp1.pp1.dp2 1 8", consumed_samples=8 * i, batch=8, loss=1.0, seconds=seconds
-        )
-    for more, usual in (("", 0.5), ("--kfac --kfac-interval 10", 0.65)):
-        table = ThroughputTable(config(more), flags(copus_layouts="all"), gpu=None)
-        rows, now = rows_of(table, [8, 16], state.measured_step_time)
-        assert now.source == "measured"
-        assert now.samples_per_s == pytest.approx(8 / usual, rel=0.02)
-        assert any(r.layout.tp > 1 for r in rows) == (not more)
-        assert any(r.layout.pp > 1 for r in rows)
-
-
 @pytest.mark.parametrize(
     ("more", "is_cut"),
     [

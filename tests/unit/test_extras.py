@@ -17,7 +17,7 @@ from megatron.training.common.extras import PACKAGES, Extra, extras
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {extra.name: ROOT / extra.package.replace(".", "/") for extra in extras()}
 REFERENCES = ("flags", "check", "feature", "layout_problems", "batch_problems")
-REFERENCES += ("controller_problems", "cost_terms")
+REFERENCES += ("controller_problems", "cost_terms", "step_period")
 ALL_CORE = """
 import importlib, json, pathlib, sys
 from megatron.training.common.extras import extras
@@ -122,6 +122,7 @@ EXTRA = Extra(
     layout_problems="parts:layout_problems",
     controller_problems="parts:controller_problems",
     cost_terms="parts:cost_terms",
+    step_period="parts:step_period",
     commands={"count": "parts"},
 )
 ''',
@@ -153,7 +154,18 @@ def controller_problems(arguments, moves):
 
 
 def cost_terms(candidates):
-    return CostTerms(parameter_bytes=candidates.extras["count_to"])
+    number = candidates.extras["count_to"]
+    return CostTerms(
+        parameter_bytes=number,
+        layer_bytes=1e6,
+        layer_products=((number, 64, 64, 1e6),),
+        sent_layer_bytes=1e6,
+        sent_parameter_bytes=4.0,
+    )
+
+
+def step_period(arguments):
+    return arguments.get("count_to") or 1
 
 
 def counter(config, model, groups):
@@ -173,8 +185,10 @@ from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.memory import memory
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.step import step_time
 from copus_ext.planner.space import REJECTION_CODES, Limits, enumerate_points, to_rows
 from megatron.training.common.errors import UsageError
+from megatron.training.common.extras import step_period
 from megatron.training.config.arguments import build_parser, parse_args, resolve
 
 base = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --lr 1e-3 "
@@ -197,8 +211,15 @@ codes = {(int(tp), REJECTION_CODES[code]) for tp, code in zip(points.tp, points.
 assert (2, "extra") in codes and not any(tp == 1 and code == "extra" for tp, code in codes)
 first = points.take(points.tp == 1)
 grown, usual = (memory(to_rows(m, preset("cpu:2"), first)).stages for m in (planned, plain))
-held = usual["weights"] / 4
-assert abs(grown["optimizer"] - usual["optimizer"] - 3 * held).max() < 1
+held, layers = usual["weights"] / 4, (2 / first.pp) * (usual["weights"] > 0)
+assert abs(grown["optimizer"] - usual["optimizer"] - 3 * held - 1e6 * layers).max() < 1
+constants = preset("cpu:2").load_constants()
+slow, fast = (step_time(to_rows(m, preset("cpu:2"), first), constants) for m in (planned, plain))
+assert (slow.parts["optimizer"] > fast.parts["optimizer"]).all()
+more = slow.parts["dp"] - fast.parts["dp"]
+copies = first.dp * first.cp
+assert (more[copies > 1] > 0).all() and (more[copies == 1] == 0).all(), more
+assert step_period({"count_to": 3}) == 3 and step_period({}) == 1
 config = resolve(parse_args((base + "--count-to 3").split()), 2)
 check_run(CopusConfig(copus=True, copus_layouts="current"), config)
 try:

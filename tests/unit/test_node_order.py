@@ -310,7 +310,7 @@ def test_few_stages_in_a_node_share_the_network_among_fewer() -> None:
     assert hops[0] < hops[1]
 
 
-@pytest.mark.parametrize("name", ["gradient_bytes", "gather_bytes", "kfac_bytes"])
+@pytest.mark.parametrize("name", ["gradient_bytes", "gather_bytes", "further_bytes"])
 def test_all_that_replicas_send_is_traffic(name: str) -> None:
     work, net = job(4, 2, 4), network(np.full((8, 8), 1e9))
     end = replace(work.end, **{name: getattr(work.end, name) + 1e9})

@@ -11,6 +11,7 @@ from copus_ext.cost_model.conditions import Timings
 from copus_ext.goodput.config_change import ConfigChange, config_key
 from copus_ext.goodput.messages import summary
 from copus_ext.goodput.state import ControllerState
+from copus_ext.goodput.step_records import usual_step_s
 from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
@@ -185,3 +186,11 @@ def test_a_change_is_listed_once_over_restarts() -> None:
     for i, record in enumerate(records()):
         history.add(i, record)
     assert [(o.number, o.iteration, o.speed) for o in history.outcomes] == [(1, 10, 3.0)]
+
+
+def test_a_step_counts_with_the_means_of_whole_periods() -> None:
+    steps = [1.0, 1.0, 4.0] * 3 + [1.0, 1.0]
+    assert usual_step_s(steps, 3) == pytest.approx(2.0)
+    assert usual_step_s([*steps[:5], 50.0, *steps[6:]], 3) == pytest.approx(2.0), "an outlier"
+    assert usual_step_s(steps, 1) == 1.0
+    assert usual_step_s(steps[:2], 3) == 1.0, "no whole period yet"

@@ -200,7 +200,7 @@ class Placement:
             np.add.at(total, (self.places[r], self.places[s]), size)
         if self.ring is not None:
             end = job.end
-            sent = end.passes * end.gradient_bytes + end.gather_bytes + end.kfac_bytes
+            sent = end.passes * end.gradient_bytes + end.gather_bytes + end.further_bytes
             per_lane = np.broadcast_to(sent, (job.layout.pp, 1))[self.ring.stage, 0]
             lanes = self.ring.lanes[:, 0]
             np.add.at(total, (self.ring.source, self.ring.target), per_lane * lanes)

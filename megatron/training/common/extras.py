@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -52,6 +53,9 @@ class Extra:
     """Reference to a function (candidates) -> `CostTerms`, which the planner calls where a flag of
     the extra is not its default. Candidates have the columns of `copus_ext.cost_model.rows.Rows`,
     each [n] or a scalar, and in `extras` those of the flags that are numbers. No torch."""
+    step_period: str | None = None
+    """Reference to a function (arguments) -> steps after which its work repeats. The time of a step
+    is judged by the mean of so many."""
     controller_problems: str | None = None
     """Reference to a function (arguments, moves) -> list of sentences: why `--copus` cannot read
     the gradients of such a run or, with `moves`, compare its layouts."""
@@ -83,6 +87,16 @@ class CostTerms:
 
     parameter_bytes: Any = 0.0
     """Bytes that a rank keeps for each parameter that it holds."""
+    layer_bytes: Any = 0.0
+    """Bytes that a rank keeps for each of its layers."""
+    layer_products: tuple[tuple[Any, Any, Any, Any], ...] = ()
+    """Products of matrices that a rank computes for each of its layers after the backward passes:
+    how many in the mean of the steps, and their rows, columns and inner length."""
+    sent_parameter_bytes: Any = 0.0
+    """Bytes that go once round the replicas for each parameter that a rank holds, besides the
+    gradients; the mean of the steps."""
+    sent_layer_bytes: Any = 0.0
+    """The same for each layer of a rank."""
 
 
 @functools.cache
@@ -111,6 +125,15 @@ def problems_of(what: str, arguments: Mapping[str, Any], *values: Any) -> list[s
         values: what the functions take besides.
     """
     return [line for _, find in extras_with(what) for line in find(arguments, *values)]
+
+
+def step_period(arguments: Mapping[str, Any]) -> int:
+    """Steps after which the work of a step repeats: of one in so many that may take longer.
+
+    Args:
+        arguments: flags by field name.
+    """
+    return math.lcm(*(period(arguments) for _, period in extras_with("step_period")))
 
 
 def defaults_of(extra: Extra) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from megatron.training.common.extras import extras_with
 from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.config.compression_flags import check_compression
 from megatron.training.config.draft import Draft, Environment, flag_of
-from megatron.training.config.kfac_flags import check_kfac
 from megatron.training.config.layer_partition import partition_of_flags, virtual_size
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import (
@@ -166,7 +165,6 @@ def derive(draft: Draft, environment: Environment) -> None:
         _derive_eight_bits,
         check_compression,
         _derive_kernels,
-        check_kfac,
         *(check for _, check in extras_with("check")),
         _derive_recompute,
         _derive_rest,

@@ -38,13 +38,7 @@ def layout_problems(
     shape = ModelShape.of(arguments)
     is_gloo = arguments.get("distributed_backend") == "gloo"
     dispatcher = arguments.get("moe_token_dispatcher_type") or "allgather"
-    problems = []
-    if arguments.get("kfac") and layout.tp > 1:
-        problems.append(
-            "--kfac needs whole layers on a rank; drop it, or choose "
-            f"--tensor-model-parallel-size 1 (now {layout.tp})"
-        )
-    problems += shape_problems(layout, shape, knows_vocabulary=knows_vocabulary)
+    problems = shape_problems(layout, shape, knows_vocabulary=knows_vocabulary)
     problems += context_problems(
         layout,
         shape,

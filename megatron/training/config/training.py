@@ -120,15 +120,6 @@ class OptimConfig:
     """Apply weight decay to the weights of --qk-layernorm, too."""
     clip_grad: float = option(1.0)
     """Largest global norm of the gradient. 0 turns clipping off."""
-    kfac: bool = option(False)
-    """Multiply the gradients of attention and MLP matrices by the inverse covariances of their
-    layer's inputs and outputs' gradients, before clipping and Adam. Needs one tensor parallel
-    rank."""
-    kfac_damping: float = option(0.01)
-    """Above 0. Its root is added to the eigenvalues of each covariance of --kfac, which are 1 in
-    the mean."""
-    kfac_interval: int = option(10)
-    """Steps between two covariances of --kfac."""
 
 
 @dataclass(frozen=True, kw_only=True)

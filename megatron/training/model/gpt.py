@@ -50,7 +50,6 @@ from megatron.training.model.init import (
     draw_weights,
     leave_uninitialised,
 )
-from megatron.training.model.kfac import Kfac
 from megatron.training.model.moe import mark_experts, use_router
 from megatron.training.model.norm import Norm
 
@@ -79,8 +78,6 @@ class Model:
     """Carries messages between pipeline stages; None without a pipeline."""
     compression: GradientCompression | None = None
     """Of the reduction over replicas; None where this rank's gradients go whole."""
-    kfac: Kfac | None = None
-    """Replaces the reduced gradients; None: nothing does."""
 
     @property
     def unwrapped(self) -> list[Any]:
@@ -142,8 +139,6 @@ class Model:
             # A ring through autograd's own objects, which a collection sees whole only once nothing
             # of a graph is left.
             chunk.grad_accs.clear()
-        if self.kfac is not None:
-            self.kfac.remove_hooks()
 
 
 def _unwrap(module: Any) -> Any:
@@ -401,7 +396,6 @@ def build_model(
         clock=clock,
         link=_stage_link(config, core, groups),
         compression=_compression(config, chunks, groups),
-        kfac=_kfac(config, chunks, groups),
     )
 
 
@@ -421,13 +415,6 @@ def _compression(
     if not p.grad_compression_rank or not is_chosen or groups.dp_cp.size() == 1:
         return None
     return GradientCompression(chunks, rank=p.grad_compression_rank)
-
-
-def _kfac(config: Config, chunks: list[Any], groups: ProcessGroupCollection) -> Kfac | None:
-    o = config.optim
-    if not o.kfac:
-        return None
-    return Kfac(chunks, groups, damping=o.kfac_damping, interval=o.kfac_interval)
 
 
 def build_for_inference(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:

@@ -162,8 +162,6 @@ class Job:
         """
         is_well = True
         if self.checkpointer is not None:
-            if self.model.kfac is not None:
-                self.model.kfac.restart()
             for feature in self.features:
                 feature.before_save(self)
             with self.phase("saving", patient=True):

@@ -197,9 +197,6 @@ def run_schedule(
         bits = job.config.parallel.pipeline_message_bits
         link.begin(num_microbatches, is_exact=is_exact, message_bits=bits)
         messages = {"p2p_communicator": link, "pg_collection": job.groups}
-    if (kfac := job.model.kfac) is not None and not forward_only:
-        # Masked samples fill a step up, and their number depends on the layout.
-        kfac.begin(may_refresh=not job.is_filled_up)
     schedule = Schedule(
         num_microbatches=num_microbatches,
         micro_batch_size=micro_batch_size,
@@ -360,9 +357,6 @@ def _mean(total: float, count: float) -> float:
 
 def _update(job: Job) -> StepResult:
     """Lets the optimizer use the reduced gradients. All ranks take part."""
-    if job.model.kfac is not None:
-        with job.trace.span("kfac"):
-            job.model.kfac.precondition()
     for feature in job.features:
         feature.before_optimizer(job)
     _empty_cache(job, level=1)

@@ -57,6 +57,19 @@ class StepFeature:
     def before_save(self, job: Job) -> None:
         """A checkpoint is about to be written from the present state."""
 
+    def relayout_bytes(self, config: Config, held: int) -> tuple[float, float]:
+        """What a change of layout in the running processes must find room for. Not collective.
+
+        Args:
+            config: of the new layout.
+            held: parameters that this rank holds under it.
+
+        Returns:
+            Bytes that the part needs on this rank under the new layout, and those that it gives up
+            before that is built.
+        """
+        return 0.0, 0.0
+
     def remove_hooks(self) -> None:
         """The layout ends: lets go of the model, so that its memory can be freed."""
 

@@ -110,14 +110,9 @@ def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
 
 def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> list[str]:
     """Why a model cannot be laid out this way; the sentences of a launch. A launch may choose other
-    kernels, another way to exchange keys and values, no K-FAC and no extras, so the stored ones
-    do not count."""
-    arguments = {
-        **without_extras(arguments),
-        "cp_comm_type": None,
-        "transformer_impl": None,
-        "kfac": False,
-    }
+    kernels, another way to exchange keys and values, and no extras, so the stored ones do not
+    count."""
+    arguments = without_extras(arguments) | {"cp_comm_type": None, "transformer_impl": None}
     return layout_problems(
         layout,
         {**arguments, "padded_vocab_size": vocab},

@@ -24,13 +24,14 @@ from megatron.training.common.device import use_device
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.draft import Draft, Environment
-from megatron.training.config.kfac_flags import check_kfac
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.process_groups import destroy_groups
-from megatron.training.model import kfac
+from megatron.training.extras.kfac import precondition
+from megatron.training.extras.kfac.flags import check_kfac
+from megatron.training.extras.kfac.precondition import Factors, Kfac
 from megatron.training.model.gpt import build_model
-from megatron.training.model.kfac import Factors, Kfac
 from megatron.training.train.build import groups_of
+from megatron.training.train.step_feature import build_features
 from tests.helpers.examples import names_a_way_on
 from tests.helpers.jobs import TINY
 
@@ -174,9 +175,9 @@ def test_wide_sides_have_no_covariance() -> None:
 def test_only_its_own_products_on_a_gpu_are_rounded() -> None:
     before = torch.get_float32_matmul_precision()
     assert before != "high"
-    with kfac.tensor_float32(torch.device("cpu")):
+    with precondition.tensor_float32(torch.device("cpu")):
         assert torch.get_float32_matmul_precision() == before
-    with pytest.raises(ZeroDivisionError), kfac.tensor_float32(torch.device("cuda")):
+    with pytest.raises(ZeroDivisionError), precondition.tensor_float32(torch.device("cuda")):
         assert torch.get_float32_matmul_precision() == "high"
         _ = 1 / 0
     assert torch.get_float32_matmul_precision() == before
@@ -190,7 +191,7 @@ def test_all_products_may_be_rounded_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
         used.append(device)
         yield
 
-    monkeypatch.setattr(kfac, "tensor_float32", note)
+    monkeypatch.setattr(precondition, "tensor_float32", note)
     layer = nn.Linear(6, 5, bias=False)
     factors = Factors(layer, damping=DAMPING)
     grad = after_pass(layer, factors, torch.randn(4, 6))
@@ -202,7 +203,7 @@ def test_all_products_may_be_rounded_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 300])
 def test_what_travels_holds_the_lower_half_and_little_more(width: int) -> None:
     total = torch.zeros(width, width)
-    pieces = kfac._lower_half(total)
+    pieces = precondition._lower_half(total)
     for piece in pieces:
         piece += 1
     assert total.tril().sum() == width * (width + 1) / 2, "every element once"
@@ -272,28 +273,32 @@ def test_the_plan_prices_it_without_tensor_parallelism(capsys: pytest.CaptureFix
         found = json.loads(told.out)
         ranked.append(found["counts"]["ranked"])
         steps.append(found["plans"][0]["ranked"][0]["prediction"]["step_s"])
-        assert ("--kfac needs one tensor parallel rank" in told.err) == bool(more)
+        refused = [r["detail"] for r in found["plans"][0]["rejected"]]
+        assert any("--kfac needs whole layers" in detail for detail in refused) == bool(more)
         assert "priced without" not in told.err
     assert ranked[0] == ranked[1] and steps[0] > steps[1]
 
 
 @pytest.fixture
-def model() -> Iterator[Any]:
-    """A model of one CPU rank with K-FAC."""
+def built() -> Iterator[Any]:
+    """A model of one CPU rank, and its K-FAC."""
     with use_device("cpu", backend="gloo") as device:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             own = resolve(parse_args([*TINY.split(), "--kfac", "--train-iters", "1"]), 1)
             own = own.replace(padded_vocab_size=128)
-            yield build_model(own, groups_of(own), device)
+            groups = groups_of(own)
+            model = build_model(own, groups, device)
+            (kfac,) = build_features(own, model, groups)
+            yield model, kfac
         finally:
             destroy_groups()
             dist.destroy_process_group()
 
 
-def test_a_restart_forgets(model: Any) -> None:
+def test_a_restart_forgets(built: Any) -> None:
     torch.manual_seed(6)
-    kfac: Kfac = model.kfac
+    kfac: Kfac = built[1]
     factors = kfac.factors[0]
     grad = torch.randn(factors.weight.shape)
 
@@ -320,11 +325,25 @@ def test_a_restart_forgets(model: Any) -> None:
     assert factors.is_on
 
 
-def test_the_model_goes_with_its_last_user(model: Any) -> None:
+def test_a_change_of_layout_finds_room_for_its_covariances(built: Any) -> None:
+    model, kfac = built
+    weights = sum(p.numel() for chunk in model.chunks for p in chunk.parameters())
+    needed, released = kfac.relayout_bytes(None, weights // 2)
+    assert released == 0 and needed == pytest.approx(kfac.covariance_bytes, rel=1e-3)
+    for factors in kfac.factors:
+        factors.begin()
+        for total in factors.sums.values():
+            total += torch.eye(len(total))
+        factors.refresh()
+    assert kfac.relayout_bytes(None, weights)[1] == kfac.covariance_bytes > 0
+
+
+def test_the_model_goes_with_its_last_user(built: Any) -> None:
+    model, kfac = built
     layer = model.unwrapped[0].decoder.layers[0].mlp.linear_fc1
-    kfac, gone = model.kfac, weakref.ref(model.kfac.factors[0])
+    gone = weakref.ref(kfac.factors[0])
     assert len(kfac.factors) == 4 * 4 and layer._forward_hooks
-    model.detach_hooks()
+    kfac.remove_hooks()
     gc.collect()
     assert not layer._forward_hooks
     # Whoever still has the object holds no layer by it.

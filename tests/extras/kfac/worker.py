@@ -49,17 +49,17 @@ def main(output: Path) -> Any:
     import torch.distributed as dist
 
     from copus_ext.controller.phase_layouts import PhaseLayouts
-    from megatron.training.model.kfac import Factors
+    from megatron.training.extras.kfac.precondition import Factors, Kfac
     from megatron.training.train import build
     from megatron.training.train.callbacks import Callback, CallbackContext
 
-    make, rows = build.build_model, {}
+    make, rows = build.build_features, {}
 
     class Look(Callback):
         """Compares the first new gradient of every matrix with one by hand."""
 
         def __init__(self) -> None:
-            self.models: list[Any] = []
+            self.parts: list[Any] = []
             self.before: list[Any] = []
             self.passed: dict[Any, dict[str, Any]] = {}
             self.off: list[float] = []
@@ -67,25 +67,25 @@ def main(output: Path) -> Any:
             self.gathered: list[bool] = []
 
         def count(self, *args: Any, **more: Any) -> Any:
-            model = make(*args, **more)
-            self.matrices = 0 if model.kfac is None else len(model.kfac.factors)
-            self.gathered = [] if model.kfac is None else [s.is_gathered for s in model.kfac.shared]
-            return model
+            features = make(*args, **more)
+            self.parts = [f for f in features if isinstance(f, Kfac)]
+            self.matrices = sum(len(kfac.factors) for kfac in self.parts)
+            self.gathered = [s.is_gathered for kfac in self.parts for s in kfac.shared]
+            return features
 
         def build(self, *args: Any, **more: Any) -> Any:
-            model = self.count(*args, **more)
-            self.models.append(model)
-            self.passed = {f: {"inputs": [], "outputs": []} for f in model.kfac.factors}
-            return model
+            features = self.count(*args, **more)
+            self.passed = {f: {"inputs": [], "outputs": []} for f in self.parts[0].factors}
+            return features
 
         def on_grads_ready(self, context: CallbackContext) -> None:
             if self.before:
                 return
-            kfac = self.models[-1].kfac
+            kfac = self.parts[0]
             self.before = [(f, gathered(kfac, f.weight)) for f in kfac.factors]
 
         def on_train_step_end(self, context: CallbackContext) -> None:
-            kfac = self.models[-1].kfac
+            kfac = self.parts[0]
             if self.off:
                 return
             self.own = len(kfac.own)
@@ -151,7 +151,7 @@ def main(output: Path) -> Any:
         flags += f" --global-batch-size {BATCH}"
         flags += f" --train-samples {BATCH * STEPS}"
         with (
-            patch.object(build, "build_model", look.build if hand else look.count),
+            patch.object(build, "build_features", look.build if hand else look.count),
             patch.object(Factors, "_add", noting(look) if hand else add),
             patch.object(Factors, "begin", lambda factors: names.note(factors)),
         ):

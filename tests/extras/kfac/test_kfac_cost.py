@@ -12,15 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from copus_ext.cost_model import kfac as cost
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.extras import terms_of
+from copus_ext.cost_model.kernels import gemm_s
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import memory, peaks, static_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.step import least_step_s, step_time
+from copus_ext.goodput.state import ControllerState
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner, Rejected
 from copus_ext.planner.space import (
@@ -36,16 +40,40 @@ from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.process_groups import destroy_groups
+from megatron.training.extras.kfac import planner as cost
+from megatron.training.extras.kfac.precondition import Kfac, _lower_half
 from megatron.training.model.gpt import build_model
-from megatron.training.model.kfac import Kfac, _lower_half
 from megatron.training.train.build import groups_of
+from megatron.training.train.step_feature import build_features
 from tests.helpers.jobs import TINY
 
 FLAGS = [*f"{TINY} --kfac --train-iters 1 --global-batch-size 16".split()]
 MODEL = spec_of_flags(FLAGS)
-PLAIN = replace(MODEL, kfac_interval=None)
+PLAIN = replace(MODEL, extras={})
 FLAT = Constants(gemm_efficiency=1.0, gemm_half_inner=1e-12, gemm_half_outer=1e-12)
 """Every operation of a product takes as long."""
+
+
+def with_interval(interval: int) -> ModelSpec:
+    return replace(MODEL, extras={**MODEL.extras, "kfac_interval": interval})
+
+
+def held_bytes(rows: Rows) -> Any:
+    """[n] bytes of a rank of any stage in a step that makes covariances."""
+    return rows.num_layers / rows.pp * terms_of(rows).layer_bytes
+
+
+def sent_bytes(rows: Rows, held: Any) -> Any:
+    """[n] bytes that go once round the replicas, where a rank holds so many parameters."""
+    terms = terms_of(rows)
+    return rows.num_layers / rows.pp * terms.sent_layer_bytes + terms.sent_parameter_bytes * held
+
+
+def compute_s(rows: Rows, c: Constants) -> Any:
+    """[n] mean seconds that a rank of any stage computes in a step."""
+    products = terms_of(rows).layer_products
+    seconds = sum(count * gemm_s(rows, c, *sizes) for count, *sizes in products)
+    return rows.num_layers / rows.pp * seconds
 
 
 def rows_of(model: ModelSpec = MODEL, *, dp: int = 1, pp: int = 1, zero: bool = False) -> Rows:
@@ -68,7 +96,8 @@ def kfac() -> Iterator[Kfac]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             config = resolve(parse_args(FLAGS), 1).replace(padded_vocab_size=128)
-            own: Any = build_model(config, groups_of(config), device).kfac
+            groups = groups_of(config)
+            own: Any = build_features(config, build_model(config, groups, device), groups)[0]
             own.begin()
             for factors in own.factors:
                 for total in factors.sums.values():
@@ -87,7 +116,7 @@ def test_the_trainer_keeps_as_many_bytes(kfac: Kfac) -> None:
         for factors in kfac.factors
         for tensor in (*factors.sums.values(), *factors.inverses.values())
     ]
-    assert float(cost.held_bytes(rows_of())[0]) == sum(kept)
+    assert float(held_bytes(rows_of())[0]) == sum(kept)
     more = memory(rows_of()).stages["optimizer"] - memory(rows_of(PLAIN)).stages["optimizer"]
     assert float(more[0, 0]) == sum(kept)
 
@@ -100,29 +129,29 @@ def test_the_trainer_sends_as_many_bytes(kfac: Kfac) -> None:
         for piece in _lower_half(total)
     ]
     # An all-reduce goes round twice, once in ten steps. Blocks reach beyond the diagonal.
-    found = float(cost.sent_bytes(rows_of(dp=2), 0.0)[0])
+    found = float(sent_bytes(rows_of(dp=2), 0.0)[0])
     assert found <= 2 * sum(halves) / 10 <= 2.1 * found
     # The end of the only piece cuts one of 16 matrices, which is summed; many pieces cut all.
     for copies, share in ((2, 2 / 16), (16, 1.0)):
         rows = rows_of(zero=True).change(dp=np.array([copies]))
-        gathered = cost.sent_bytes(rows, 1000.0) - found
+        gathered = sent_bytes(rows, 1000.0) - found
         assert float(gathered[0]) == pytest.approx(share * 4 * 1000.0)
 
 
 def test_the_trainer_multiplies_as_much(kfac: Kfac) -> None:
-    rows = rows_of(replace(MODEL, kfac_interval=10**9))
+    rows = rows_of(with_interval(10**9))
     with FlopCounterMode(display=False) as counter:
         for factors in kfac.factors:
             factors.product(torch.randn(factors.weight.shape))
-    assert float((cost.compute_s(rows, FLAT) * rows.peak_flops)[0]) == pytest.approx(
+    assert float((compute_s(rows, FLAT) * rows.peak_flops)[0]) == pytest.approx(
         counter.get_total_flops(), rel=1e-6
     )
 
 
 def test_covariances_go_with_tokens_and_come_once_in_an_interval() -> None:
     def seconds(interval: int, micro: int) -> float:
-        rows = rows_of(replace(MODEL, kfac_interval=interval)).change(micro_batch_size=micro)
-        return float(cost.compute_s(rows, FLAT)[0])
+        rows = rows_of(with_interval(interval)).change(micro_batch_size=micro)
+        return float(compute_s(rows, FLAT)[0])
 
     often, seldom = (
         [seconds(interval, micro) - seconds(10**9, micro) for micro in (2, 4)]
@@ -137,26 +166,18 @@ def test_covariances_go_with_tokens_and_come_once_in_an_interval() -> None:
 
 def test_stages_and_shards_divide_it() -> None:
     whole, half = rows_of(), rows_of(pp=2)
-    assert cost.held_bytes(half) == pytest.approx(cost.held_bytes(whole) / 2)
-    assert cost.compute_s(half, FLAT) == pytest.approx(cost.compute_s(whole, FLAT) / 2)
+    assert held_bytes(half) == pytest.approx(held_bytes(whole) / 2)
+    assert compute_s(half, FLAT) == pytest.approx(compute_s(whole, FLAT) / 2)
     one, shared = rows_of(dp=2), rows_of(dp=2, zero=True)
     assert cost.own_share(one) == 1 and 0.5 < cost.own_share(shared) < 1
-    assert cost.held_bytes(shared) < cost.held_bytes(one)
-    assert cost.compute_s(shared, FLAT) < cost.compute_s(one, FLAT)
+    assert held_bytes(shared) < held_bytes(one)
+    assert compute_s(shared, FLAT) < compute_s(one, FLAT)
     assert cost.own_share(rows_of(zero=True)) == 1, "a single replica has all"
     overlapped = shared.change(overlap_grad_reduce=np.array([True]))
     assert cost.own_share(overlapped) == cost.own_share(shared), "one bucket holds it all"
     wide = overlapped.change(hidden_size=np.array([4096]), ffn_hidden_size=np.array([16384]))
     assert cost.own_share(wide) == 1, "each of many buckets is cut"
     assert cost.own_share(wide.change(overlap_grad_reduce=np.array([False]))) < 0.7
-
-
-def test_a_step_counts_with_the_means_of_whole_intervals() -> None:
-    steps = [1.0, 1.0, 4.0] * 3 + [1.0, 1.0]
-    assert cost.usual_step_s(steps, 3) == pytest.approx(2.0)
-    assert cost.usual_step_s([*steps[:5], 50.0, *steps[6:]], 3) == pytest.approx(2.0), "an outlier"
-    assert cost.usual_step_s(steps, 1) == 1.0
-    assert cost.usual_step_s(steps[:2], 3) == 1.0, "no whole interval yet"
 
 
 def test_sides_that_are_too_wide_cost_nothing() -> None:
@@ -173,13 +194,13 @@ def test_a_step_is_longer_and_without_it_nothing_changes() -> None:
     for sizes in every:
         with_it, without = (step_time(rows_of(m, **sizes), c) for m in (MODEL, PLAIN))
         more = with_it.step_s - without.step_s
-        least = c.factors.compute * cost.compute_s(rows_of(**sizes), c)
+        least = c.factors.compute * compute_s(rows_of(**sizes), c)
         assert (more >= 0.999 * least).all() and (least > 0).all()
         in_all = np.sum(list(with_it.parts.values()), axis=0)
         assert in_all == pytest.approx(with_it.step_s)
-    assert not cost.held_bytes(rows_of(PLAIN)).any()
-    assert not cost.sent_bytes(rows_of(PLAIN, dp=2), 5.0).any()
-    assert not cost.compute_s(rows_of(PLAIN), c).any()
+    assert not held_bytes(rows_of(PLAIN)).any()
+    assert not sent_bytes(rows_of(PLAIN, dp=2), 5.0).any()
+    assert not np.any(compute_s(rows_of(PLAIN), c))
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}, {"dp": 2, "pp": 2, "zero": True}])
@@ -202,14 +223,14 @@ def test_bounds_and_parts_know_it(sizes: dict[str, Any]) -> None:
 
 def test_half_precision_on_a_gpu_takes_twice_as_long() -> None:
     rows = rows_of(dp=2).change(element_bytes=np.array([2]))
-    of_gpu = cost.compute_s(rows.change(on_cpu=np.array([False])), FLAT)
-    assert of_gpu == pytest.approx(2 * cost.compute_s(rows, FLAT))
+    of_gpu = compute_s(rows.change(on_cpu=np.array([False])), FLAT)
+    assert of_gpu == pytest.approx(2 * compute_s(rows, FLAT))
 
 
 def test_the_planner_rejects_what_a_launch_would() -> None:
     cluster, limits = preset("cpu:4"), Limits(recompute=("none",), cross_node_tp=True)
     points = enumerate_points(MODEL, cluster, 16, limits)
-    code = REJECTION_CODES.index("kfac")
+    code = REJECTION_CODES.index("extra")
     legal, rejected = (np.flatnonzero(points.code == k) for k in (LEGAL, code))
     assert len(legal) and len(rejected)
     assert (points.tp[legal] == 1).all() and (points.tp[rejected] > 1).all()
@@ -219,9 +240,35 @@ def test_the_planner_rejects_what_a_launch_would() -> None:
     with pytest.raises(UsageError, match="--kfac"):
         resolve(parse_args([*FLAGS, *some.to_flags()]), 4)
     found = Planner(MODEL, cluster, limits=limits).explain(some)
-    assert isinstance(found, Rejected) and found.code == "kfac" and "--kfac" in found.detail
+    assert isinstance(found, Rejected) and found.code == "extra" and "--kfac" in found.detail
 
 
 def test_profiles_of_models_without_it_stay_valid() -> None:
-    assert "kfac_interval" not in PLAIN.to_json()
-    assert ModelSpec.from_json(MODEL.to_json()) == MODEL and MODEL.kfac_interval == 10
+    assert "extras" not in PLAIN.to_json() and MODEL.extras["kfac_interval"] == 10
+    assert ModelSpec.from_json(MODEL.to_json()) == MODEL
+
+
+def test_long_steps_of_kfac_are_in_the_throughput() -> None:
+    def config(more: str) -> Any:
+        train = ["--train-samples", "6400", *more.split()]
+        return resolve(parse_args([*TINY.split(), *train]), 2)
+
+    state = ControllerState()
+    for i in range(30):
+        seconds = 2.0 if i % 10 == 0 else 0.5
+        state.record_step(
+            key="tp1.pp1.dp2 1 8", consumed_samples=8 * i, batch=8, loss=1.0, seconds=seconds
+        )
+    for more, usual in (("", 0.5), ("--kfac --kfac-interval 10", 0.65)):
+        flags = CopusConfig(copus=True, copus_layouts="all")
+        rows, at = ThroughputTable(config(more), flags, gpu=None).rows(
+            [8, 16],
+            micro_batch_size=1,
+            global_batch_size=8,
+            measured=state.measured_step_time,
+        )
+        now = rows[at]
+        assert now.source == "measured"
+        assert now.samples_per_s == pytest.approx(8 / usual, rel=0.02)
+        assert any(r.layout.tp > 1 for r in rows) == (not more)
+        assert any(r.layout.pp > 1 for r in rows)

@@ -17,16 +17,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from megatron.training.config.kfac_flags import MOST_WIDE
+from megatron.training.extras.kfac.flags import MOST_WIDE
 from megatron.training.model.attention import SharedLinear
+from megatron.training.train.step_feature import Schedule, StepFeature
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
+    from megatron.training.model.gpt import Model
+    from megatron.training.train.job import Job
 
 _TINY = torch.finfo(torch.float32).tiny
 _BLOCK = 64
@@ -244,7 +250,7 @@ def _inverse(total: Tensor, damping: float) -> Tensor | None:
     return None if failed else torch.cholesky_inverse(lower)
 
 
-class Kfac:
+class Kfac(StepFeature):
     """K-FAC for the matrices of this rank.
 
     Nothing of it is saved. A launch, a new layout and a checkpoint begin anew, with the covariances
@@ -263,7 +269,7 @@ class Kfac:
     def __init__(
         self, chunks: Sequence[Any], groups: Any, *, damping: float, interval: int
     ) -> None:
-        self._replicas, self._interval = groups.dp_cp, interval
+        self._chunks, self._replicas, self._interval = chunks, groups.dp_cp, interval
         self._since: int | None = None
         layers = [
             module
@@ -302,6 +308,25 @@ class Kfac:
     def _is_own(self, weight: Any) -> bool:
         """Whether this rank's optimizer has a part of a matrix."""
         return next((shared.is_own(weight) for shared in self.shared if weight in shared), True)
+
+    def begin_schedule(self, job: Job, schedule: Schedule) -> Mapping[str, Any]:
+        if not schedule.forward_only:
+            # Masked samples fill a step up, and their number depends on the layout.
+            self.begin(may_refresh=not job.is_filled_up)
+        return {}
+
+    def before_optimizer(self, job: Job) -> None:
+        with job.trace.span("kfac"):
+            self.precondition()
+
+    def before_save(self, job: Job) -> None:
+        self.restart()
+
+    def relayout_bytes(self, config: Config, held: int) -> tuple[float, float]:
+        # The first step makes all covariances anew, which go about with the weights of a rank.
+        weights = sum(p.numel() for chunk in self._chunks for p in chunk.parameters())
+        sums_and_inverses = 2 * self.covariance_bytes * held / max(weights, 1)
+        return sums_and_inverses, self.kept_bytes
 
     def begin(self, *, may_refresh: bool = True) -> None:
         """A step is about to run forward and backward. All replicas call it alike.
@@ -349,4 +374,12 @@ class Kfac:
         """Takes the hooks off the layers and lets go of all of them, so that the model can go."""
         for factors in self.factors:
             factors.remove_hook()
-        self.factors, self.own, self.shared = [], [], []
+        self.factors, self.own, self.shared, self._chunks = [], [], [], []
+
+
+def kfac_of(config: Config, model: Model, groups: Any) -> Kfac | None:
+    """What `--kfac` asks for; see `Extra.feature`."""
+    flags = config.extras["kfac"]
+    if not flags.kfac:
+        return None
+    return Kfac(model.chunks, groups, damping=flags.kfac_damping, interval=flags.kfac_interval)

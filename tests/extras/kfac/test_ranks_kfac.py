@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_kfac import BY_HAND, INTERVAL, RUNS, SAVED, STEPS
+from tests.extras.kfac.worker import BY_HAND, INTERVAL, RUNS, SAVED, STEPS
 from tests.helpers.on_ranks import on_ranks
 
 CLOSE = 1e-4
@@ -14,7 +14,7 @@ CLOSE = 1e-4
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks("worker_kfac", tmp_path_factory.mktemp("kfac"), 2, timeout_s=300)
+    return on_ranks("tests.extras.kfac.worker", tmp_path_factory.mktemp("kfac"), 2, timeout_s=300)
 
 
 @pytest.mark.timeout(340)

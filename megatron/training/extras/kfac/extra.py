@@ -1,0 +1,13 @@
+"""K-FAC in front of Adam."""
+
+from megatron.training.common.extras import Extra
+
+EXTRA = Extra(
+    title="K-FAC",
+    flags="flags:KfacConfig",
+    check="flags:check_kfac",
+    layout_problems="flags:layout_problems",
+    step_period="flags:step_period",
+    cost_terms="planner:cost_terms",
+    feature="precondition:kfac_of",
+)
