@@ -22,7 +22,7 @@ from megatron.training.common.outside import parse_json
 logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
-VERSION = 5
+VERSION = 6
 """Of the records. It changes when a record could not be read, or a decision would be decided in
 another way. No other version is read."""
 _POSITIONS = (

@@ -112,8 +112,6 @@ class CopusConfig:
     this process sees."""
     copus_profile: str | None = option(None)
     """Step times of this machine, measured by the command profile-layouts."""
-    copus_norm_test_eta: float = _setting(0.5)
-    """For the policy norm_test: grow while the gradient's variance exceeds eta^2 |g|^2."""
     copus_doubling_first_tokens: float | None = _setting(None)
     """For the policy doubling: tokens before the first doubling. Default: an eighth of the run."""
     copus_doubling_ratio: float = _setting(3.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -190,10 +190,12 @@ def _is_above_optimal(s: DecisionInputs) -> bool:
     critical = s.critical_batch_size_of(high)
     assert critical is not None
     best = s.now.global_batch_size
-    if policy == "cbs":
-        best = policies.snap(critical, constraints.grid(s), policy=policy)
-    elif policy in policies.WEIGHING:
+    if policy in policies.WEIGHING:
         best = _best_of_layout(s, _log_goodputs(s, s.rows, critical))
+    elif policies.needs_critical_batch_size(policy):
+        target = policies.target_batch(replace(s, noise=replace(s.noise, phi_samples=high)))
+        assert target is not None
+        best = policies.snap(target, constraints.grid(s), policy=policy)
     return best < s.now.global_batch_size
 
 

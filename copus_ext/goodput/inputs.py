@@ -146,8 +146,6 @@ class Rules:
     """Most by which the batch grows at once."""
     min_effective_steps: float
     """Measured steps from which the noise scale counts."""
-    norm_test_eta: float
-    """Of the norm test: the batch grows while the variance of its gradient exceeds eta^2 |g|^2."""
     schedule: tuple[tuple[int, int], ...]
     """Of `step_schedule`: (samples consumed from which it holds, batch)."""
     doubling_first_samples: int | None

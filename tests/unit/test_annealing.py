@@ -83,7 +83,7 @@ def test_decisions_keep_up_with_the_end() -> None:
     [
         ({"copus_anneal_by_batch": 1.0}, "constant", "at least 0 and below 1"),
         ({"copus_anneal_by_batch": -0.1}, "constant", "at least 0 and below 1"),
-        ({"copus_anneal_by_batch": 0.1, "copus_policy": "cbs"}, "constant", "--copus-policy"),
+        ({"copus_anneal_by_batch": 0.1, "copus_policy": "static"}, "constant", "--copus-policy"),
         ({"copus_anneal_by_batch": 0.1}, "cosine", "--lr-decay-style constant"),
     ],
 )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from copus_ext.controller.flags import CopusConfig
+from megatron.training.common.extras import extras
 from megatron.training.config import GROUPS
 from megatron.training.config.fields import option_specs
 from megatron.training.config.known_flags import known_flags
@@ -22,6 +23,7 @@ HOW = (
 def command_line() -> dict[str, dict]:
     """Describes every implemented option by its canonical spelling, and every known one."""
     flags: dict[str, dict] = {}
+    further = {name for extra in extras() for name in extra.policies}
     for title, group in {**GROUPS, "copus": CopusConfig}.items():
         for spec in option_specs(group):
             default = list(spec.default) if isinstance(spec.default, tuple) else spec.default
@@ -31,7 +33,8 @@ def command_line() -> dict[str, dict]:
                 "aliases": list(spec.strings[1:]),
                 "type": spec.kind.__name__,
                 "default": default,
-                "choices": list(spec.choices) if spec.choices else None,
+                # Policies of an extra may go with its folder.
+                "choices": [c for c in spec.choices if c not in further] if spec.choices else None,
                 "nargs": spec.nargs,
                 "required": spec.required,
             }

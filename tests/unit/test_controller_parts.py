@@ -118,7 +118,7 @@ def test_the_grid_holds_what_the_layout_can_cut() -> None:
     uneven = rules_of(flags(copus_batch_grid="30"), config("--global-batch-size 9", world=3))
     assert uneven.grid[:3] == (9, 18, 30)
     assert batches_to_weigh(rules_of(flags(), config()), 16) == [2, 4, 8, 16, 32, 64, 128]
-    published = flags(copus_policy="cbs")
+    published = flags(copus_policy="copus")
     assert batches_to_weigh(rules_of(published, config()), 16) == [8, 16, 32, 64]
 
 
@@ -151,7 +151,6 @@ SHIPPED = [
     ("growth", 4.0, BOTH_WAYS),
     ("early_steps", 100.0, BOTH_WAYS),
     ("min_effective_steps", 20.0, "docs/controller.md"),
-    ("norm_test_eta", 0.5, "copus_ext/controller/flags.py"),
     ("schedule", (), CONTROLLER),
     ("doubling_first_samples", None, CONTROLLER),
     ("doubling_ratio", 3.0, "copus_ext/controller/flags.py"),

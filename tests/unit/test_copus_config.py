@@ -107,12 +107,12 @@ def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
     assert (flags.copus_prebuild, flags.copus_batch_grid) == (2, "24,48")
     assert (flags.copus_interval, flags.copus_allow_shrink) == (9.0, True)
     # Megatron-LM's own parser does not say which flags were given.
-    other = vars(parse("--copus", "--copus-config", str(path), "--copus-policy", "cbs"))
+    other = vars(parse("--copus", "--copus-config", str(path), "--copus-policy", "static"))
     del other["explicit_flags"]
     assert controller_flags(SimpleNamespace(**other)) == CopusConfig(
         copus=True,
         copus_config=str(path),
-        copus_policy="cbs",
+        copus_policy="static",
         copus_prebuild=2,
         copus_interval=4e4,
         copus_batch_grid="24,48",

@@ -87,8 +87,6 @@ def test_goodput_leads_to_the_root_of_critical_batch_and_saturation(phi: int, be
     assert decide(situation(16, 4000.0, **late)).target_batch == 512
     down = follow(situation(512, phi))
     assert down[1] == down[-1] <= 2 * best, "any way down at once"
-    published = {"copus_policy": "cbs"}
-    assert follow(situation(16, 4000.0, flags=published, **late), 2) == [16, 32, 64]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -219,24 +217,6 @@ def test_an_early_noise_scale_holds_growth_back_but_shrinks_nothing() -> None:
     assert kept.kind == "stay" and "the noise scale asks for no more" in kept.reason
     unknown = decide(situation(16, measured=noise(64.0, steps=19.0), **early))
     assert unknown.kind == "stay" and "not known yet" in unknown.reason
-
-
-def test_with_published_policies_only_the_layout_may_change_in_the_warm_up() -> None:
-    rows = [row(16, 10.0), row(32, 40.0), row(16, 13.0, dp=1), row(32, 50.0, dp=1)]
-    warm = {"in_warmup": True, "iteration": 10, "consumed_samples": 160}
-    cbs = {"copus_policy": "cbs"}
-    free = situation(
-        16, rows=rows, flags={**cbs, "copus_layouts": "all"}, switch_cost_s=5.0, **warm
-    )
-    decision = decide(free)
-    assert (decision.kind, decision.to) == ("relayout", rows[2]), decision.reason
-    there = dataclasses.replace(free, current=2)
-    assert decide(there).kind == "stay" and "warming up" in decide(there).reason
-    own = situation(16, rows=rows, flags=cbs, **warm)
-    assert decide(own).reason == "the learning rate is warming up"
-    paper = {"copus_policy": "copus", "copus_layouts": "all"}
-    papers = situation(16, rows=rows, flags=paper, **warm)
-    assert decide(papers).kind == "stay"
 
 
 @pytest.mark.parametrize("phi", [None, 64.0])
@@ -415,13 +395,7 @@ def test_no_batch_shrinks_on_a_lower_bound_or_after_a_spike() -> None:
     assert decide(situation(16, hold_shrinking_until_samples=600_000)).kind == "batch", "it grows"
 
 
-def test_other_policies_shrink_too_and_a_batch_without_goodput_is_left() -> None:
-    flags = {"copus_allow_shrink": True, "copus_policy": "cbs"}
-    assert decide(situation(256, 8.0, flags=flags)).to.global_batch_size == 128
-    unsure = situation(256, measured=noise(8.0, sd=3.0), flags=flags)
-    assert "not certain" in decide(unsure).reason
-    bound = dataclasses.replace(noise(5.0), status="lower_bound_only", high_samples=None)
-    assert "no upper bound" in decide(situation(64, measured=bound, flags=flags)).reason
+def test_schedules_shrink_too_and_a_batch_without_goodput_is_left() -> None:
     falling = {"policy": "step_schedule", "schedule": ((0, 64), (100, 8)), "allow_shrink": True}
     assert decide(situation(64, None, rules=falling)).to.global_batch_size == 8
     flags = {"copus_objective": "lr_model"}
@@ -477,33 +451,9 @@ def test_the_paper_to_the_letter() -> None:
         assert (decide(edge).kind == "batch") == acts
 
 
-@pytest.mark.parametrize(
-    ("policy", "phi", "sizes"),
-    [
-        ("static", 500.0, [8] * 6),
-        ("cbs", 45.0, [8, 16, 32, 64, 64, 64]),
-        ("cbs", 45.5, [8, 16, 32, 64, 128, 128]),
-        ("norm_test", 40.0, [8, 16, 32, 64, 128, 128]),
-    ],
-)
-def test_baselines(policy: str, phi: float, sizes: list[int]) -> None:
-    """cbs goes to twice the noise scale, as published."""
+def test_a_static_batch_stays() -> None:
     flat = [row(b, 10.0) for b in GRID]
-    assert follow(situation(8, phi, rows=flat, flags={"copus_policy": policy}), 5) == sizes
-
-
-@pytest.mark.parametrize(("eta", "times"), [(0.5, 3.0), (2**-0.5, 1.0)])
-def test_where_the_norm_test_stops(eta: float, times: float) -> None:
-    from copus_ext.goodput.policies import target_batch
-
-    batch, phi = 1, 10_000.0
-    for _ in range(200):
-        flags = {"copus_policy": "norm_test", "copus_norm_test_eta": eta}
-        s = situation(batch, phi, flags=flags, rows=[row(batch, 1.0)])
-        target = target_batch(s)
-        assert target is not None
-        batch = int(target)
-    assert batch == pytest.approx(times * phi, rel=1e-3)
+    assert follow(situation(8, 500.0, rows=flat, flags={"copus_policy": "static"}), 5) == [8] * 6
 
 
 def test_schedules_by_position() -> None:
@@ -514,18 +464,8 @@ def test_schedules_by_position() -> None:
     assert [scheduled_batch(merrill, at, 1000) for at in (0, 167, 168, 503, 504)] == [
         *(1024, 1024, 2048, 2048, 4096)
     ]
-    assert scheduled_batch(shipped_rules(flags={"copus_policy": "cbs"}), 5, 10) is None
-    assert snap(90.0, GRID, policy="cbs") == 64 and snap(91.0, GRID, policy="cbs") == 128
-    assert snap(65.0, GRID, policy="norm_test") == 128
+    assert scheduled_batch(shipped_rules(flags={"copus_policy": "static"}), 5, 10) is None
     assert snap(127.9, GRID, policy="doubling") == 64
-
-
-def test_seesaw_trades_the_decay_for_batch() -> None:
-    known: dict[str, Any] = {"flags": {"copus_policy": "seesaw"}, "rules": {"first_batch": 16}}
-    s = situation(16, 1000.0, **known, lr_decay_factor=0.5)
-    assert decide(s).to.global_batch_size == 32
-    capped = situation(16, 10.0, **known, lr_decay_factor=0.25)
-    assert decide(capped).to.global_batch_size == 16
 
 
 @pytest.mark.parametrize("allow_shrink", [False, True])
@@ -566,10 +506,3 @@ def test_a_steady_noisy_noise_scale_makes_no_batch_swing(
                 sizes.append(decision.to.global_batch_size)
         turns = sum((b > a) != (c > b) for a, b, c in zip(sizes, sizes[1:], sizes[2:]))
         assert turns <= allow_shrink, (seed, sizes)
-
-
-def test_a_target_is_taken_itself_and_not_a_faster_batch_beside_it() -> None:
-    table = [row(16, 10.0), row(16, 14.0, micro=8), row(24, 12.0), row(32, 20.0)]
-    known: dict[str, Any] = {"flags": {"copus_policy": "cbs"}, "rules": {"grid": (16, 24, 32)}}
-    assert decide(situation(16, 12.0, rows=table, **known)).to == table[2]
-    assert decide(situation(16, 12.0, rows=table, **known, in_ramp=True)).kind == "stay"

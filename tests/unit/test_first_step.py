@@ -143,7 +143,7 @@ def test_an_outcome_takes_no_steps_of_another_layout_or_micro_batch() -> None:
         (2, {"copus_min_global_batch_size": 2}),
         # No policy that keeps or grows the batch undoes what another one has shrunk.
         (2, {"copus_policy": "static"}),
-        (2, {"copus_policy": "cbs"}),
+        (2, {"copus_policy": "copus"}),
         # A batch that is not a size of the grid, as phases or lost ranks leave one, may be kept.
         (26, {"copus_max_global_batch_size": 32}),
     ],

@@ -227,7 +227,7 @@ def test_the_half_life_counts_samples_also_where_nothing_was_measured(
         config=SimpleNamespace(batch=SimpleNamespace(seq_length=2048)),
         state=SimpleNamespace(iteration=0, callbacks={}),
     )
-    callback = GradientNoiseCallback(CopusConfig(copus=True, copus_policy="seesaw"))
+    callback = GradientNoiseCallback(CopusConfig(copus=True, copus_policy="doubling"))
     callback.on_setup_start(context)
     for step in range(1, 4):
         callback.observer.skip(8 * step)

@@ -288,7 +288,7 @@ def test_of_large_files_only_the_end_is_read_and_layout_speed_and_mode_are_known
     journal = record_decisions(tmp_path)
     before = read_status(tmp_path)
     assert not before.launches_at_least
-    flags = {**CONFIG, "copus_mode": "observe", "copus_policy": "cbs", "data_parallel_size": 2}
+    flags = {**CONFIG, "copus_mode": "observe", "copus_policy": "static", "data_parallel_size": 2}
     flags |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     (tmp_path / "config.json").write_text(json.dumps(flags))
     pushed_back(tmp_path / METRICS_FILE, "run.start")
@@ -299,7 +299,7 @@ def test_of_large_files_only_the_end_is_read_and_layout_speed_and_mode_are_known
     assert before.controller is not None and now.controller is not None
     assert now.controller.best == before.controller.best is not None
     assert now.controller.changes == before.controller.changes != ()
-    assert now.controller.policy == "cbs"
+    assert now.controller.policy == "static"
     assert "observes only" in shown(now) and "restarts unknown" in shown(now)
     (tmp_path / NAME).unlink()
     assert read_status(tmp_path).layout == LAYOUT

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.goodput.objectives import OBJECTIVES
+from copus_ext.goodput.policies import TARGETS
 
 Start = Literal["small", "large"]
 SWITCH_RULES = ("forward", "paper")
-PUBLISHED = ("cbs", "norm_test", "doubling", "seesaw")
+BASELINES = [name for name in TARGETS if name not in ("static", "step_schedule")]
 
 
 class UnknownPolicy(ValueError):
@@ -44,7 +45,7 @@ def contenders(batches: Sequence[int]) -> dict[str, Contender]:
     found = [Contender(name=f"static_{batch}", is_baseline=True, batch=batch) for batch in batches]
     found += [
         Contender(name=f"{policy}_{start}", is_baseline=True, start=start, flags=flags(policy))
-        for policy, start in itertools.product(PUBLISHED, starts)
+        for policy, start in itertools.product(BASELINES, starts)
     ]
     for objective, rule in itertools.product(OBJECTIVES, SWITCH_RULES):
         how = {"copus_objective": objective, "copus_switch_rule": rule, "copus_layouts": "all"}

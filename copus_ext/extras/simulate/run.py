@@ -123,8 +123,7 @@ class Runner:
         self.estimator = NoiseEstimatorModel(seed)
         is_paper = self.flags.copus_policy == "copus"
         self.observer = NoiseObserver(per_step=is_paper, seq_length=scenario.seq_length)
-        self.measures = policies.needs_noise(self.flags.copus_policy)
-        self.measures |= self.flags.copus_policy == "seesaw"
+        self.measures = self.flags.copus_policy not in (*policies.SCHEDULED, "static")
         self.used: set[tuple[Layout, int]] = set()
         self.clock_s = 0.0
         self.out = Run(name=contender.name, times_s=dict.fromkeys(scenario.targets))

@@ -61,6 +61,9 @@ class Extra:
     the gradients of such a run or, with `moves`, compare its layouts."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Sub-commands of `copus`: name -> module with a `main`, counted from the package."""
+    policies: Mapping[str, str] = field(default_factory=dict)
+    """Further values of `--copus-policy`: name -> reference to a `Policy` of
+    `copus_ext.goodput.policies`."""
     package: str = ""
     """Filled in when the extra is found."""
 
@@ -75,8 +78,10 @@ class Extra:
             what: name of the field with the reference.
         """
         reference = getattr(self, what)
-        if reference is None:
-            return None
+        return None if reference is None else self.load(reference)
+
+    def load(self, reference: str) -> Any:
+        """The object that `module:attribute` leads to."""
         module, attribute = reference.split(":")
         return getattr(importlib.import_module(f"{self.package}.{module}"), attribute)
 

@@ -1,0 +1,1 @@
+"""Policies of others, as baselines."""

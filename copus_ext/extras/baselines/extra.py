@@ -1,0 +1,12 @@
+"""Published rules for the batch, to compare with."""
+
+from megatron.training.common.extras import Extra
+
+EXTRA = Extra(
+    title="published policies",
+    policies={
+        "cbs": "published:CRITICAL_BATCH_SIZE",
+        "norm_test": "published:NORM_TEST",
+        "seesaw": "published:SEESAW",
+    },
+)
