@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.support import TRAINER, arguments, launch, make_dataset, origin, read_run, write
-from copus_ext.commands import plan
+from copus_ext.extras.phase_plan import command
 from megatron.training.config.layout import LAYOUT_KEYS, Layout
 
 MODEL = """--num-layers 4 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 8
@@ -123,10 +123,10 @@ def on_cluster(
     model: str, cluster: str, batch: int, tokens: float, restart_s: float
 ) -> dict[str, Any]:
     """Hours of the three ways as planned."""
-    words = ["phases", "--model", model, "--cluster", cluster, "--global-batch-size", str(batch)]
+    words = ["--model", model, "--cluster", cluster, "--global-batch-size", str(batch)]
     words += ["--seq-length-schedule", PLANNED, "--train-tokens", f"{tokens:g}", "--json"]
     with redirect_stdout(io.StringIO()) as out:
-        plan.main(words)
+        command.main(words)
     answer = json.loads(out.getvalue())
     found, single = [stage["configuration"] for stage in answer["stages"]], answer["one_layout"]
     layouts = [

@@ -15,11 +15,10 @@ import dataclasses
 import io
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from copus_ext.monitor import phase_plan
-from copus_ext.monitor.phase_plan import TOKENS_A_PARAMETER
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
     InputProblem,
@@ -58,7 +57,6 @@ COMMANDS = {
     "micro-batches": "search, and split the samples of layouts without a pipeline unequally",
     "order": "search, and say which node goes where for the best of every batch",
     "nodes": "search, and rank again over unequal links and nodes as they are",
-    "phases": "the layouts of a run whose samples or batches grow, made ahead (also --phases)",
 }
 _DENSE_ONLY = {
     "partition": "cuts",
@@ -67,6 +65,8 @@ _DENSE_ONLY = {
     "nodes": "uneven",
 }
 """Commands that know no mixtures of experts, with the attribute of the arguments that each sets."""
+TOKENS_A_PARAMETER = 20
+"""Tokens of a run whose length is not given, for every parameter that a token meets."""
 _PLOTTED = 200
 """Configurations of a batch that a figure looks at."""
 _WEIGHED = 64
@@ -89,27 +89,19 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         command, f"{command} "
     )
     others = [f"  {word:{max(map(len, COMMANDS))}}  {text}" for word, text in COMMANDS.items()]
-    p = _Parser(
+    p = new_parser(
         prog=name,
         usage=f"%(prog)s {usage}--model MODEL --cluster CLUSTER --global-batch-size SIZES [flags]",
         description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".",
         epilog="\n".join([f"commands ({name} COMMAND --help):", *others]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    p.set_defaults(train_tokens=None, explain=None, hostfile=None, rejected=False, plot=None)
-    p.set_defaults(top=10, **{name: word == command for word, name in _DENSE_ONLY.items()})
+    p.set_defaults(**{name: word == command for word, name in _DENSE_ONLY.items()})
     if command in ("explain", "order"):
         needed = None if command == "explain" else "?"
         words = "such as tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
         p.add_argument("explain", metavar="CONFIG", nargs=needed, help=words)
-    _add_inputs(p, needs_batch=command != "phases")
-    out = p.add_argument_group("answer")
-    formats = ["table", "json", *(["flags"] if command == "search" else [])]
-    out.add_argument("--format", choices=formats, default="table", help="form of the answer")
-    words = "the same as --format json"
-    out.add_argument("--json", action="store_const", const="json", dest="format", help=words)
-    out.add_argument("--output", type=Path, help="write the answer to this file")
+    add_inputs(p)
+    out = add_answer(p, ["table", "json", *(["flags"] if command == "search" else [])])
     if command != "explain":
         out.add_argument("--top", type=int, default=10, help="how many to show per batch")
     if command in ("order", "nodes"):
@@ -122,12 +114,32 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         out.add_argument("--train-tokens", type=float, metavar="TOKENS", help=words)
         words = "draw throughput against batch"
         out.add_argument("--plot", type=Path, metavar="FILE.html", help=words)
-    elif command == "phases":
-        phase_plan.add_flags(p)
     return p
 
 
-def _add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool) -> None:
+def new_parser(**about: Any) -> argparse.ArgumentParser:
+    """A parser whose arguments `planner_of` takes once it has the flags of `add_inputs`.
+
+    Args:
+        about: `prog`, `usage`, `description` and `epilog` of argparse.
+    """
+    p = _Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **about)
+    p.set_defaults(train_tokens=None, explain=None, hostfile=None, rejected=False, plot=None)
+    p.set_defaults(top=10, **dict.fromkeys(_DENSE_ONLY.values(), False))
+    return p
+
+
+def add_answer(p: argparse.ArgumentParser, formats: list[str]) -> Any:
+    """Flags of the form of an answer; returns their group."""
+    out = p.add_argument_group("answer")
+    out.add_argument("--format", choices=formats, default="table", help="form of the answer")
+    words = "the same as --format json"
+    out.add_argument("--json", action="store_const", const="json", dest="format", help=words)
+    out.add_argument("--output", type=Path, help="write the answer to this file")
+    return out
+
+
+def add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool = True) -> None:
     """Flags that every command has: model, cluster, and what to search."""
     add_model_flags(p.add_argument_group("model"))
     where = p.add_argument_group("cluster")
@@ -187,13 +199,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Raises:
         UsageProblem: wrong flags, or flags that exclude each other.
     """
-    if "--phases" in argv:
-        argv = ["phases", *(one for one in argv if one not in ("--phases", "phases"))]
     if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise UsageProblem(f"there is no command {argv[0]}{nearest(argv[0], COMMANDS)}")
     command = argv[0] if argv and argv[0] in COMMANDS else "search"
     args = parser(command).parse_args(argv[1:] if argv and argv[0] in COMMANDS else argv)
-    args.phases = command == "phases"
     if args.format == "flags" and args.rejected:
         raise UsageProblem("--format flags goes with a plain search; use a table or --json")
     return args
@@ -396,8 +405,6 @@ def answer(args: argparse.Namespace) -> int:
 
     started = time.monotonic()
     planner = planner_of(args)
-    if args.phases:
-        return phases(args, planner)
     wanted = batches(args.global_batch_size)
     if args.explain is not None:
         return explain(args, planner, wanted)
@@ -457,16 +464,6 @@ def answer(args: argparse.Namespace) -> int:
     if any(plan.status == "no_legal" for plan in failed):
         return 3
     return 4 if failed else 0
-
-
-def phases(args: argparse.Namespace, planner: Any) -> int:
-    """Plans a run whose samples or batches grow; returns the exit code."""
-    code = phase_plan.answer(args, planner, write_output)
-    has_lengths = args.seq_length_schedule or megatron_flag(args, "seq_length_schedule")
-    # With an answer alone: a refusal is the only line that is printed.
-    if code == 0 and not has_lengths:
-        tell("plan.py", f"note: {length_line(args, planner.model)}")
-    return code
 
 
 def headroom_of(
@@ -531,18 +528,22 @@ def write_output(text: str, output: Path | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Reads flags, answers, and turns problems into one line and an exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    return exit_code_of("plan.py", lambda: answer(parse(argv)))
+
+
+def exit_code_of(script: str, work: Callable[[], int]) -> int:
+    """Runs a command of the planner, and turns problems into one line and an exit code."""
     from copus_ext.cost_model.spec_file import SpecError
     from megatron.training.common.errors import UsageError
 
-    argv = sys.argv[1:] if argv is None else argv
     try:
-        return answer(parse(argv))
+        return work()
     except (UsageProblem, SpecError, UsageError) as error:
-        tell("plan.py", f"error: {error}")
+        tell(script, f"error: {error}")
         return 2
     except InputProblem as error:
-        tell("plan.py", f"error: {error}")
+        tell(script, f"error: {error}")
         return 5
     except BrokenPipeError:
         close_output()

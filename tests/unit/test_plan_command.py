@@ -82,17 +82,6 @@ def test_an_answer_says_how_long_the_samples_are(capsys: pytest.CaptureFixture[s
         assert (inputs["seq_length_from"], inputs["model"]["seq_length"]) == (source, 128)
 
 
-@pytest.mark.parametrize("form", ["", "--json", "--output"])
-def test_a_plan_of_a_run_says_how_long_the_samples_are(
-    form: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    asked = "phases --model copus-quickstart --cluster a100-80g:8 --global-batch-size 32"
-    form = form.replace("--output", f"--output {tmp_path / 'plan.txt'}")
-    code, _, err = run(capsys, f"{asked} {form}")
-    line = "plan.py: note: samples of 128 tokens, the context of copus-quickstart"
-    assert code == 0 and err.splitlines().count(line) == 1
-
-
 def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
     """The first plan of an answer that keeps the schema."""
     code, out, _ = run(capsys, f"{text} --json")

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,8 @@ from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.monitor import phase_plan
-from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.phases import (
+from copus_ext.extras.phase_plan import command
+from copus_ext.extras.phase_plan.search import (
     Choice,
     PhasePlan,
     RunWide,
@@ -29,6 +29,7 @@ from copus_ext.planner.phases import (
     stages_of,
     with_own_flags,
 )
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
@@ -47,7 +48,7 @@ WIDE = [RunWide(0, True, 0), RunWide(2, True, 0)]
 
 
 def run(capsys: pytest.CaptureFixture[str], text: str) -> tuple[int, str, str]:
-    code = plan.main(shlex.split(text))
+    code = command.main(shlex.split(text))
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -86,10 +87,10 @@ def test_stages_begin_where_the_trainer_changes(batch: int, flags: str) -> None:
 
 
 def test_iterations_of_a_command_are_steps_of_its_ramp() -> None:
-    command = "--global-batch-size 48 --rampup-batch-size 16 16 160 --seq-length 64"
-    words = ["--megatron-args", f"{command} --train-iters 20"]
-    args = plan.parser("phases").parse_args(words)
-    stages = phase_plan.run_asked(args, next(iter(PRESETS.values()))).stages
+    flags = "--global-batch-size 48 --rampup-batch-size 16 16 160 --seq-length 64"
+    words = ["--megatron-args", f"{flags} --train-iters 20"]
+    args = command.parser().parse_args(words)
+    stages = command.run_asked(args, next(iter(PRESETS.values()))).stages
     assert sum(stage.num_steps for stage in stages) == 20
     assert [stage.global_batch_size for stage in stages] == [16, 32, 48]
 
@@ -161,7 +162,7 @@ def test_the_plan_is_the_best_of_all(data: st.DataObject) -> None:
         assert len({s.choice.configuration.recompute for s in best.stages}) == 1
     if single is not None:
         assert single.seconds == pytest.approx(min(alone))
-        assert phase_plan.cost_of_one(best, single) >= -1e-12  # pyright: ignore[reportOptionalOperand]
+        assert command.cost_of_one(best, single) >= -1e-12  # pyright: ignore[reportOptionalOperand]
 
 
 def test_a_move_that_cannot_pay_is_not_priced() -> None:
@@ -210,14 +211,14 @@ ASKED = f"""--megatron-args "{SHAPE}  --seq-length-schedule '0:64 50%:256 90%:10
 
 
 def test_the_command_plans_every_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, f"phases {ASKED}")
-    assert code == 0 and run(capsys, f"--phases {ASKED}")[1] == out
+    code, out, _ = run(capsys, ASKED)
+    assert code == 0
     lines = out.splitlines()
     lengths = [line.split("  ") for line in lines[1:4]]
     assert all(str(n) in " ".join(row) for n, row in zip((64, 256, 1024), lengths))
     assert any(line.startswith("one layout for all phases costs ") for line in lines)
     assert "the lengths now begin" not in out, "each phase has a length of its own"
-    record = json.loads(run(capsys, f"phases {ASKED} --json")[1])
+    record = json.loads(run(capsys, f"{ASKED} --json")[1])
     stages = record["stages"]
     assert [s["seq_length"] for s in stages] == [64, 256, 1024]
     assert [s["configuration"]["global_batch_size"] for s in stages] == [64, 16, 4]
@@ -232,7 +233,7 @@ def test_the_command_plans_every_phase(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_flags_of_a_plan_start_that_run(capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads(run(capsys, f"phases {ASKED} --json --fix dp=1")[1])
+    record = json.loads(run(capsys, f"{ASKED} --json --fix dp=1")[1])
     words = [*shlex.split(SHAPE), "--train-samples", "51200", *record["flags"]]
     config = resolve(parse_args(words), 4)
     asked = [
@@ -265,7 +266,7 @@ def test_flags_say_where_the_layout_changes_with_the_batch(text: str, micro: int
         c = dataclasses.replace(one.configuration, global_batch_size=s.global_batch_size, **size)
         parts.append(StagePlan(stage=s, choice=Choice(configuration=c, step_s=1.0), pause_s=0.0))
     flags = with_own_flags(PhasePlan(stages=parts), text, batch)
-    note = phase_plan.numbers_note(PhasePlan(stages=parts), text)
+    note = command.numbers_note(PhasePlan(stages=parts), text)
     # Within the first length the layout changes with the batch, so that the second is phase 2.
     assert note is None if text == "64" else note is not None and "with phases 0, 2," in note
     assert ("--seq-length-schedule" in flags) is (":" in text)
@@ -282,20 +283,20 @@ def test_flags_say_where_the_layout_changes_with_the_batch(text: str, micro: int
 
 def test_each_step_of_a_batch_has_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
     base = "--model llama-2-13b --seq-length 2048 --cluster a100-80g:64 --train-tokens 2e10"
-    code, out, _ = run(capsys, f"phases {base} --step-batch-size-schedule '0:16 2.4B:320'")
+    code, out, _ = run(capsys, f"{base} --step-batch-size-schedule '0:16 2.4B:320'")
     assert code == 0 and "--step-batch-size-schedule '0:16 2.4B:320'" in out
-    record = json.loads(
-        run(capsys, f"phases {base} --step-batch-size-schedule '0:16 2.4B:320' --json")[1]
-    )
+    record = json.loads(run(capsys, f"{base} --step-batch-size-schedule '0:16 2.4B:320' --json")[1])
     first, second = record["stages"]
     assert (first["num_steps"], second["start_tokens"]) == (73243, 73243 * 16 * 2048)
     # Alone each has the layout that a search finds for its batch.
     for s in (first, second):
         batch = s["configuration"]["global_batch_size"]
         ways = "--recompute none,selective,full"
-        found = json.loads(
-            run(capsys, f"{base} {ways} --global-batch-size {batch} --json --top 1")[1]
+        assert (
+            plan.main([*shlex.split(f"{base} {ways}"), "--global-batch-size", str(batch), "--json"])
+            == 0
         )
+        found = json.loads(capsys.readouterr().out)
         best = found["plans"][0]["ranked"][0]["prediction"]["step_s"]
         assert s["step_s"] == pytest.approx(best, rel=0.02)
 
@@ -332,20 +333,20 @@ def test_each_step_of_a_batch_has_a_layout(capsys: pytest.CaptureFixture[str]) -
 def test_problems_are_told(
     capsys: pytest.CaptureFixture[str], text: str, code: int, words: str
 ) -> None:
-    got, _, err = run(capsys, f"phases {text}")
+    got, _, err = run(capsys, text)
     assert got == code and words in err
 
 
 def test_times_count_for_their_own_length_alone() -> None:
     model = spec_of_flags([*shlex.split(SHAPE), "--seq-length", "64"])
-    args = plan.parse(["phases", *shlex.split(ASKED)])
+    args = command.parser().parse_args(shlex.split(ASKED))
     usual = plan.planner_of(args)
     c = Configuration(layout=Layout(dp=4), micro_batch_size=1, global_batch_size=64)
     slow = [Timing(configuration=c, step_s=100.0)]
     timed = Planner(model, usual.cluster, timings=slow, limits=usual.limits)
-    run_ = phase_plan.run_asked(args, usual.model)
-    before, _, _ = phase_plan.planned(usual, run_)
-    after, _, _ = phase_plan.planned(timed, run_)
+    run_ = command.run_asked(args, usual.model)
+    before, _, _ = command.planned(usual, run_)
+    after, _, _ = command.planned(timed, run_)
     pairs = list(zip(before.stages, after.stages))
     assert pairs[0][1].choice.step_s > 2 * pairs[0][0].choice.step_s
     for one, other in pairs[1:]:
@@ -361,7 +362,7 @@ def test_all_phases_have_their_logits_in_as_many_parts(capsys: pytest.CaptureFix
     sizes += "--attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 128000"
     code, out, _ = run(
         capsys,
-        f"phases --megatron-args '{sizes}' --cluster a100-40g:8 --global-batch-size 64 "
+        f"--megatron-args '{sizes}' --cluster a100-40g:8 --global-batch-size 64 "
         "--fix tp=2,cp=1 --seq-length-schedule '0:4096 50%:16384 80%:65536' --train-tokens 1e10 "
         "--json",
     )
@@ -371,3 +372,14 @@ def test_all_phases_have_their_logits_in_as_many_parts(capsys: pytest.CaptureFix
     assert len(parts) == 3 and len(set(parts)) == 1 and parts[0] > 1
     flags = answer["flags"]
     assert flags[flags.index("--logits-chunks") + 1] == str(parts[0])
+
+
+@pytest.mark.parametrize("form", ["", "--json", "--output"])
+def test_a_plan_of_a_run_says_how_long_the_samples_are(
+    form: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked = "--model copus-quickstart --cluster a100-80g:8 --global-batch-size 32"
+    form = form.replace("--output", f"--output {tmp_path / 'plan.txt'}")
+    code, _, err = run(capsys, f"{asked} {form}")
+    line = "plan-phases: note: samples of 128 tokens, the context of copus-quickstart"
+    assert code == 0 and err.splitlines().count(line) == 1

@@ -1,6 +1,6 @@
-"""`copus plan phases`: the layouts of a run whose samples or batches grow, made ahead.
+"""Plans the layouts of a run whose samples or batches grow.
 
-    copus plan phases --model llama-3-70b --cluster h100-80g:512 --global-batch-size 2048 \
+    copus plan-phases --model llama-3-70b --cluster h100-80g:512 --global-batch-size 2048 \
         --seq-length-schedule "0:8192 95%:32768 99%:131072" --train-tokens 2e12
 """
 
@@ -15,24 +15,39 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from copus_ext.planner.request import UsageProblem, megatron_flag
+from copus_ext.commands.plan import (
+    TOKENS_A_PARAMETER,
+    add_answer,
+    add_inputs,
+    exit_code_of,
+    new_parser,
+    planner_of,
+    write_output,
+)
+from copus_ext.planner.request import UsageProblem, length_line, megatron_flag
 from megatron.training.common.errors import UsageError, counted
+from megatron.training.common.program import program_name, tell
 from megatron.training.config.batch_schedule import make_schedule
 from megatron.training.config.phase_flags import parse_lengths
 
-TOKENS_A_PARAMETER = 20
-"""Tokens of a run whose length is not given, for every parameter that a token meets."""
+_SCRIPT = "plan-phases"
 SCHEMA = "copus.phases/1"
 _HOUR_S = 3600.0
 _COLUMNS = ("from", "s", "B", "layout", "b", "M", "recompute", "steps", "step,s", "hours")
 _COLUMNS += ("tokens/s/GPU", "MFU,%", "move,s")
 
 
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Adds the flags that `phases` has beside those of a search."""
+def parser() -> argparse.ArgumentParser:
+    p = new_parser(
+        prog=program_name(_SCRIPT),
+        usage="%(prog)s --model MODEL --cluster CLUSTER --global-batch-size SIZE [flags]",
+        description="The layouts of a run whose samples or batches grow, made ahead.",
+        epilog="Exit codes: 0, 2 wrong flags, 4 a phase fits in no layout, 5 a file is not usable.",
+    )
+    add_inputs(p, needs_batch=False)
+    add_answer(p, ["table", "json"])
     run = p.add_argument_group("run")
     words = "tokens of a sample over the run, such as '0:4096 90%%:16384 97%%:65536'"
     run.add_argument("--seq-length-schedule", metavar="TEXT", help=words)
@@ -43,6 +58,7 @@ def add_flags(p: argparse.ArgumentParser) -> None:
     run.add_argument("--rampup-batch-size", type=int, nargs=3, metavar=names, help=words)
     words = "length of the run (default: that of --megatron-args, or 20 a parameter)"
     run.add_argument("--train-tokens", type=float, metavar="TOKENS", help=words)
+    return p
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +79,7 @@ def run_asked(args: argparse.Namespace, model: Any) -> Run:
     Raises:
         UsageProblem: no batch, or several.
     """
-    from copus_ext.planner.phases import stages_of
+    from copus_ext.extras.phase_plan.search import stages_of
     from copus_ext.planner.request import batches
 
     given = functools.partial(megatron_flag, args)
@@ -77,7 +93,7 @@ def run_asked(args: argparse.Namespace, model: Any) -> Run:
         size = given("global_batch_size") or (int(last) if last and last.isdecimal() else None)
         sizes = [size] if size else []
     if len(sizes) != 1:
-        raise UsageProblem("`phases` needs one --global-batch-size, of the first length")
+        raise UsageProblem("plan-phases needs one --global-batch-size, of the first length")
     first = parse_lengths(text if ":" in text else f"0:{text}")[0][1]
     tokens, ramp = args.train_tokens, tuple(ramp) if ramp else None
     if tokens is None and (samples := given("train_samples")):
@@ -178,7 +194,7 @@ def planned(planner: Any, run: Run) -> tuple[Any, Any, list[Any]]:
 
 def _planned(planner: Any, run: Run, chunks: tuple[int, ...]) -> tuple[Any, Any, list[Any]]:
     """Returns the same with logits in some numbers of parts."""
-    from copus_ext.planner.phases import choices_of, plan_stages
+    from copus_ext.extras.phase_plan.search import choices_of, plan_stages
     from copus_ext.planner.search import Planner
 
     stages = run.stages
@@ -212,20 +228,11 @@ def _planned(planner: Any, run: Run, chunks: tuple[int, ...]) -> tuple[Any, Any,
     return best, single, []
 
 
-def answer(
-    args: argparse.Namespace, planner: Any, write_output: Callable[[str, Path | None], None]
-) -> int:
-    """Plans, prints and writes; returns the exit code.
-
-    Args:
-        args: flags of `copus plan phases`.
-        planner: of the model on the cluster.
-        write_output: prints a text, or writes it to a file.
-    """
+def answer(args: argparse.Namespace) -> int:
+    """Plans, prints and writes; returns the exit code."""
     from copus_ext.planner import report
-    from megatron.training.common.program import tell
 
-    started = time.monotonic()
+    started, planner = time.monotonic(), planner_of(args)
     try:
         run = run_asked(args, planner.model)
         best, single, lacking = planned(planner, run)
@@ -234,12 +241,12 @@ def answer(
     if best is None:
         for stage in lacking:
             tell(
-                "plan.py",
+                _SCRIPT,
                 f"error: no configuration runs {stage.global_batch_size} samples of "
                 f"{stage.seq_length} tokens; use more GPUs or memory, or another batch",
             )
         if not lacking:
-            tell("plan.py", "error: no way of recomputation fits every phase; allow others")
+            tell(_SCRIPT, "error: no way of recomputation fits every phase; allow others")
         return 4
     if args.format == "json":
         record = to_json(planner, run, best, single)
@@ -252,7 +259,14 @@ def answer(
         buffer = io.StringIO()
         table(planner, run, best, single, report.console_for(buffer))
         write_output(buffer.getvalue().rstrip("\n"), args.output)
+    if not (args.seq_length_schedule or megatron_flag(args, "seq_length_schedule")):
+        tell(_SCRIPT, f"note: {length_line(args, planner.model)}")
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    return exit_code_of(_SCRIPT, lambda: answer(parser().parse_args(argv)))
 
 
 def cost_of_one(best: Any, single: Any) -> float | None:
@@ -284,7 +298,7 @@ def _of_stage(planner: Any, part: Any) -> dict[str, float]:
 def to_json(planner: Any, run: Run, best: Any, single: Any) -> dict[str, Any]:
     """Returns the answer as plain JSON types."""
     from copus_ext import __version__
-    from copus_ext.planner.phases import with_own_flags
+    from copus_ext.extras.phase_plan.search import with_own_flags
 
     def of(plan: Any) -> list[dict[str, Any]]:
         return [
@@ -326,8 +340,8 @@ def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
     """Prints a line for each stage, what one layout would cost, and the flags of the plan."""
     from rich.table import Table
 
+    from copus_ext.extras.phase_plan.search import with_own_flags
     from copus_ext.monitor.summary import amount
-    from copus_ext.planner.phases import with_own_flags
 
     shown = Table(box=None, header_style="bold", pad_edge=False)
     for name in _COLUMNS:
@@ -367,7 +381,7 @@ def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
 def numbers_note(best: Any, lengths: str) -> str | None:
     """Says with which numbers of phases the lengths begin where phases that change the layout or
     the micro-batch alone stand between them; None where the lengths count as they are given."""
-    from copus_ext.planner.phases import first_phases
+    from copus_ext.extras.phase_plan.search import first_phases
 
     numbers = first_phases(best, lengths)
     if numbers == list(range(len(numbers))):

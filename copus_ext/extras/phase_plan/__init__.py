@@ -1,0 +1,1 @@
+"""Layouts of a run whose samples or batches grow, planned ahead."""

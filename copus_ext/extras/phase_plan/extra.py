@@ -1,0 +1,5 @@
+"""Layouts of a run whose samples or batches grow, planned ahead."""
+
+from megatron.training.common.extras import Extra
+
+EXTRA = Extra(title="plans of runs that grow", commands={"plan-phases": "command"})
