@@ -1,12 +1,10 @@
-"""Converts a checkpoint: layout, vocabulary, number format, optimizer, or Hugging Face format.
+"""Converts a checkpoint: layout, vocabulary, number format, optimizer, or format of the model.
 
 python tools/convert_checkpoint.py checkpoints converted --tp 4 --pp 2 --dp 8 --verify
-python tools/convert_checkpoint.py checkpoints llama-hf --format hf
-python tools/convert_checkpoint.py llama-hf checkpoints --tp 2
 
-One CPU process, no process group, no model. SRC is a --save directory, the folder of one iteration,
-or a Hugging Face model; DST must not exist. Exit codes: 0 done, 1 I/O, 2 usage, 3 refused,
-4 verification failed; without 0 there is no DST.
+One CPU process, no process group, no model. SRC is a --save directory, the folder of an iteration,
+or a model in a format of --format; DST must not exist. Exit codes: 0 done, 1 I/O, 2 usage,
+3 refused, 4 verification failed; without 0 there is no DST.
 """
 
 from __future__ import annotations
@@ -16,11 +14,13 @@ import json
 import sys
 from pathlib import Path
 
+from megatron.training.checkpoint.convert.formats import format_of, model_formats
 from megatron.training.common.errors import UsageError
 from megatron.training.common.program import json_failure, program_name, run_command
 from megatron.training.config.arguments import Parser
 
 _SCRIPT = "convert_checkpoint.py"
+_OURS = "torch_dist"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,10 +49,10 @@ def parser() -> argparse.ArgumentParser:
     target.add_argument("--true-vocab", type=int, help="number of tokens, if SRC does not say")
     target.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="format of the weights")
     target.add_argument("--optimizer", choices=("distributed", "plain", "none"))
-    target.add_argument("--format", choices=("torch_dist", "hf"), default="torch_dist")
-    target.add_argument(
-        "--max-shard-gb", type=float, default=5.0, help="size of a safetensors file, in GB"
-    )
+    formats = model_formats()
+    target.add_argument("--format", choices=(_OURS, *formats), default=_OURS)
+    for one in formats.values():
+        one.add_flags(target)
     p.add_argument("--verify", action="store_true", help="compare every tensor of SRC and DST")
     p.add_argument("--json", action="store_true", help="print the result as JSON")
     return p
@@ -62,29 +62,27 @@ def run(args: argparse.Namespace) -> int:
     from megatron.training.resilience.env_checks import import_core
 
     import_core()
-    from megatron.training.checkpoint.convert import huggingface
     from megatron.training.checkpoint.convert.convert import convert
     from megatron.training.checkpoint.convert.target import LAYOUT_FLAGS, Changes
 
     names = (*LAYOUT_FLAGS, "vocab", "true_vocab", "dtype", "optimizer")
     changes = Changes(**{name: getattr(args, name) for name in names})
-    if args.max_shard_gb <= 0:
-        raise UsageError(f"--max-shard-gb {args.max_shard_gb} must be above 0")
     folders = args.source, args.destination
     of_checkpoint = {
         "step": args.ckpt_step,
         "verify": args.verify,
         "trust_unverified": args.ckpt_trust_unverified,
     }
-    if huggingface.is_model(args.source):
-        if args.format == "hf":
-            raise UsageError(f"SRC {args.source} is a Hugging Face model already; drop --format hf")
+    model = format_of(args.source)
+    if model is not None:
+        if args.format != _OURS:
+            raise UsageError(f"SRC {args.source} is {model.title}; drop --format {args.format}")
         if args.ckpt_step is not None:
             raise UsageError("--ckpt-step goes with a --save directory, not with a model")
-        outcome = huggingface.load(*folders, changes, verify=args.verify)
-    elif args.format == "hf":
-        shard_bytes = int(args.max_shard_gb * 1e9)
-        outcome = huggingface.save(*folders, changes, shard_bytes=shard_bytes, **of_checkpoint)
+        outcome = model.load(*folders, changes, verify=args.verify)
+    elif args.format != _OURS:
+        wanted = model_formats()[args.format]
+        outcome = wanted.save(*folders, changes, **of_checkpoint, flags=args)
     else:
         outcome = convert(*folders, changes, **of_checkpoint)
     if args.json:

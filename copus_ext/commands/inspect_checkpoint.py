@@ -88,11 +88,12 @@ def run(args: argparse.Namespace) -> int:
     import_core()
     from megatron.training.checkpoint.convert.archive import open_archive
     from megatron.training.checkpoint.convert.describe import describe
-    from megatron.training.checkpoint.convert.huggingface import is_model
+    from megatron.training.checkpoint.convert.formats import format_of
 
-    if is_model(args.source):
+    found = format_of(args.source)
+    if found is not None:
         other = other_command("convert_checkpoint.py")
-        raise UsageError(f"SRC {args.source} is a Hugging Face model; {other} checks and reads it")
+        raise UsageError(f"SRC {args.source} is {found.title}; {other} checks and reads it")
     archive = open_archive(
         args.source, step=args.ckpt_step, trust_unverified=args.ckpt_trust_unverified
     )

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpoint.convert import huggingface
 from megatron.training.checkpoint.convert.convert import convert
 from megatron.training.checkpoint.convert.target import Changes
-from megatron.training.common.errors import Refused
 from tests.distributed.worker_features import ALONE, BEFORE, LAYOUTS, MODELS, SAME
 from tests.helpers.on_ranks import on_ranks
 
@@ -72,9 +70,3 @@ def test_a_checkpoint_is_proved_complete_and_converts(
 ) -> None:
     outcome = convert(output / f"{model}-saved", tmp_path / "to", Changes(tp=2, dp=1), verify=True)
     assert outcome.num_compared
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_hugging_face_has_no_such_model(output: Path, tmp_path: Path, model: str) -> None:
-    with pytest.raises(Refused, match=r"config\.json cannot express"):
-        huggingface.save(output / f"{model}-saved", tmp_path / "to", Changes())

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.helpers import spoil
 
-_MODEL = {
+MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
@@ -32,6 +32,7 @@ _MODEL = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+"""`config.json` of a small model."""
 
 
 # Sockets
@@ -297,53 +298,13 @@ def trace(rng: random.Random, folder: Path) -> str | None:
     return spoil.problem_of(read)
 
 
-def hugging_face(rng: random.Random, folder: Path) -> str | None:
-    """`config.json`, by the converter and by the planner."""
+def model_shape(rng: random.Random, folder: Path) -> str | None:
+    """`config.json`, by the planner."""
     from copus_ext.cost_model.hugging_face import spec_of_config
-    from megatron.training.checkpoint.convert import config_json, huggingface
-    from megatron.training.common.errors import Refused
 
     path = folder / "config.json"
-    path.write_bytes(spoil.spoiled_json(rng, _MODEL))
-    return spoil.problem_of(
-        lambda: config_json.arguments_of(huggingface._read_config(path)), Refused
-    ) or spoil.problem_of(lambda: spec_of_config(path, seq_length=128), ValueError)
-
-
-def safetensors(rng: random.Random, folder: Path) -> str | None:
-    """Weights in safetensors, with an index."""
-    import torch
-
-    from megatron.training.checkpoint.convert.safetensors_files import (
-        INDEX,
-        SafetensorsFolder,
-        write_folder,
-    )
-    from megatron.training.checkpoint.convert.writing import Piece
-    from megatron.training.common.errors import Refused
-
-    pieces = [
-        Piece.whole(key, torch.float32, (2, 3), lambda: torch.ones(2, 3)) for key in ("a", "b")
-    ]
-    write_folder(folder, pieces, shard_bytes=30)
-    victim = folder / rng.choice((INDEX, "model-00001-of-00002.safetensors"))
-    if victim.name == INDEX:
-        victim.write_bytes(spoil.spoiled_json(rng, json.loads(victim.read_text())))
-    elif rng.random() < 0.5:
-        head = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
-        text = spoil.spoiled_json(rng, head)
-        size = rng.choice((len(text), len(text), 1 << 60, (1 << 64) - 1, 0))
-        victim.write_bytes(size.to_bytes(8, "little") + text + bytes(24))
-    else:
-        victim.write_bytes(spoil.spoiled_bytes(rng, victim.read_bytes()))
-
-    def read() -> None:
-        found = SafetensorsFolder(folder)
-        for name in sorted(found.names):
-            found.describe(name)
-            found.read(name)
-
-    return spoil.problem_of(read, Refused)
+    path.write_bytes(spoil.spoiled_json(rng, MODEL))
+    return spoil.problem_of(lambda: spec_of_config(path, seq_length=128), ValueError)
 
 
 @functools.lru_cache(maxsize=1)
@@ -506,7 +467,7 @@ KINDS: dict[str, Callable[[random.Random, Path], str | None]] = {
     check.__name__.replace("_", " "): check
     for check in (
         *(peer, launcher, stranger, contact, error_file, settings, too_large),
-        *(trace, hugging_face, safetensors, pickled, tracker),
+        *(trace, model_shape, pickled, tracker),
         *(document, hosts, run_directory, tokenizer),
     )
 }

@@ -120,9 +120,10 @@ def _is_damaged(folder: Path) -> bool:
 def converted(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str | None:
     """`tools/convert_checkpoint.py`."""
     from copus_ext.commands import convert_checkpoint
+    from megatron.training.checkpoint.convert.formats import model_formats
 
     root, victim = checkpoints.spoiled(rng, folder)
-    ways: tuple[tuple[str, ...], ...] = ((), ("--dtype", "fp32"), ("--format", "hf"))
+    ways = [(), ("--dtype", "fp32"), *(("--format", name) for name in model_formats())]
     target = folder / "made"
     before = sorted(folder.iterdir())
     result = spoil.code_of(convert_checkpoint.main, root, target, *rng.choice(ways))

@@ -17,12 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import huggingface, writing
+from megatron.training.checkpoint.convert import writing
 from megatron.training.checkpoint.convert.archive import Archive, Chunk, open_archive
 from megatron.training.checkpoint.convert.checks import coverage_problem
 from megatron.training.checkpoint.convert.convert import convert
 from megatron.training.checkpoint.convert.target import Changes
-from megatron.training.common.errors import UsageError
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.sharding import flat_to_rects
 from tests.helpers.checkpoints import ITERATION, command, cut_like_ranks, make_checkpoint
@@ -190,7 +189,6 @@ def test_context_parallelism_stays_until_another_size_is_given(
     for asked, code, words in (
         (("--cp", 3), 3, "--seq-length 32 is not divisible by 6"),
         (("--cp", 0), 2, "--cp 0"),
-        (("--format", "hf", "--cp", 2), 2, "--cp goes with checkpoints"),
     ):
         got, _, err = run(capsys, source, tmp_path / "made", *asked)
         assert got == code and words in err and not (tmp_path / "made").exists(), err
@@ -223,10 +221,7 @@ def test_more_padding_and_back_keeps_every_bit(tmp_path: Path) -> None:
     same(tensors(source), tensors(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("to", ["torch_dist", "hf"])
-def test_padding_can_go_but_no_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
-) -> None:
+def test_padding_can_go_but_no_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = make_checkpoint(tmp_path / "known", tensor_model_parallel_size=1)
     unknown = make_checkpoint(
         tmp_path / "unknown", tokenizer_type="HuggingFaceTokenizer", vocab_size=None
@@ -239,14 +234,12 @@ def test_padding_can_go_but_no_token(
         (unknown, ("--vocab", 110, "--true-vocab", 105), 0, ""),
     ):
         made = tmp_path / "made"
-        got, _, err = run(capsys, source, made, "--format", to, "--verify", *flags)
+        got, _, err = run(capsys, source, made, "--verify", *flags)
         assert got == code and words in err and made.exists() is (code == 0), err
-        if code == 0 and source is known and to == "torch_dist":
+        if code == 0 and source is known:
             key = "optimizer.state.exp_avg.embedding.word_embeddings.weight"
             assert torch.equal(tensors(made)[key], tensors(source)[key][:101])
         shutil.rmtree(made, ignore_errors=True)
-    with pytest.raises(UsageError, match="--true-vocab 500"):
-        huggingface.save(unknown, tmp_path / "c", Changes(true_vocab=500))
 
 
 def test_another_number_format_is_made_from_the_masters(tmp_path: Path) -> None:
@@ -297,7 +290,6 @@ def test_rectangles_cut_anywhere_are_put_together(
             results.append(open_archive(to, step=None))
         assert results[0].tensors.keys() == results[1].tensors.keys()
         assert all(torch.equal(results[0].read(k), results[1].read(k)) for k in results[0].tensors)
-    huggingface.save(source, tmp_path / "hf", Changes(), verify=True)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -351,13 +343,10 @@ def test_every_file_is_on_the_disk_before_the_result_has_its_name(
     synced: list[Path] = []
     monkeypatch.setattr(writing, "_sync", synced.append)
     source = make_checkpoint(tmp_path / "a")
-    for number, do in enumerate((convert, huggingface.save)):
-        synced.clear()
-        to = tmp_path / f"to{number}"
-        do(source, to, Changes())
-        (there,) = {p for p in synced if p.name.startswith(".to")}
-        made = {p.relative_to(to) for p in to.rglob("*")}
-        assert made == {p.relative_to(there) for p in synced if there in p.parents}
+    convert(source, tmp_path / "to", Changes())
+    (there,) = {p for p in synced if p.name.startswith(".to")}
+    made = {p.relative_to(tmp_path / "to") for p in (tmp_path / "to").rglob("*")}
+    assert made == {p.relative_to(there) for p in synced if there in p.parents}
 
 
 def test_the_result_is_written_without_an_accelerator(

@@ -17,7 +17,7 @@ from megatron.training.common.extras import PACKAGES, Extra, extras
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {extra.name: ROOT / extra.package.replace(".", "/") for extra in extras()}
 REFERENCES = ("flags", "check", "feature", "layout_problems", "batch_problems")
-REFERENCES += ("controller_problems", "cost_terms", "step_period")
+REFERENCES += ("controller_problems", "cost_terms", "step_period", "model_format")
 ALL_CORE = """
 import importlib, json, pathlib, sys
 from megatron.training.common.extras import extras
@@ -95,9 +95,10 @@ def test_the_core_works_without_any(house: Path) -> None:
     assert not found["extras"] and not {*found["groups"]} & {*FOLDERS}
 
 
-def test_no_extra_needs_another() -> None:
+def test_no_extra_needs_another_that_it_does_not_name() -> None:
     for name, folder in FOLDERS.items():
-        others = [extra.package for extra in extras() if extra.name != name]
+        (needs,) = (extra.needs for extra in extras() if extra.name == name)
+        others = [extra.package for extra in extras() if extra.name not in (name, *needs)]
         for file in folder.rglob("*.py"):
             text = file.read_text()
             assert not [package for package in others if package in text], file
@@ -125,6 +126,7 @@ EXTRA = Extra(
     controller_problems="parts:controller_problems",
     cost_terms="parts:cost_terms",
     step_period="parts:step_period",
+    model_format="parts:Counted",
     commands={"count": "parts"},
 )
 ''',
@@ -170,6 +172,19 @@ def step_period(arguments):
     return arguments.get("count_to") or 1
 
 
+class Counted:
+    name, title = "counted", "a counted model"
+
+    def is_model(self, folder):
+        return (folder / "counted").exists()
+
+    def add_flags(self, group):
+        group.add_argument("--count-from", type=int)
+
+    def save(self, source, destination, changes, *, flags, **how):
+        raise ValueError(f"counted from {flags.count_from}")
+
+
 def counter(config, model, groups):
     return None
 
@@ -180,6 +195,7 @@ def main(argv):
 ''',
 }
 NEW_ONE = """
+import contextlib, io, pathlib
 from copus_ext.commands.main import main, names
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
@@ -189,6 +205,7 @@ from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.space import REJECTION_CODES, Limits, enumerate_points, to_rows
+from megatron.training.checkpoint.convert.formats import format_of
 from megatron.training.common.errors import UsageError
 from megatron.training.common.extras import step_period
 from megatron.training.config.arguments import build_parser, parse_args, resolve
@@ -230,6 +247,11 @@ except UsageError as error:
     assert "--count-to depends" in str(error)
 else:
     raise AssertionError("moved")
+assert format_of(pathlib.Path.cwd()) is None
+convert = "convert-checkpoint a b --format counted --count-from 4".split()
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    assert main(convert) == 3
+assert "counted from 4" in said.getvalue()
 assert "--count-to N" in build_parser().format_help() and "count" in names()
 assert main(["count"]) == 0
 """
@@ -242,3 +264,15 @@ def test_a_new_folder_is_a_new_extra(house: Path, package: str) -> None:
     for name, text in DEMONSTRATION.items():
         (folder / name).write_text(text)
     assert in_house(house, NEW_ONE) == "one two"
+
+
+def test_an_extra_is_gone_without_another_that_it_needs(house: Path) -> None:
+    folder = house / PACKAGES[0].replace(".", "/")
+    head = DEMONSTRATION["extra.py"].partition("EXTRA =")[0]
+    for name, needs in (("a", ("b",)), ("b", ("nobody",)), ("c", ("d",)), ("d", ())):
+        (folder / name).mkdir(parents=True)
+        text = f"{head}EXTRA = Extra(title={name!r}, needs={needs!r})"
+        (folder / name / "extra.py").write_text(text)
+    program = "from megatron.training.common.extras import extras; "
+    found = in_house(house, f"{program}print(*(extra.name for extra in extras()))").split()
+    assert {*found} & {"a", "b", "c", "d"} == {"c", "d"}

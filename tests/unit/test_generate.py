@@ -324,9 +324,6 @@ def test_checkpoints_that_cannot_be_are_one_line(
 ) -> None:
     said: dict[str, str] = {"nowhere": "is not a directory", "empty": "holds no checkpoint"}
     (tmp_path / "empty").mkdir()
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
-    said["hf"] = "convert_checkpoint.py"
     written(tmp_path / "small", padded_vocab_size=128)
     said["small"] = "the tokenizer has 257 tokens but checkpoint"
     written(tmp_path / "odd", tokenizer_type="FooTokenizer")

@@ -22,7 +22,10 @@ from copus_ext.extras.serving.quantise import (
     unpack,
 )
 from megatron.training.checkpoint.convert.archive import open_archive
-from megatron.training.checkpoint.convert.huggingface import (
+from megatron.training.checkpoint.convert.target import DTYPES, Changes
+from megatron.training.checkpoint.convert.writing import Piece, staged
+from megatron.training.common.errors import UsageError, VerificationFailed
+from megatron.training.extras.huggingface.exchange import (
     IN_LAYER,
     TOP,
     Export,
@@ -30,10 +33,7 @@ from megatron.training.checkpoint.convert.huggingface import (
     join,
     write_config,
 )
-from megatron.training.checkpoint.convert.safetensors_files import SafetensorsFolder, write_folder
-from megatron.training.checkpoint.convert.target import DTYPES, Changes
-from megatron.training.checkpoint.convert.writing import Piece, staged
-from megatron.training.common.errors import UsageError, VerificationFailed
+from megatron.training.extras.huggingface.safetensors_files import SafetensorsFolder, write_folder
 from megatron.training.train.generate import OpenedModel
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+_proj)\.weight")

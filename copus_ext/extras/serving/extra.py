@@ -2,4 +2,5 @@
 
 from megatron.training.common.extras import Extra
 
-EXTRA = Extra(title="serving plans", commands={"plan-serving": "command"})
+_COMMANDS = {"plan-serving": "command"}
+EXTRA = Extra(title="serving plans", commands=_COMMANDS, needs=("huggingface",))

@@ -18,7 +18,7 @@ from copus_ext.extras.serving.measure import measure
 from copus_ext.extras.serving.sensitivity import FILE, Sensitivity
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert.archive import Archive, open_archive
-from megatron.training.checkpoint.convert.huggingface import is_model
+from megatron.training.checkpoint.convert.formats import format_of
 from megatron.training.common.errors import UsageError, VerificationFailed
 from megatron.training.config.arguments import parse_args, with_checkpoint_args
 from megatron.training.train.generate import OpenedModel, open_model
@@ -55,8 +55,9 @@ class Source:
         split: str | None = None,
         num_samples: int,
     ) -> None:
-        if not checkpoint.is_dir() or is_model(checkpoint):
-            what = "a Hugging Face model" if checkpoint.is_dir() else "not a directory"
+        model = format_of(checkpoint)
+        if not checkpoint.is_dir() or model is not None:
+            what = "not a directory" if model is None else model.title
             raise UsageError(
                 f"CHECKPOINT {checkpoint} is {what}; give the --save directory of a run"
             )

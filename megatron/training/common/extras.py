@@ -59,11 +59,16 @@ class Extra:
     controller_problems: str | None = None
     """Reference to a function (arguments, moves) -> list of sentences: why `--copus` cannot read
     the gradients of such a run or, with `moves`, compare its layouts."""
+    model_format: str | None = None
+    """Reference to a class without arguments, a `ModelFormat` of
+    `megatron.training.checkpoint.convert.formats`: what checkpoints are converted from and to."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Sub-commands of `copus`: name -> module with a `main`, counted from the package."""
     policies: Mapping[str, str] = field(default_factory=dict)
     """Further values of `--copus-policy`: name -> reference to a `Policy` of
     `copus_ext.goodput.policies`."""
+    needs: tuple[str, ...] = ()
+    """Names of other extras whose modules it imports. Where one is missing, this one is, too."""
     package: str = ""
     """Filled in when the extra is found."""
 
@@ -108,8 +113,10 @@ class CostTerms:
 def extras() -> tuple[Extra, ...]:
     """All extras that are there, in the order of their names."""
     packages = dict.fromkeys([*_folders(PACKAGES), *_installed()])
-    found = [_read(package) for package in packages]
-    return tuple(sorted(found, key=lambda extra: extra.name))
+    found = sorted((_read(package) for package in packages), key=lambda extra: extra.name)
+    while left := [e for e in found if not {*e.needs} <= {other.name for other in found}]:
+        found = [extra for extra in found if extra not in left]
+    return tuple(found)
 
 
 def extras_with(what: str) -> list[tuple[Extra, Any]]:

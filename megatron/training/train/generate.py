@@ -35,7 +35,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.training.checkpoint.convert import huggingface
+from megatron.training.checkpoint.convert.formats import format_of
 from megatron.training.checkpoint.load import Stored, load_weights, read_stored
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common import optional
@@ -315,7 +315,7 @@ def open_model(
             )
             if stored is None:
                 fix = "give the --save directory of a run"
-                if huggingface.is_model(load):
+                if format_of(load) is not None:
                     fix = f"make one with {other_command('convert_checkpoint.py')}"
                 raise UsageError(f"--load {load} holds no checkpoint; {fix}")
             config = _config_of(stored, [*flags, "--device", device])

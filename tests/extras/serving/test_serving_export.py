@@ -22,10 +22,10 @@ from copus_ext.extras.serving.measure import matrices_of
 from copus_ext.extras.serving.quantise import check_group_size, pack, quantise, unpack
 from copus_ext.extras.serving.sensitivity import FILE, Sensitivity
 from copus_ext.extras.serving.source import Source
-from megatron.training.checkpoint.convert import huggingface
 from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.checkpoint.convert.writing import Piece
 from megatron.training.common.errors import UsageError
+from megatron.training.extras.huggingface import exchange
 from tests.helpers.checkpoints import make_checkpoint
 
 GROUP = 8
@@ -210,7 +210,7 @@ def test_the_written_model_has_the_weights_that_were_measured(
     bits = [b for stage in plan["stages"] for b in stage["bits"]]
     assert len(set(bits)) > 1, bits
     assert plan["applied"]["loss_increase"] <= 0.01
-    huggingface.save(checkpoint, tmp_path / "plain", Changes(dtype="bf16"))
+    exchange.save(checkpoint, tmp_path / "plain", Changes(dtype="bf16"))
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     packed, stored = read_by_the_published_layout(out), load_file(out / "model.safetensors")
     for name, weight in plain.items():

@@ -7,7 +7,7 @@ in the common state change, and the checks prove that the target loads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from shutil import copyfile
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import contents, generation
+from megatron.training.checkpoint.convert import contents
 from megatron.training.checkpoint.convert.archive import Archive, Chunk, StoredTensor, open_archive
 from megatron.training.checkpoint.convert.checks import (
     Contents,
@@ -27,6 +27,7 @@ from megatron.training.checkpoint.convert.checks import (
     num_different,
     pieces,
 )
+from megatron.training.checkpoint.convert.formats import ConversionResult, side_files
 from megatron.training.checkpoint.convert.target import (
     DTYPES,
     Changes,
@@ -43,32 +44,6 @@ from megatron.training.checkpoint.convert.writing import (
     write_tensors,
 )
 from megatron.training.common.errors import Refused, VerificationFailed
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversionResult:
-    """What a conversion did."""
-
-    source: str
-    """Folder read."""
-    destination: str
-    """Folder made."""
-    iteration: int | None
-    """Iteration of the checkpoint; None for Hugging Face."""
-    layout: str | None
-    """Layout the flags of the result name."""
-    num_tensors: int
-    num_rewritten: int
-    """Tensors that were written anew; 0 where files were copied."""
-    num_bytes: int
-    """Size of the result."""
-    num_compared: int | None
-    """Tensors compared element by element, or None without `--verify`."""
-    notes: tuple[str, ...]
-    """What the user should know."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "notes": list(self.notes)}
 
 
 def convert(
@@ -120,7 +95,7 @@ def convert(
         common=common_of(archive.common, found, target),
         target=target,
         archive=archive,
-        side=generation.kept_beside(archive.folder),
+        side=side_files(archive.folder),
         verify=verify,
         file_bytes=file_bytes,
         notes=(*notes, *target.notes),
@@ -163,7 +138,7 @@ def write_checkpoint(
         common: its common state, which names the iteration.
         target: what it should be.
         archive: the checkpoint it is made from, if it is made from one.
-        side: files of a Hugging Face model that are kept with it, by name.
+        side: files that are copied into the directory, by their place in it.
         verify: compare every tensor written.
         file_bytes: tensors that share a file.
         notes: for the result.
@@ -175,7 +150,9 @@ def write_checkpoint(
     """
     iteration = common.get("iteration") or 0
     with staged(source, destination) as root:
-        generation.Companions(files=side).write(root / generation.SIDE)
+        for name, path in side.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            copyfile(path, root / name)
         folder = files.begin(root, iteration)
         if archive is not None and recipe.is_copy:
             _copy_tensors(archive, folder)

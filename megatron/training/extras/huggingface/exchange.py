@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import config_json, contents, experts, generation
+from megatron.training.checkpoint.convert import contents
 from megatron.training.checkpoint.convert.archive import Archive, Chunk, open_archive
 from megatron.training.checkpoint.convert.checks import (
     Contents,
@@ -29,15 +29,11 @@ from megatron.training.checkpoint.convert.checks import (
     num_different,
 )
 from megatron.training.checkpoint.convert.convert import (
-    ConversionResult,
     Recipe,
     with_zero_rows,
     write_checkpoint,
 )
-from megatron.training.checkpoint.convert.safetensors_files import (
-    SafetensorsFolder,
-    write_folder,
-)
+from megatron.training.checkpoint.convert.formats import ConversionResult
 from megatron.training.checkpoint.convert.target import (
     DTYPES,
     LAYOUT_FLAGS,
@@ -50,8 +46,13 @@ from megatron.training.checkpoint.convert.writing import FILE_BYTES, Piece, stag
 from megatron.training.common.errors import Refused, UsageError, VerificationFailed
 from megatron.training.common.outside import parse_json
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
+from megatron.training.extras.huggingface import config_json, experts, generation
+from megatron.training.extras.huggingface.names import CONFIG, SIDE
+from megatron.training.extras.huggingface.safetensors_files import (
+    SafetensorsFolder,
+    write_folder,
+)
 
-CONFIG = generation.CONFIG
 _CONFIG_BYTES = 1 << 24
 _ADAPTER = "adapter_config.json"
 Folder: TypeAlias = SafetensorsFolder | experts.UnstackedExperts
@@ -96,13 +97,6 @@ def names_in_layer(arguments: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     if not arguments.get("num_experts"):
         return IN_LAYER
     return {**IN_LAYER, **experts.FAMILIES[experts.kind_of(arguments)].in_layer}
-
-
-def is_model(source: Path) -> bool:
-    """Whether a folder is a Hugging Face model and no checkpoint."""
-    return (source / CONFIG).is_file() and not (
-        (source / files.CORE_MARK).is_file() or (source / files.TRACKER).is_file()
-    )
 
 
 def save(
@@ -288,6 +282,7 @@ def load(
         "iteration": 0,
         "content_metadata": dict(_CONTENT),
     }
+    side = {f"{SIDE}/{n}": path for n, path in generation.files_of_model(source).items()}
     recipe = Recipe(
         pieces=_imported(stored, arguments, target.dtype),
         blobs=_empty_extra_states(arguments),
@@ -299,7 +294,7 @@ def load(
         common=common,
         target=target,
         archive=None,
-        side=generation.files_of_model(source),
+        side=side,
         verify=verify,
         file_bytes=file_bytes,
         notes=(

@@ -11,9 +11,10 @@ import torch
 
 from copus_ext.commands import convert_checkpoint
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import config_json, contents, huggingface
+from megatron.training.checkpoint.convert import contents
 from megatron.training.checkpoint.convert.archive import open_archive
 from megatron.training.checkpoint.convert.target import Changes
+from megatron.training.extras.huggingface import config_json, exchange
 from tests.helpers.checkpoints import FLAGS, command, make_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -48,7 +49,7 @@ def make_model(
     folder.mkdir()
     config = {**CONFIG, **changes}
     (folder / "config.json").write_text(json.dumps(config))
-    found = huggingface.counterparts(config_json.arguments_of(config), config["vocab_size"])
+    found = exchange.counterparts(config_json.arguments_of(config), config["vocab_size"])
     generator = torch.Generator().manual_seed(2)
     tensors = {n: torch.randn(c.shape, generator=generator).to(dtype) for n, c in found.items()}
     names = list(tensors)
@@ -82,11 +83,11 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def test_in_and_out_keeps_every_bit(tmp_path: Path, tied: bool, groups: int) -> None:
     changes = {"tie_word_embeddings": tied, "num_key_value_heads": groups}
     before = make_model(tmp_path / "hf", shards=3, dtype=torch.bfloat16, **changes)
-    huggingface.load(tmp_path / "hf", tmp_path / "core", Changes(tp=2), verify=True)
+    exchange.load(tmp_path / "hf", tmp_path / "core", Changes(tp=2), verify=True)
     archive = open_archive(tmp_path / "core", step=None)
     table = archive.read(contents.EMBEDDING)
     assert table.shape == (128, 16) and not table[101:].any()
-    outcome = huggingface.save(
+    outcome = exchange.save(
         tmp_path / "core", tmp_path / "out", Changes(), verify=True, shard_bytes=5000
     )
     same(before, stored(tmp_path / "out"))
@@ -105,15 +106,15 @@ def test_rows_are_where_megatron_core_looks_for_them() -> None:
     flags = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 1, "hidden_size": 4}
     q, k, v = (torch.arange(n, n + 4.0)[:, None] for n in (0, 10, 20))
     key = "self_attention.linear_qkv.weight"
-    rows = huggingface.join(key, [q, k[:2], v[:2]], flags)[:, 0].tolist()
+    rows = exchange.join(key, [q, k[:2], v[:2]], flags)[:, 0].tolist()
     assert rows == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
 def test_out_and_in_keeps_all_but_the_padding(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "a")
-    huggingface.save(source, tmp_path / "hf", Changes(), verify=True)
+    exchange.save(source, tmp_path / "hf", Changes(), verify=True)
     assert stored(tmp_path / "hf")["model.embed_tokens.weight"].shape == (101, 16)
-    huggingface.load(tmp_path / "hf", tmp_path / "b", Changes(vocab=128), verify=True)
+    exchange.load(tmp_path / "hf", tmp_path / "b", Changes(vocab=128), verify=True)
     first, second = (open_archive(tmp_path / n, step=None) for n in "ab")
     for key in contents.expected_weights(FLAGS):
         rows = 101 if key in (contents.EMBEDDING, contents.HEAD) else None
@@ -128,7 +129,7 @@ def test_out_and_in_keeps_all_but_the_padding(tmp_path: Path) -> None:
 
 def test_another_number_format_comes_from_the_masters(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "a", hidden_dropout=0.1)
-    outcome = huggingface.save(source, tmp_path / "hf", Changes(dtype="fp32"), verify=True)
+    outcome = exchange.save(source, tmp_path / "hf", Changes(dtype="fp32"), verify=True)
     assert [note.startswith("hidden_dropout 0.1") for note in outcome.notes] == [True]
     master = open_archive(source, step=None).read(
         "optimizer.state.param.decoder.final_layernorm.weight"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron.training.checkpoint.convert import contents
-from megatron.training.checkpoint.convert.safetensors_files import SafetensorsFolder
 from megatron.training.common.errors import Refused
+from megatron.training.extras.huggingface.safetensors_files import SafetensorsFolder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpoint.convert import huggingface
 from megatron.training.checkpoint.convert.archive import open_archive
 from megatron.training.checkpoint.convert.convert import convert
 from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.config.arguments import parse_args, with_checkpoint_args
+from megatron.training.extras.huggingface import exchange
 from tests.helpers.checkpoints import FLAGS, make_checkpoint
 from tests.helpers.tokenizer_files import gpt2_files, hugging_face_folder, sentence_piece_file
 
@@ -101,11 +101,11 @@ def check_same_generation(got: Path, expected: Path) -> None:
 def test_what_generate_reads_comes_back_from_an_import(family: str, tmp_path: Path) -> None:
     source = model_in(tmp_path / "hf", family, fields=IDS, generation=GENERATION)
     original = shutil.copytree(source, tmp_path / "original")
-    huggingface.load(source, tmp_path / "core", Changes())
+    exchange.load(source, tmp_path / "core", Changes())
     # Another layout keeps it, and the source is not needed again.
     shutil.rmtree(source)
     convert(tmp_path / "core", tmp_path / "other", Changes(dtype="bf16", optimizer="none"))
-    huggingface.save(tmp_path / "other", tmp_path / "out", Changes(), verify=True)
+    exchange.save(tmp_path / "other", tmp_path / "out", Changes(), verify=True)
     check_same_generation(tmp_path / "out", original)
     written = (tmp_path / "out" / "generation_config.json").read_bytes()
     assert written == (original / "generation_config.json").read_bytes()
@@ -125,8 +125,8 @@ def test_an_import_adds_no_field_that_the_source_lacks(
     fields: dict[str, Any], generation: Any, tmp_path: Path
 ) -> None:
     source = model_in(tmp_path / "hf", "llama", fields=fields, generation=generation)
-    huggingface.load(source, tmp_path / "core", Changes())
-    huggingface.save(tmp_path / "core", tmp_path / "out", Changes())
+    exchange.load(source, tmp_path / "core", Changes())
+    exchange.save(tmp_path / "core", tmp_path / "out", Changes())
     check_same_generation(tmp_path / "out", source)
     record = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {name: record[name] for name in fields} == fields
@@ -134,7 +134,7 @@ def test_an_import_adds_no_field_that_the_source_lacks(
 
 def test_a_run_that_goes_on_from_an_import_keeps_it(tmp_path: Path) -> None:
     source = model_in(tmp_path / "hf", "llama", fields=IDS, generation=GENERATION)
-    huggingface.load(source, tmp_path / "core", Changes())
+    exchange.load(source, tmp_path / "core", Changes())
     stored = open_archive(tmp_path / "core", step=None).arguments
     # What `--load core --use-checkpoint-args` makes of it, and a later checkpoint stores.
     flags = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --seq-length 32"
@@ -142,7 +142,7 @@ def test_a_run_that_goes_on_from_an_import_keeps_it(tmp_path: Path) -> None:
     kept = {name: getattr(taken, name) for name in ("tokenizer_type", "tokenizer_model")}
     shape = {name: stored[name] for name in FLAGS if name in stored}
     make_checkpoint(tmp_path / "run", **{**shape, **kept})
-    huggingface.save(tmp_path / "run", tmp_path / "out", Changes())
+    exchange.save(tmp_path / "run", tmp_path / "out", Changes())
     check_same_generation(tmp_path / "out", source)
 
 
@@ -151,7 +151,7 @@ def test_a_run_from_an_import_exports_the_tokenizer_that_it_was_trained_with(
     way: str, tmp_path: Path
 ) -> None:
     source = model_in(tmp_path / "hf", "llama", fields=IDS, generation=GENERATION)
-    huggingface.load(source, tmp_path / "core", Changes())
+    exchange.load(source, tmp_path / "core", Changes())
     own = tmp_path / "own"
     own.mkdir()
     flags: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(own)}
@@ -164,7 +164,7 @@ def test_a_run_from_an_import_exports_the_tokenizer_that_it_was_trained_with(
     stored = open_archive(tmp_path / "core", step=None).arguments
     shape = {name: stored[name] for name in FLAGS if name in stored}
     make_checkpoint(tmp_path / "core", iteration=2, **{**shape, **flags})
-    result = huggingface.save(tmp_path / "core", tmp_path / "out", Changes())
+    result = exchange.save(tmp_path / "core", tmp_path / "out", Changes())
     assert any(str(own) in note for note in result.notes) == (way == "gone")
     if way != "another":
         check_same_generation(tmp_path / "out", source)
@@ -213,7 +213,7 @@ def test_a_run_of_the_trainer_exports_the_ids_of_its_tokenizer(
             size = sentencepiece.SentencePieceProcessor(str(model)).get_piece_size()
             ids = {**ids, "eos_token_id": size + 2}
     make_checkpoint(tmp_path / "run", **flags)
-    result = huggingface.save(tmp_path / "run", tmp_path / "out", Changes())
+    result = exchange.save(tmp_path / "run", tmp_path / "out", Changes())
     found = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     for name in IDS:
@@ -231,7 +231,7 @@ def test_a_tokenizer_that_is_gone_is_told(tmp_path: Path) -> None:
     gone = str(tmp_path / "gone")
     flags: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": gone}
     make_checkpoint(tmp_path / "run", **flags)
-    result = huggingface.save(tmp_path / "run", tmp_path / "out", Changes())
+    result = exchange.save(tmp_path / "run", tmp_path / "out", Changes())
     assert any("eos_token_id is not known" in note and "gone" in note for note in result.notes)
     record = json.loads((tmp_path / "out" / "config.json").read_text())
     assert record["eos_token_id"] is None and record["bos_token_id"] is None

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron.training.checkpoint.convert import config_json, experts, huggingface
 from megatron.training.checkpoint.convert.archive import open_archive
 from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.checkpoint.save import model_state, sharding_metadata
@@ -25,6 +24,7 @@ from megatron.training.config.layout import Layout
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.moe import MoeConfig
 from megatron.training.distributed.process_groups import build_groups, destroy_groups
+from megatron.training.extras.huggingface import config_json, exchange, experts
 from megatron.training.model.gpt import build_model
 from tests.helpers.checkpoints import FLAGS, MIXTURE
 
@@ -172,9 +172,9 @@ def test_logits_are_those_of_transformers_both_ways(
     tmp_path: Path, logits: Logits, name: str
 ) -> None:
     expected = make_random(tmp_path / "hf", BOTH_WAYS[name])
-    huggingface.load(tmp_path / "hf", tmp_path / "core", Changes(), verify=True)
+    exchange.load(tmp_path / "hf", tmp_path / "core", Changes(), verify=True)
     check_same(logits(tmp_path / "core"), expected)
-    huggingface.save(tmp_path / "core", tmp_path / "out", Changes(), verify=True)
+    exchange.save(tmp_path / "core", tmp_path / "out", Changes(), verify=True)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -292,7 +292,7 @@ def test_every_other_field_is_copied_or_refused_by_name(
     for form in (copied, {**V4, **old_form}):
         config, name = config_of(family, **form), f"hf{len(form)}"
         expected = make_random(tmp_path / name, config)
-        huggingface.load(tmp_path / name, tmp_path / f"{name}-core", Changes())
+        exchange.load(tmp_path / name, tmp_path / f"{name}-core", Changes())
         check_same(logits(tmp_path / f"{name}-core"), expected)
         arguments = open_archive(tmp_path / f"{name}-core", step=None).arguments
         assert arguments["attention_dropout"] == (0.5 if form is copied else 0)
@@ -356,7 +356,7 @@ def test_neutral_fields_change_no_logit(tmp_path: Path, logits: Logits, family: 
     plain = make_random(tmp_path / "plain", config_of(family))
     expected = make_random(tmp_path / "hf", config_of(family, **NEUTRAL_VALUES, **BOUND_VALUES))
     assert torch.equal(plain, expected)
-    huggingface.load(tmp_path / "hf", tmp_path / "core", Changes())
+    exchange.load(tmp_path / "hf", tmp_path / "core", Changes())
     check_same(logits(tmp_path / "core"), expected)
 
 
@@ -442,14 +442,14 @@ def test_experts_in_one_tensor_and_in_many_are_the_same_model(tmp_path: Path, na
     make_random(tmp_path / "hf", config)
     stacked = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
     assert any(key.endswith("mlp.experts.gate_up_proj") for key in stacked)
-    huggingface.load(tmp_path / "hf", tmp_path / "a", Changes(), verify=True)
-    huggingface.save(tmp_path / "a", tmp_path / "many", Changes(), verify=True)
+    exchange.load(tmp_path / "hf", tmp_path / "a", Changes(), verify=True)
+    exchange.save(tmp_path / "a", tmp_path / "many", Changes(), verify=True)
     names = safetensors.load_file(tmp_path / "many" / "model.safetensors").keys()
     family = experts.FAMILIES[config["model_type"]]
     assert f"model.layers.1.{family.block}.gate.weight" in names or "in part" in name
     for part in family.projections:
         assert any(key.endswith(f".{family.block}.experts.3.{part}.weight") for key in names)
-    huggingface.load(tmp_path / "many", tmp_path / "b", Changes(), verify=True)
+    exchange.load(tmp_path / "many", tmp_path / "b", Changes(), verify=True)
     first, second = (open_archive(tmp_path / folder, step=None) for folder in "ab")
     assert first.tensors.keys() == second.tensors.keys()
     assert all(torch.equal(first.read(key), second.read(key)) for key in first.tensors)

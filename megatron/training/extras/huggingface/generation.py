@@ -15,14 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.training.checkpoint.convert.config_json import KEPT
 from megatron.training.common.errors import UsageError
 from megatron.training.common.outside import parse_json
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.extras.huggingface.config_json import KEPT
+from megatron.training.extras.huggingface.names import CONFIG, GENERATION, SIDE
 
-SIDE = "hugging_face"
-"""Folder of a checkpoint directory with the files of the model that it was imported from."""
-CONFIG, GENERATION = "config.json", "generation_config.json"
 _CONFIGURATIONS = (CONFIG, GENERATION)
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HUGGING_FACE, _GPT2 = "HuggingFaceTokenizer", "GPT2BPETokenizer"

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron.training.checkpoint.convert import contents, experts
+from megatron.training.checkpoint.convert import contents
 from megatron.training.common.errors import Refused
+from megatron.training.extras.huggingface import experts
 
 
 @dataclass(frozen=True, kw_only=True)

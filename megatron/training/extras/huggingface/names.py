@@ -1,0 +1,5 @@
+"""Names of files and folders of Hugging Face models."""
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+SIDE = "hugging_face"
+"""Folder of a checkpoint directory with the files of the model that it was imported from."""
