@@ -170,21 +170,19 @@ def writer_of(write: Any) -> int:
 @contextlib.contextmanager
 def broken(faults: Faults) -> Iterator[None]:
     """Has the faults happen on this rank."""
-    from megatron.core.dist_checkpointing import serialization
-    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
     from torch.distributed.checkpoint import FileSystemWriter
 
+    from megatron.training.checkpoint import save_errors
     from megatron.training.checkpoint.save import Checkpointer
     from megatron.training.checkpoint.save_write import SaveWrite
 
-    save_common: Any = TorchCommonSaveStrategy.save_common
     finish: Any = FileSystemWriter.finish
     with contextlib.ExitStack() as stack:
         for owner, attribute, new in (
             (
-                TorchCommonSaveStrategy,
-                "save_common",
-                faults.before(save_common, "common.pt", lambda _self, _state, to: to),
+                save_errors,
+                "write_file",
+                faults.before(save_errors.write_file, "common.pt", lambda to, *_: to),
             ),
             (
                 FileSystemWriter,
@@ -192,9 +190,9 @@ def broken(faults: Faults) -> Iterator[None]:
                 faults.before(finish, ".metadata", lambda writer, *_: writer.path),
             ),
             (
-                serialization,
+                save_errors,
                 "save_config",
-                faults.before(serialization.save_config, "metadata.json", lambda _config, to: to),
+                faults.before(save_errors.save_config, "metadata.json", lambda _config, to: to),
             ),
             (Checkpointer, "_prepare", faults.prepare(Checkpointer._prepare)),
             (SaveWrite, "__init__", faults.write(SaveWrite.__init__)),
