@@ -334,7 +334,7 @@ def handled_s(rows: Rows, c: Constants, vpp: int) -> Any:
     """Seconds in which the core of a CPU rank handles the messages of a pass, one that comes and
     one that goes, instead of computing: [n]. Only messages that hide take them from a pass; the
     others are waited for. A collective of two ranks has as many. Half of its latency fits what
-    pipelines of one and of several chunks take (docs/planner.md)."""
+    pipelines of one and of several chunks take."""
     return np.where(np.logical_and(rows.on_cpu, vpp > 1), c.factors.pp * c.tp_latency_s / 2, 0.0)
 
 
