@@ -37,8 +37,8 @@ from typing import Any
 
 from bench.support import ROOT, arguments, make_dataset, origin, write
 from megatron.training.logging.metrics import read_metrics
+from tests.extras.elastic.runs import COPY_INTERVAL, account, is_done, start, start_node, wait
 from tests.helpers import processes
-from tests.helpers.elastic_runs import COPY_INTERVAL, account, is_done, start, start_node, wait
 
 LAYOUTS = (
     "--tensor-model-parallel-size 2",

@@ -135,8 +135,8 @@ def controller(folder: Path) -> dict[str, list[float]]:
 
 def copies(job: Any, step: Any, args: argparse.Namespace) -> dict[str, Any]:
     """With and without copies, and the bytes that they take for each parameter."""
-    from copus_ext.elastic.copies import HeldCopies, PeerCopies
-    from copus_ext.elastic.messages import Generation, Member
+    from copus_ext.extras.elastic.copies import HeldCopies, PeerCopies
+    from copus_ext.extras.elastic.messages import Generation, Member
     from megatron.training.train.callbacks import Callbacks
 
     members = (Member(0, 0), Member(1, 0))

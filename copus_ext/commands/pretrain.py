@@ -21,7 +21,7 @@ from megatron.training.common.program import other_command, program_name, tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from copus_ext.elastic.run import Start
+    from copus_ext.launch.launchers import Start
     from megatron.training.checkpoint.load import Stored
     from megatron.training.resilience.exit_status import RunOutcome
     from megatron.training.train.callbacks import Callback
@@ -47,25 +47,25 @@ def main(argv: list[str] | None = None) -> int:
     leave_on_interrupt(is_told=os.environ.get("RANK", "0") == "0")
     end_with_launcher()
     from copus_ext.controller.flags import CopusConfig, check_has_copus
-    from copus_ext.elastic.messages import PIPE_VARIABLE
+    from copus_ext.launch.launchers import runner_of
     from megatron.training.common.errors import TrainingFailure, UsageError
     from megatron.training.common.gpus import check_torch_build
     from megatron.training.config.arguments import parse_args
     from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
     try:
-        if PIPE_VARIABLE in os.environ:
+        runner = runner_of(os.environ)
+        if runner is not None:
             args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
             check_has_copus(args.explicit_flags, is_on=args.copus)
             set_process_defaults()
             check_environment()
             check_torch_build(args.device)
-            from copus_ext.elastic.run import run_elastic
             from megatron.training.resilience.determinism import prepare_early
 
             prepare_early(args)
-            train = functools.partial(_train_in_generation, started_s=started_s)
-            return run_elastic(sys.argv[1:] if argv is None else argv, train)
+            train = functools.partial(_train_from, started_s=started_s)
+            return runner(sys.argv[1:] if argv is None else argv, train)
         adopt_srun()
         return _train(argv, started_s=started_s)
     except (UsageError, TrainingFailure) as error:
@@ -75,12 +75,12 @@ def main(argv: list[str] | None = None) -> int:
         raise
 
 
-def _train_in_generation(start: "Start", *, started_s: float) -> int:
+def _train_from(start: "Start", *, started_s: float) -> int:
     return _train(
         start.flags,
         stored=start.stored,
         more=start.callbacks,
-        on_exit=start.tell,
+        on_exit=start.on_exit,
         start_fields=start.fields,
         started_s=started_s,
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from copus_ext.launch.launchers import Launcher, launcher_kinds, launcher_of
 from copus_ext.launch.rendezvous import MAX_LOCAL_RANKS, MAX_NODES
 from copus_ext.launch.restart_policy import CrashLimits
 from copus_ext.launch.slurm import Step, address_of, read_step
@@ -24,8 +25,6 @@ _TRAINER = "pretrain_gpt.py"
 _RUN_DIR_FLAGS = ("--run-dir", "--save", "--tensorboard-dir")
 """The first of these that is given names the directory of the run."""
 _DEFAULT_PORT = 29500
-COPY_INTERVAL = 25
-"""Steps between two copies of the state in memory (docs/decisions/043)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +55,8 @@ class Options:
     """The user's command without the flags."""
     has_gpu: bool
     """Whether ranks train on GPUs."""
-    copy_interval: int | None = None
-    """Steps between two copies of the state in memory; None where a lost rank ends the launch."""
-    resize_command: str | None = None
-    """Asks the cluster for another number of ranks; None where nobody is asked."""
+    launcher: Launcher | None = None
+    """Of launches that go on without lost ranks; None for torch's, where one ends the launch."""
     step: Step | None = None
     """The place of this process in a step of SLURM; None outside of one."""
 
@@ -94,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nnodes", help="nodes of the job, with a supervisor on each (1); MIN:MAX with --elastic")
+    words = "".join(f"; MIN:MAX with {kind.flag}" for kind in launcher_kinds())
+    add("--nnodes", help=f"nodes of the job, with a supervisor on each (1){words}")
     add("--node-rank", type=int, help="number of this node (0); node 0 leads the others")
     add("--nproc-per-node", type=int, help="ranks on this node (the GPUs it sees, else 1)")
     add("--rdzv-endpoint", help="HOST:PORT of node 0; needed with several nodes")
@@ -104,17 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--stop-margin-s", type=float, default=600, help="a second TERM ends the ranks after this")
     add("--join-timeout-s", type=float, default=600, help="wait so long for the other nodes")
     add("--node-timeout-s", type=float, default=120, help="a node silent for so long is lost")
-    add(
-        "--elastic",
-        action="store_true",
-        help="go on without restart when ranks or nodes are lost, and take them in again; each "
-        "rank keeps its state and that of a rank on another node in memory",
-    )
-    add("--copy-interval", type=int, help=f"with --elastic: steps between copies ({COPY_INTERVAL})")
-    add(
-        "--resize-command",
-        help="with --elastic: run where the run asks for another number of ranks",
-    )
+    for kind in launcher_kinds():
+        kind.add_flags(parser)
     add("--called", help="the user's command, for the hint that is printed at the end")
     return parser
 
@@ -143,7 +132,8 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
     gpus = visible_gpus(env)
     nproc = (gpus or 1) if given.nproc_per_node is None else given.nproc_per_node
     step = read_step(env)
-    least, given.nnodes = _node_numbers(given)
+    launcher = launcher_of(given)
+    least, given.nnodes = _node_numbers(given, goes_on=launcher is not None)
     nnodes, node, endpoint = _place(given, step)
     _check_between("--nnodes", nnodes, 1, MAX_NODES)
     _check_between("--node-rank", node, 0, nnodes - 1)
@@ -173,36 +163,25 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         called_as=given.called or shlex.join([*program_name(_MODULE).split(), *own, "--", *named]),
         # A program of the user's that has this flag means the same by it.
         has_gpu=gpus > 0 and device != "cpu",
-        copy_interval=_copy_interval(given),
-        resize_command=given.resize_command,
+        launcher=launcher,
         step=step,
     )
 
 
-def _node_numbers(given: argparse.Namespace) -> tuple[int | None, int | None]:
+def _node_numbers(given: argparse.Namespace, *, goes_on: bool) -> tuple[int | None, int | None]:
     """The least and the most of `--nnodes`; None where it is not given."""
     if given.nnodes is None:
         return None, None
     least, colon, most = given.nnodes.partition(":")
     numbers = [least, most] if colon else [least]
     if not all(number.isdecimal() for number in numbers):
-        raise UsageError(f"--nnodes {given.nnodes} must be a number, or MIN:MAX with --elastic")
-    if colon and not given.elastic:
-        raise UsageError(f"--nnodes {given.nnodes} needs --elastic; or give one number")
+        raise UsageError(f"--nnodes {given.nnodes} must be a number, or MIN:MAX")
+    if colon and not goes_on:
+        flags = "".join(f"needs {kind.flag}; or " for kind in launcher_kinds())
+        raise UsageError(f"--nnodes {given.nnodes}: {flags}give one number")
     if not 1 <= int(least) <= int(numbers[-1]):
         raise UsageError(f"--nnodes {given.nnodes} must be MIN:MAX with 1 <= MIN <= MAX")
     return int(least), int(numbers[-1])
-
-
-def _copy_interval(given: argparse.Namespace) -> int | None:
-    if not given.elastic:
-        for flag in ("copy_interval", "resize_command"):
-            if getattr(given, flag) is not None:
-                raise UsageError(f"--{flag.replace('_', '-')} needs --elastic")
-        return None
-    interval = COPY_INTERVAL if given.copy_interval is None else given.copy_interval
-    _check_between("--copy-interval", interval, 1, 1 << 20)
-    return interval
 
 
 def _check_between(flag: str, value: int, lowest: int, highest: int) -> None:

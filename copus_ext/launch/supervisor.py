@@ -38,10 +38,8 @@ from copus_ext.launch.restart_policy import (
 from copus_ext.launch.scratch import launch_folder
 from copus_ext.launch.slurm_job import SIGNAL_LEAD, watch_of
 from copus_ext.launch.workers import (
-    COPY_INTERVAL_VARIABLE,
     FENCED,
     RELEASED,
-    RESIZE_VARIABLE,
     Launch,
     Workers,
 )
@@ -165,7 +163,7 @@ class Node:
                 num_ranks=plan.num_ranks[str(self.options.node_rank)],
                 endpoint=self.options.endpoint,
                 folder=folder,
-                shared=self._shared(plan.launch),
+                **self._launcher_fields(plan.launch),
             )
             command = [*self.options.program, *plan.flags]
             workers = Workers(launch, command, plan.blocked_layouts)
@@ -178,28 +176,27 @@ class Node:
         return result
 
     @property
-    def _is_elastic(self) -> bool:
+    def _goes_on(self) -> bool:
         """Whether a launch goes on without ranks that it has lost."""
-        return self.options.copy_interval is not None
+        return self.options.launcher is not None
 
-    def _shared(self, launch: str) -> str | None:
-        """Where the launchers of an elastic launch agree."""
-        interval = self.options.copy_interval
-        if interval is None:
-            return None
-        os.environ[COPY_INTERVAL_VARIABLE] = str(interval)
-        if self.options.resize_command is not None:
-            os.environ[RESIZE_VARIABLE] = self.options.resize_command
-        return str((self.run_dir / "control" / "elastic" / launch).absolute())
+    def _launcher_fields(self, launch: str) -> dict[str, str]:
+        """Of `Launch`, for another launcher than torch's."""
+        launcher = self.options.launcher
+        if launcher is None:
+            return {}
+        os.environ.update(launcher.environment)
+        shared = (self.run_dir / "control" / launcher.folder / launch).absolute()
+        return {"module": launcher.module, "shared": str(shared)}
 
     def _watch(self, workers: Workers, plan: LaunchPlan) -> None:
-        """Returns when the ranks have ended, or have to be ended. In an elastic launch those of a
-        node go on whatever happens to the others."""
+        """Returns when the ranks have ended, or have to be ended. Where a launch goes on, those of
+        a node do whatever happens to the others."""
         over_s: float | None = None
         while workers.is_running():
             time.sleep(_TICK_S)
             self.tick(workers)
-            if self._is_elastic:
+            if self._goes_on:
                 continue
             if over_s is None and self.rendezvous.is_over(plan.launch):
                 over_s = time.monotonic()
@@ -235,8 +232,8 @@ class WorkerNode(Node):
         number, ended = -1, None
         while (plan := self._next(number)) is not None:
             if plan.exit_code is not None:
-                # An elastic run may have ended well without node 0.
-                is_done = self._is_elastic and ended is not None and ended.code == DONE
+                # A run that goes on may have ended well without node 0.
+                is_done = self._goes_on and ended is not None and ended.code == DONE
                 return DONE if is_done else plan.exit_code
             number = plan.number
             if str(self.options.node_rank) in plan.num_ranks:
@@ -244,7 +241,7 @@ class WorkerNode(Node):
                 if ended.code == RELEASED:
                     say("the run goes on without this node: it asks for fewer ranks")
                     return DONE
-        if ended is None or not self._is_elastic:
+        if ended is None or not self._goes_on:
             return FAILED
         # The run went on without node 0, to its end or until it could not.
         return ended.code if ended.is_clean else AGAIN
@@ -311,7 +308,7 @@ class LeaderNode(Node):
         finally:
             end = LaunchPlan(launch=self._name, number=self._number + 1, exit_code=code)
             try:
-                if self._is_elastic:
+                if self._goes_on:
                     self.rendezvous.newcomers(now=True)  # they are to end, too
                 self.rendezvous.publish(end)
             except OSError as error:
@@ -338,7 +335,8 @@ class LeaderNode(Node):
         return found or stored_flags(save, self.tick, trust_unverified=trust)
 
     def tick(self, workers: Workers | None = None, *, starting: bool = False) -> None:
-        """The same, and watches the job's time limit, and lets nodes into an elastic launch."""
+        """The same, and watches the job's time limit, and lets nodes into a launch that
+        goes on."""
         super().tick(workers, starting=starting)
         if self._running is not None and (nodes := self.rendezvous.newcomers()):
             ranks = {str(node): self.rendezvous.there[node].num_ranks for node in nodes}
@@ -383,7 +381,7 @@ class LeaderNode(Node):
                 break
             plan = self._plan(following)
             self.rendezvous.publish(plan)
-            self._running = plan if self._is_elastic else None
+            self._running = plan if self._goes_on else None
             own = self.run(plan)
             self._running = None
             following = self._after(plan, self._gather(plan, own))
@@ -438,7 +436,7 @@ class LeaderNode(Node):
 
     def _gather(self, plan: LaunchPlan, own: LaunchResult) -> list[LaunchResult]:
         """The results of all nodes; a node without a result is lost."""
-        if self._is_elastic and own.code in (DONE, FENCED):
+        if self._goes_on and own.code in (DONE, FENCED):
             return [own]
         results = self._wait_for_results(plan)
         if own.is_clean and len(results) < len(plan.nodes) - 1:

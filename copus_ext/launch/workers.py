@@ -2,7 +2,7 @@
 
     supervisor -> python -m copus_ext.launch.workers -> ranks
 
-The launcher is torch's, or that of `copus_ext.elastic`. It dies with the supervisor, takes the
+The launcher is torch's, or one of `launchers`. It dies with the supervisor, takes the
 ranks along, and leaves in a file how they ended. docs/decisions/017 says why each launch has its
 own. Only it imports torch.
 """
@@ -41,11 +41,6 @@ from megatron.training.resilience.env_checks import no_collection
 
 _OWN = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(8)}"
 _REPORT = "report.json"
-RESIZE_VARIABLE = "COPUS_RESIZE_COMMAND"
-"""Environment variable of an elastic launch: the command that asks the cluster for more or fewer
-ranks."""
-COPY_INTERVAL_VARIABLE = "COPUS_COPY_INTERVAL"
-"""Environment variable: steps between two copies of the state in an elastic launch."""
 FENCED, RELEASED = 87, 88
 """Exit codes of a launcher whose node the others have gone on without: it was taken for lost, or
 the run asks for fewer ranks."""
@@ -66,12 +61,15 @@ class Launch:
     """`host:port` of the first node."""
     folder: str
     """Empty, for the report and the errors of ranks."""
+    module: str = "copus_ext.launch.workers"
+    """Of the launcher."""
     shared: str | None = None
-    """A folder that all nodes see, where the launchers of an elastic launch agree; else None."""
+    """A folder that all nodes see, where launchers agree that go on without lost ranks; else
+    None."""
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other node takes part, or can come later as into an elastic launch."""
+        """Whether no other node takes part, or can come later."""
         return len(self.nodes) == 1 if self.shared is None else not self.endpoint
 
 
@@ -102,7 +100,7 @@ class Workers:
         options = json.dumps({**dataclasses.asdict(launch), "parent": os.getpid()})
         # A session of its own: Ctrl-C reaches the supervisor alone, which passes it on as SIGTERM.
         self._child = subprocess.Popen(
-            [sys.executable, "-m", _module_of(launch), options, *command],
+            [sys.executable, "-m", launch.module, options, *command],
             env=env,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
@@ -147,10 +145,6 @@ class Workers:
             code = -signal.SIGKILL if code is None else code
             found = LaunchResult.of(name, node, _launcher_failure(code, error))
         return dataclasses.replace(found, was_killed=self.were_killed)
-
-
-def _module_of(launch: Launch) -> str:
-    return "copus_ext.launch.workers" if launch.shared is None else "copus_ext.elastic.node"
 
 
 def _ranks_of(launcher: int) -> list[psutil.Process]:

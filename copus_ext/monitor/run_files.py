@@ -23,7 +23,7 @@ from megatron.training.logging.tail_reader import Tail
 
 CONFIG_FILE = "config.json"
 GOES_ON = ("loss", "join", "resize")
-"""Why an elastic launch goes on with other ranks."""
+"""Why a launch goes on with other ranks."""
 END_BYTES = 1 << 26
 """Enough of the end of a file to know how a run stands: tens of thousands of steps."""
 _STEP_BYTES = 1 << 20
@@ -127,9 +127,9 @@ class Launch:
     last_iteration: int = 0
     """Its last step, even if a later launch did that again."""
     ranks: int | None = None
-    """Of an elastic launch, whose ranks change."""
+    """Of a launch whose ranks change."""
     entered: str = ""
-    """Why an elastic launch has other ranks from here on, one of `GOES_ON`."""
+    """Why the launch has other ranks from here on, one of `GOES_ON`."""
 
 
 class Event(NamedTuple):

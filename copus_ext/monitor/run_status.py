@@ -367,7 +367,7 @@ def _launches(run: RunHistory) -> tuple[int, list[float]]:
     is_open = False
     for event in run.events:
         if event.kind == "run.start":
-            # A generation of an elastic launch follows the one before without a new launch.
+            # Where a launch goes on with other ranks, there is a start and no new launch.
             goes_on = event.about.get("why") in GOES_ON
             crashes += [event.t or 0.0] if is_open and not goes_on else []
             is_open = True

@@ -112,21 +112,21 @@ def time_spent(run: RunHistory) -> list[str]:
         ("steps that a restart did again", run.undone_s),
         ("changes of layout", sum(s.pause_s or 0.0 for s in run.decisions.switches)),
         ("checkpoints (part of it beside the steps if saved asynchronously)", sum(run.saves_s)),
-        ("between launches", sum(_gaps(run.launches, elastic=False))),
-        ("recoveries and joins", sum(_gaps(run.launches, elastic=True))),
+        ("between launches", sum(_gaps(run.launches, goes_on=False))),
+        ("recoveries and joins", sum(_gaps(run.launches, goes_on=True))),
     ]
     return [f"{seconds(value)} {name}" for name, value in parts if value > 0]
 
 
 def _ranks(run: RunHistory) -> list[str]:
-    """The ranks of an elastic run over its time, and why they changed."""
+    """The ranks of a run over its time, and why they changed."""
     words = {"loss": " after a loss", "join": " after a join", "resize": " as asked for"}
     return [f"{x.ranks}{words.get(x.entered, '')}" for x in run.launches if x.ranks is not None]
 
 
-def _gaps(launches: Sequence[Launch], *, elastic: bool) -> list[float]:
-    """Seconds between launches, or between the generations of elastic ones."""
-    pairs = [(a, b) for a, b in itertools.pairwise(launches) if bool(b.entered) is elastic]
+def _gaps(launches: Sequence[Launch], *, goes_on: bool) -> list[float]:
+    """Seconds between launches, or within launches that go on with other ranks."""
+    pairs = [(a, b) for a, b in itertools.pairwise(launches) if bool(b.entered) is goes_on]
     gaps = (_between(a.last_t, b.t) for a, b in pairs)
     return [gap for gap in gaps if gap is not None and gap > 0]
 

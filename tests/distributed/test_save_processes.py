@@ -1,5 +1,5 @@
-"""Processes that write asynchronous saves are killed and stopped, with and without elastic ranks:
-the run goes on, the next save commits, and the losses are those of a run that nothing happened to.
+"""Processes that write asynchronous saves are killed and stopped: the run goes on, the next save
+commits, and the losses are those of a run that nothing happened to.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ WORKER = Path(__file__).with_name("worker_save_processes.py")
 STEPS, INTERVAL, STALL_S = 30, 5, 4
 HARM = {"5:0": "kill", "10:1": "stop"}
 """Iteration and rank of a save, and what becomes of its process."""
-LOST_RANK = {"15:0": "stop", "15:1": "rank"}
-"""A rank dies while neither has written, and another process stands still."""
 
 
 def train(folder: Path, harm: dict[str, str], *own: str, long_step_s: float = 0.0) -> str:
@@ -98,31 +96,17 @@ def test_a_process_that_is_killed_or_stopped_costs_no_save(
     assert losses_of(tmp_path / "run") == plain
 
 
-def test_elastic_ranks_go_on_and_leave_nothing_of_a_save_that_was_under_way(
-    tmp_path: Path, plain: list[float]
-) -> None:
-    said = train(tmp_path, {**HARM, **LOST_RANK}, "--elastic", "--copy-interval", "5")
-    notes = check(tmp_path, ranks=1)  # the run may end before the lost one has come again
-    assert 5 in notes and "ended with -9" in notes[5][0]
-    starts = [
-        r for r in read_metrics(tmp_path / "run", superseded=True) if r["kind"] == "run.start"
-    ]
-    assert len(starts) > 1, said[-6000:]
-    assert losses_of(tmp_path / "run") == pytest.approx(plain, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "own", [(), ("--elastic", "--copy-interval", "5")], ids=["plain", "elastic"]
-)
-def test_a_long_step_hides_no_process_that_is_lost(
-    tmp_path: Path, plain: list[float], own: tuple[str, ...]
-) -> None:
-    train(tmp_path, HARM, *own, long_step_s=60.0)
+def check_long_step(folder: Path, plain: list[float], *own: str) -> None:
+    """Runs with a step of a minute, in which the processes of a save are killed and stopped."""
+    train(folder, HARM, *own, long_step_s=60.0)
     for what, line in (("kill", "ended with -9"), ("stop", "has not moved on for 4 s")):
-        told = json.loads((tmp_path / f"long-{what}.json").read_text())
+        told = json.loads((folder / f"long-{what}.json").read_text())
         assert told["seen_s"] is not None and line in told["lines"][0], told
         assert "the rank writes itself" in told["lines"][0]
         assert told["written_s"] is not None, "by the rank, before the step ended"
-    notes = check(tmp_path)
-    assert set(notes) == set(range(INTERVAL, STEPS + 1, INTERVAL))
-    assert losses_of(tmp_path / "run") == pytest.approx(plain, rel=1e-6)
+    assert set(check(folder)) == set(range(INTERVAL, STEPS + 1, INTERVAL))
+    assert losses_of(folder / "run") == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_long_step_hides_no_process_that_is_lost(tmp_path: Path, plain: list[float]) -> None:
+    check_long_step(tmp_path, plain)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {extra.name: ROOT / extra.package.replace(".", "/") for extra in extras()}
 REFERENCES = ("flags", "check", "feature", "layout_problems", "batch_problems")
 REFERENCES += ("controller_problems", "cost_terms", "step_period", "model_format")
+REFERENCES += ("launcher",)
 ALL_CORE = """
 import importlib, json, pathlib, sys
 from megatron.training.common.extras import extras
@@ -127,11 +128,13 @@ EXTRA = Extra(
     cost_terms="parts:cost_terms",
     step_period="parts:step_period",
     model_format="parts:Counted",
+    launcher="parts:Counting",
     commands={"count": "parts"},
 )
 ''',
     "parts.py": '''"""Says how far it counts."""
 from dataclasses import dataclass
+from copus_ext.launch.launchers import Launcher
 from megatron.training.common.extras import CostTerms
 from megatron.training.config.fields import option
 
@@ -185,6 +188,19 @@ class Counted:
         raise ValueError(f"counted from {flags.count_from}")
 
 
+class Counting:
+    flag = "--counting"
+
+    def add_flags(self, parser):
+        parser.add_argument("--counting", action="store_true")
+
+    def launcher(self, given):
+        return Launcher(module="no.such", folder="counting") if given.counting else None
+
+    def runner(self, environment):
+        return (lambda flags, train: 7) if "COUNTING" in environment else None
+
+
 def counter(config, model, groups):
     return None
 
@@ -195,7 +211,7 @@ def main(argv):
 ''',
 }
 NEW_ONE = """
-import contextlib, io, pathlib
+import contextlib, io, os, pathlib
 from copus_ext.commands.main import main, names
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
@@ -204,6 +220,7 @@ from copus_ext.cost_model.memory import memory
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.step import step_time
+from copus_ext.launch.options import read_options
 from copus_ext.planner.space import REJECTION_CODES, Limits, enumerate_points, to_rows
 from megatron.training.checkpoint.convert.formats import format_of
 from megatron.training.common.errors import UsageError
@@ -247,6 +264,18 @@ except UsageError as error:
     assert "--count-to depends" in str(error)
 else:
     raise AssertionError("moved")
+words = ["--nproc-per-node", "1", "--", *base.split()]
+assert read_options(words, {}).launcher is None
+options = read_options(["--counting", "--nnodes", "1:2", "--rdzv-endpoint", "x:1", *words], {})
+assert options.launcher.folder == "counting" and options.min_nodes == 1
+try:
+    read_options(["--nnodes", "1:2", *words], {})
+except UsageError as error:
+    assert "needs --counting" in str(error), error
+else:
+    raise AssertionError("1:2")
+os.environ["COUNTING"] = "1"
+assert main(["pretrain", *base.split(), "--device", "cpu"]) == 7
 assert format_of(pathlib.Path.cwd()) is None
 convert = "convert-checkpoint a b --format counted --count-from 4".split()
 with contextlib.redirect_stderr(io.StringIO()) as said:

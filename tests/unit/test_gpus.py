@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from copus_ext.commands import generate, pretrain, profile_layouts
-from copus_ext.elastic.run import trains_on_gpu
 from copus_ext.launch import supervisor
 from copus_ext.launch.options import read_options
 from megatron.training.common import gpus
@@ -99,12 +98,6 @@ def test_a_command_says_it_before_anything_else(
     assert command.main([*words, *device]) == 2
     said = capsys.readouterr().err
     assert (said_later in said, FIX in said) == (is_cpu_run, not is_cpu_run), said
-
-
-def test_a_cpu_run_beside_gpus_is_known_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert [trains_on_gpu(words) for words in ([], ["--device", "cuda"])] == [True, True]
-    assert not trains_on_gpu(["--device=cuda", "--device", "cpu"])
 
 
 @pytest.mark.usefixtures("cpu_torch")

@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 STOP_FILE = Path("control") / "stop"
 """Save and leave at the next step boundary. Its text may say why: `TIME_LIMIT` or `SIGNALLED`, else
@@ -22,8 +21,6 @@ SAVE_FILE = Path("control") / "save"
 """Save at the next step boundary, and go on."""
 PAUSE_FILE = Path("control") / "pause"
 """While it is there a controller decides nothing."""
-RANKS_FILE = Path("control") / "ranks"
-"""The number of ranks that an elastic run should have. Whoever runs the job writes it."""
 LOCK_FILE = Path("control") / "lock"
 """Who is writing this directory."""
 HEARTBEATS = Path("control") / "heartbeat"
@@ -111,7 +108,7 @@ class Control:
         except OSError:
             return
         if self._stop is None and STOP_FILE.name in names:
-            self._stop = _text(self._run_dir / STOP_FILE)
+            self._stop = text_of(self._run_dir / STOP_FILE)
         self._save = self._sees_save and SAVE_FILE.name in names
 
     def stop_obeyed(self) -> None:
@@ -150,25 +147,6 @@ def write_stop(run_dir: Path, text: str) -> None:
             new.unlink(missing_ok=True)
 
 
-class RanksAsked(NamedTuple):
-    """A number of ranks that an elastic run should have."""
-
-    ranks: int
-    """At least 1; 0 where the text is no such number."""
-    written_ns: int
-    """When, by the clock of the file system."""
-
-
-def ranks_asked(run_dir: Path) -> RanksAsked | None:
-    """What is asked for; None if nobody asks, or has not yet written what."""
-    text = _text(run_dir / RANKS_FILE)
-    with contextlib.suppress(OSError):
-        if text:
-            ranks = int(text) if text.isascii() and text.isdecimal() else 0
-            return RanksAsked(ranks, (run_dir / RANKS_FILE).stat().st_mtime_ns)
-    return None
-
-
 def remove_stale(run_dir: Path) -> list[str]:
     """Takes away what was asked of an earlier run. Where a supervisor does not.
 
@@ -187,7 +165,7 @@ def _remove(path: Path) -> bool:
     return False
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """The start of a file that anybody may have written; waits for no pipe, follows no link."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -62,6 +62,9 @@ class Extra:
     model_format: str | None = None
     """Reference to a class without arguments, a `ModelFormat` of
     `megatron.training.checkpoint.convert.formats`: what checkpoints are converted from and to."""
+    launcher: str | None = None
+    """Reference to a class without arguments, a `LauncherKind` of `copus_ext.launch.launchers`:
+    what the supervisor starts ranks with in place of torch's launcher."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Sub-commands of `copus`: name -> module with a `main`, counted from the package."""
     policies: Mapping[str, str] = field(default_factory=dict)

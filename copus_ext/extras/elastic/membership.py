@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from copus_ext.elastic.messages import FROM_LAUNCHER, Generation, Lines, Member
+from copus_ext.extras.elastic.messages import FROM_LAUNCHER, Generation, Lines, Member
 from megatron.training.common.control import GENERATION_VARIABLE
 from megatron.training.common.device import use_own_gpu
 from megatron.training.common.errors import Relaunch
@@ -57,13 +57,7 @@ class WorldChanged(RuntimeError):
 
 
 class Membership:
-    """What a rank and its launcher know of each other.
-
-    Args:
-        connection: with the launcher.
-        member: this rank.
-        launch: name of the launch.
-    """
+    """What a rank and its launcher know of each other."""
 
     def __init__(self, connection: socket.socket, member: Member, launch: str) -> None:
         self.member, self._launch = member, launch
@@ -181,11 +175,6 @@ class Membership:
 
     def enter(self, generation: Generation, *, backend: str, timeout_minutes: float) -> None:
         """Meets the other members in a new world, and describes it in the environment.
-
-        Args:
-            generation: to enter.
-            backend: of the world.
-            timeout_minutes: a collective that waits longer fails.
 
         Raises:
             RuntimeError: the members did not meet, or the world has changed again.

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from copus_ext.elastic.messages import FROM_PEER, Lines
+from copus_ext.extras.elastic.messages import FROM_PEER, Lines
 from copus_ext.launch.listen import LOOPBACK, listen_at
 from copus_ext.launch.rendezvous import MAX_LOCAL_RANKS, MAX_NODES
 from copus_ext.launch.workers import Launch
@@ -80,12 +80,7 @@ class Contact(JsonRecord):
 
 
 def hello(token: str, node: int) -> bytes:
-    """What a launcher says first: of the same length for every node.
-
-    Args:
-        token: of the launcher that it is said to.
-        node: number of the one that says it.
-    """
+    """What a launcher says first: of the same length for every node."""
     return f"copus-elastic-1 {token} {node:06d}\n".encode()
 
 

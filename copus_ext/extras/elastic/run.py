@@ -10,63 +10,39 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from copus_ext.elastic.choice import Choice, choose
-from copus_ext.elastic.copies import HeldCopies, PeerCopies
-from copus_ext.elastic.membership import AGREE_S, FIRST_S, Membership, WorldChanged
-from copus_ext.elastic.messages import PIPE_VARIABLE, Generation
-from copus_ext.elastic.recover import find, stored_in_memory
+from copus_ext.extras.elastic.choice import Choice, choose
+from copus_ext.extras.elastic.copies import HeldCopies, PeerCopies
+from copus_ext.extras.elastic.launcher import (
+    COPY_INTERVAL,
+    COPY_INTERVAL_VARIABLE,
+    PIPE_VARIABLE,
+)
+from copus_ext.extras.elastic.membership import AGREE_S, FIRST_S, Membership, WorldChanged
+from copus_ext.extras.elastic.messages import Generation
+from copus_ext.extras.elastic.recover import find, stored_in_memory
+from copus_ext.launch.launchers import Start, Train
 from copus_ext.launch.layout_fit import LayoutFit, NoFit
-from copus_ext.launch.options import COPY_INTERVAL
-from copus_ext.launch.workers import COPY_INTERVAL_VARIABLE
 from copus_ext.reshard.relaunch import LAUNCH_VARIABLE, report_exit, resumed, value_of
-from megatron.training.checkpoint.load import Stored, read_arguments
+from megatron.training.checkpoint.load import read_arguments
 from megatron.training.common.collectives import all_gather_object, broadcast_from_rank0
 from megatron.training.common.errors import Relaunch, TrainingFailure, UsageError
 from megatron.training.resilience.exit_status import RunOutcome
 from megatron.training.resilience.watchdog import exit_immediately
-from megatron.training.train.callbacks import Callback
 
 _MOST_FRUITLESS = 5
 """So many generations in a row may end before a copy of the state was begun."""
 _TIMEOUT_MINUTES = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Start:
-    """What a generation begins with."""
-
-    flags: Sequence[str]
-    """Of the program."""
-    stored: Stored | None = None
-    """State to go on from; None as the flags say."""
-    callbacks: Sequence[Callback] = ()
-    """Besides those of the flags, after them."""
-    tell: Callable[[RunOutcome], None] = report_exit
-    """Told how the run ends."""
-    fields: dict[str, Any] = field(default_factory=dict)
-    """For the record of the start."""
-
-
-Train = Callable[[Start], int]
-
-
 def run_elastic(flags: Sequence[str], train: Train) -> int:
     """Trains with whoever is there, until the run ends.
-
-    Args:
-        flags: of the program, as the user gave them.
-        train: trains in the world that this rank is in, and returns the exit code.
-
-    Returns:
-        The exit code.
 
     Raises:
         UsageError: as `pretrain`.
@@ -143,7 +119,7 @@ def _train_in(
     start = dataclasses.replace(
         start,
         callbacks=[copies],
-        tell=functools.partial(_tell, membership),
+        on_exit=functools.partial(_tell, membership),
         fields={
             **start.fields,
             "leaving_s": left_s,
@@ -199,11 +175,7 @@ def _start(
 
 
 def _flags_without_copies(flags: Sequence[str], *, had_copies: bool, has_gpu: bool) -> list[str]:
-    """Flags to go on with from the latest checkpoint, or from the start. Collective.
-
-    Raises:
-        Relaunch: on every rank, where no layout is legal.
-    """
+    """Flags to go on with from the latest checkpoint, or from the start. Collective."""
     words, problem = resumed(flags), ""
     why = (
         "both copies of some shard are lost"
@@ -226,11 +198,7 @@ def _flags_without_copies(flags: Sequence[str], *, had_copies: bool, has_gpu: bo
 
 
 def _stored_flags(load: Path) -> dict[str, Any]:
-    """The flags of the latest checkpoint in a folder.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """The flags of the latest checkpoint in a folder."""
     try:
         return read_arguments(load, step=None)
     except TrainingFailure as error:

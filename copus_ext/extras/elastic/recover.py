@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from copus_ext.elastic.copies import CopySet, HeldCopies, Moment, Piece
+from copus_ext.extras.elastic.copies import CopySet, HeldCopies, Moment, Piece
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.plan import make_plan

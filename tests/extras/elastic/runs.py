@@ -1,4 +1,4 @@
-"""Launches of four CPU ranks that lose ranks and nodes, as `elastic_rank.py` plans it."""
+"""Launches of four CPU ranks that lose ranks and nodes, as `rank.py` plans it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
 from tests.helpers.launch import ROOT, free_port
 
-PROGRAM = Path(__file__).with_name("elastic_rank.py")
+PROGRAM = Path(__file__).with_name("rank.py")
 COPY_INTERVAL = 10
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 12 --lr 1e-3

@@ -1,4 +1,4 @@
-"""A rank of `elastic_runs.py`: trains, and kills itself or its node where the plan says so.
+"""A rank of `runs.py`: trains, and kills itself or its node where the plan says so.
 
 The plan is a JSON file that `COPUS_KILL_PLAN` names: {"kills": [{"number", "step", "moment",
 "victim": [node, local], "what"}]}. Each kill happens once; the rank writes `kill-<number>` beside
@@ -29,12 +29,12 @@ from copus_ext.commands import pretrain
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
-from copus_ext.elastic import copies, recover
+from copus_ext.extras.elastic import copies, recover
+from copus_ext.extras.elastic.resize import RANKS_FILE
 from copus_ext.goodput.state import ControllerState
 from copus_ext.launch.layout_fit import layouts_for
 from copus_ext.reshard import change
 from megatron.training.checkpoint.save import Checkpointer
-from megatron.training.common.control import RANKS_FILE
 from megatron.training.common.step_settings import Request
 from megatron.training.config.layout import Layout
 from megatron.training.train import loop, step

@@ -19,11 +19,12 @@ from typing import Any
 
 import pytest
 
-from copus_ext.launch.workers import RESIZE_VARIABLE
-from megatron.training.common.control import RANKS_FILE, write_stop
+from copus_ext.extras.elastic.launcher import RESIZE_VARIABLE
+from copus_ext.extras.elastic.resize import RANKS_FILE
+from megatron.training.common.control import write_stop
 from megatron.training.logging.metrics import read_metrics
+from tests.extras.elastic.runs import MODEL, account, start, start_node, wait
 from tests.helpers import processes
-from tests.helpers.elastic_runs import MODEL, account, start, start_node, wait
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.text import text_prefix
@@ -278,6 +279,6 @@ def test_the_controller_goes_on_with_the_ranks_that_are_left(begin: Callable[...
 
 def test_a_model_whose_step_failed_is_gone_with_one_collection(tmp_path: Path) -> None:
     # Else the next generation builds its model beside it, and closes groups that are broken.
-    found = on_ranks("worker_abandoned", tmp_path, 1, timeout_s=120)
+    found = on_ranks("tests.extras.elastic.worker", tmp_path, 1, timeout_s=120)
     assert found["told"] == "a bug in the backward pass"
     assert not found["after"]

@@ -22,9 +22,6 @@ from copus_ext.launch.rendezvous import MAX_LOCAL_RANKS, MAX_NODES
 from copus_ext.reshard.checked import MAX_NUMBER, check_fields, check_number, check_text, shown
 from megatron.training.common.outside import parse_json
 
-PIPE_VARIABLE = "COPUS_ELASTIC_PIPE"
-"""Environment variable of a rank: file number of its connection with the launcher, and its place,
-as FD:NODE:LOCAL:RUN."""
 Kind = Literal["start", "loss", "join", "resize"]
 _READ_BYTES = 1 << 16
 _MOST_BYTES = 1 << 22
@@ -141,12 +138,7 @@ FROM_PEER: Vocabulary = {
 
 
 class Lines:
-    """Messages as lines of JSON on a connected socket.
-
-    Args:
-        connection: the socket.
-        takes: what may be read from it.
-    """
+    """Messages as lines of JSON on a connected socket."""
 
     def __init__(self, connection: socket.socket, takes: Vocabulary) -> None:
         self.connection, self._takes = connection, takes

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from copus_ext.elastic import copies, membership, recover
-from copus_ext.elastic.copies import CopySet, HeldCopies, Moment, PeerCopies, Piece
-from copus_ext.elastic.membership import Membership
-from copus_ext.elastic.messages import Generation, Member
-from copus_ext.elastic.recover import Found
+from copus_ext.extras.elastic import copies, membership, recover
+from copus_ext.extras.elastic.copies import CopySet, HeldCopies, Moment, PeerCopies, Piece
+from copus_ext.extras.elastic.membership import Membership
+from copus_ext.extras.elastic.messages import Generation, Member
+from copus_ext.extras.elastic.recover import Found
+from copus_ext.extras.elastic.run import trains_on_gpu
 from copus_ext.reshard import transfer
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.plan import make_plan
@@ -230,3 +231,9 @@ def test_a_loss_scale_leaves_its_gpu_before_it_goes_to_other_ranks(
     state = held.sets[MOMENT].scaler
     assert scale.device.type == "cuda" and state is not None
     assert state["scale"].device.type == "cpu" and state["growth_tracker"] == 3
+
+
+def test_a_cpu_run_beside_gpus_is_known_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [trains_on_gpu(words) for words in ([], ["--device", "cuda"])] == [True, True]
+    assert not trains_on_gpu(["--device=cuda", "--device", "cpu"])

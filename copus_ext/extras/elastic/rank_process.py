@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from copus_ext.elastic.messages import FROM_RANK, PIPE_VARIABLE, Lines, Member
+from copus_ext.extras.elastic.launcher import PIPE_VARIABLE
+from copus_ext.extras.elastic.messages import FROM_RANK, Lines, Member
 from copus_ext.launch.failure import Failure, error_line, traceback_end
 from copus_ext.launch.workers import Launch
 from megatron.training.common.outside import parse_json
@@ -24,9 +25,7 @@ class RankProcess:
     """A process of this node."""
 
     member: Member
-    """Which rank it is."""
     process: subprocess.Popen[bytes]
-    """It."""
     lines: Lines
     """The connection with it; it does not block."""
     error_file: Path
@@ -38,13 +37,6 @@ class RankProcess:
 
     @classmethod
     def start(cls, member: Member, launch: Launch, command: Sequence[str]) -> RankProcess:
-        """Starts a rank.
-
-        Args:
-            member: its place.
-            launch: of this node.
-            command: program and flags.
-        """
         ours, theirs = socket.socketpair()
         error_file = Path(launch.folder) / f"error-{member.local}-{member.run}.json"
         env = {
@@ -66,12 +58,7 @@ class RankProcess:
         return cls(member, process, Lines(ours, FROM_RANK), error_file)
 
     def failure(self, code: int, rank: int) -> Failure:
-        """How it failed.
-
-        Args:
-            code: of its end.
-            rank: its number in the world; -1 if it had none.
-        """
+        """How it failed; `rank` is -1 if it had no number in the world."""
         error, text = "", ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             message = parse_json(self.error_file.read_bytes())["message"]

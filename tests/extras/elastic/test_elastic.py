@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from copus_ext.commands.pretrain import main
-from copus_ext.elastic.choice import BATCH_CHANGE, choose
-from copus_ext.elastic.copies import (
+from copus_ext.extras.elastic.choice import BATCH_CHANGE, choose
+from copus_ext.extras.elastic.copies import (
     CopySet,
     HeldCopies,
     Moment,
@@ -26,18 +26,22 @@ from copus_ext.elastic.copies import (
     keepers,
     keepers_of_released,
 )
-from copus_ext.elastic.messages import PIPE_VARIABLE, Generation, Lines, Member
-from copus_ext.elastic.node import Agent
-from copus_ext.elastic.resize import ask_cluster, staying
-from copus_ext.elastic.run import Start
-from copus_ext.launch.options import COPY_INTERVAL, read_options
-from copus_ext.launch.workers import RELEASED, RESIZE_VARIABLE, Launch
+from copus_ext.extras.elastic.launcher import (
+    COPY_INTERVAL,
+    COPY_INTERVAL_VARIABLE,
+    PIPE_VARIABLE,
+    RESIZE_VARIABLE,
+)
+from copus_ext.extras.elastic.messages import Generation, Lines, Member
+from copus_ext.extras.elastic.node import Agent
+from copus_ext.extras.elastic.resize import RANKS_FILE, ask_cluster, ranks_asked, staying
+from copus_ext.launch.launchers import Start
+from copus_ext.launch.options import read_options
+from copus_ext.launch.workers import RELEASED, Launch
 from megatron.training.common.control import (
     GENERATION_VARIABLE,
     LAUNCH_VARIABLE,
     LOCK_FILE,
-    RANKS_FILE,
-    ranks_asked,
 )
 from megatron.training.common.errors import UsageError
 from megatron.training.common.train_state import TrainState
@@ -463,13 +467,24 @@ def test_flags_of_another_start_go() -> None:
 
 def test_flags_of_the_launcher() -> None:
     plain = ["--nproc-per-node", "2", "--", *FLAGS]
-    assert read_options(plain, {}).copy_interval is None
-    assert read_options(["--elastic", *plain], {}).copy_interval == COPY_INTERVAL
-    assert read_options(["--elastic", "--copy-interval", "7", *plain], {}).copy_interval == 7
-    with pytest.raises(UsageError, match="--copy-interval needs --elastic"):
-        read_options(["--copy-interval", "7", *plain], {})
-    with pytest.raises(UsageError, match="--copy-interval 0"):
-        read_options(["--elastic", "--copy-interval", "0", *plain], {})
+    assert read_options(plain, {}).launcher is None
+
+    def interval(*flags: str) -> int:
+        launcher = read_options([*flags, *plain], {}).launcher
+        assert launcher is not None
+        return int(launcher.environment[COPY_INTERVAL_VARIABLE])
+
+    assert interval("--elastic") == COPY_INTERVAL
+    assert interval("--elastic", "--copy-interval", "7") == 7
+    asked = read_options(["--elastic", "--resize-command", "./more", *plain], {}).launcher
+    assert asked is not None and asked.environment[RESIZE_VARIABLE] == "./more"
+    for flags, said in (
+        (["--copy-interval", "7"], "--copy-interval needs --elastic"),
+        (["--elastic", "--copy-interval", "0"], "--copy-interval 0"),
+        (["--nnodes", "2:4"], "needs --elastic; or give one number"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            read_options([*flags, *plain], {})
 
 
 def test_a_later_generation_replaces_the_holder_of_a_lock() -> None:
@@ -521,7 +536,7 @@ def test_the_time_limit_counts_from_the_start_of_the_process(
         elapsed_s.append(time.monotonic() - started_s)
         return RunOutcome(state=TrainState(), run_dir=tmp_path, layout=config.layout, save=None)
 
-    monkeypatch.setattr("copus_ext.elastic.run.run_elastic", generations)
+    monkeypatch.setattr("copus_ext.extras.elastic.run.run_elastic", generations)
     monkeypatch.setattr(
         "megatron.training.resilience.env_checks.set_process_defaults", lambda: None
     )

@@ -1,7 +1,7 @@
 """The launcher of one node in an elastic run: it starts the ranks, notices deaths of ranks and
 nodes, and agrees with the launchers of other nodes on who goes on.
 
-    python -m copus_ext.elastic.node OPTIONS PROGRAM FLAGS
+    python -m copus_ext.extras.elastic.node OPTIONS PROGRAM FLAGS
 
 Every launcher serves a store and is connected with every other. The lowest node that lives
 announces a new generation, after it has claimed its number by making a file on the shared file
@@ -24,14 +24,19 @@ from typing import Any
 
 import psutil
 
-from copus_ext.elastic.messages import Generation, Kind, Member
-from copus_ext.elastic.peers import BEAT_S, Fenced, NotMet, Peers, own_address
-from copus_ext.elastic.rank_process import Place, RankProcess, failure_of
-from copus_ext.elastic.resize import ask_cluster, staying
+from copus_ext.extras.elastic.messages import Generation, Kind, Member
+from copus_ext.extras.elastic.peers import BEAT_S, Fenced, NotMet, Peers, own_address
+from copus_ext.extras.elastic.rank_process import Place, RankProcess, failure_of
+from copus_ext.extras.elastic.resize import (
+    RANKS_FILE,
+    RanksAsked,
+    ask_cluster,
+    ranks_asked,
+    staying,
+)
 from copus_ext.launch import workers
 from copus_ext.launch.failure import Failure
 from copus_ext.launch.workers import FENCED, RELEASED, Launch
-from megatron.training.common.control import RANKS_FILE, RanksAsked, ranks_asked
 from megatron.training.common.program import tell
 from megatron.training.resilience.env_checks import no_collection
 
@@ -138,11 +143,7 @@ class Agent:
         return self._what_failed()
 
     def _check_not_fenced(self) -> None:
-        """Ranks that have ended here may have done so because others have gone on.
-
-        Raises:
-            Fenced: others have.
-        """
+        """Ranks that have ended here may have done so because others have gone on: `Fenced`."""
         if self.generation is not None and not self._is_ending and not self._is_released:
             following = self.folder / f"generation-{self.generation.number + 1}"
             if following.exists():
@@ -522,9 +523,6 @@ class Agent:
         """Lets nodes go if the run asks for fewer ranks, and tells the cluster once they are free.
         Tells it where the run wants more. The lowest node that lives does so, once for each
         request, while nothing else is due.
-
-        Raises:
-            Fenced: see `_announce`.
         """
         now = self.generation
         if self._leaving and not self._leaving & set(self._peers.lines):

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from copus_ext.elastic.membership import Membership, WorldChanged
-from copus_ext.elastic.messages import Generation
+from copus_ext.extras.elastic.membership import Membership, WorldChanged
+from copus_ext.extras.elastic.messages import Generation
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.saved_state import adam_steps, scaler_state
@@ -182,14 +182,7 @@ class _Chunks:
 
 
 class PeerCopies(Callback):
-    """Takes the copies of a run while it trains. The last of its callbacks, on every rank.
-
-    Args:
-        held: where they go.
-        membership: of this rank.
-        generation: that this rank is in; a newer one may be known already.
-        interval: steps between two copies.
-    """
+    """Takes the copies of a run while it trains. The last of its callbacks, on every rank."""
 
     def __init__(
         self,
@@ -316,13 +309,7 @@ class PeerCopies(Callback):
         keepers: Sequence[int | None],
         pieces: list[Piece] | None = None,
     ) -> None:
-        """Sends the own copy to its keeper and receives those that this rank keeps.
-
-        Args:
-            copies: with the own one.
-            keepers: by rank, the rank that keeps its copy.
-            pieces: room for those that this rank keeps, if it is there.
-        """
+        """Sends the own copy to its keeper and receives those that this rank keeps."""
         try:
             pieces = self._pieces_for(copies, keepers) if pieces is None else pieces
             work: list[Any] = [

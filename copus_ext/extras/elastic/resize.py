@@ -7,22 +7,46 @@ bring more: the launcher says so, and runs the command that it was given.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import threading
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from copus_ext.elastic.messages import Generation, Member
-from copus_ext.launch.workers import RESIZE_VARIABLE
-from megatron.training.common.control import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE
+from copus_ext.extras.elastic.launcher import RESIZE_VARIABLE
+from copus_ext.extras.elastic.messages import Generation, Member
+from megatron.training.common.control import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE, text_of
 from megatron.training.common.program import tell
 
+RANKS_FILE = Path("control") / "ranks"
+"""The number of ranks that the run should have. Whoever runs the job writes it."""
 WANTED_VARIABLE, PRESENT_VARIABLE = "COPUS_WANTED_RANKS", "COPUS_PRESENT_RANKS"
 """Environment variables of the command: ranks that the run asks for, and has."""
 NODES_VARIABLE = "COPUS_NODES"
 """The same: numbers of the nodes that it has, with commas."""
 _OF_LAUNCH = (LAUNCH_VARIABLE, SUPERVISOR_VARIABLE)
 """By these a supervisor finds what it ends with its launch. The command may live longer."""
+
+
+class RanksAsked(NamedTuple):
+    """A number of ranks that the run should have."""
+
+    ranks: int
+    """At least 1; 0 where the text is no such number."""
+    written_ns: int
+    """When, by the clock of the file system."""
+
+
+def ranks_asked(run_dir: Path) -> RanksAsked | None:
+    """What is asked for; None if nobody asks, or has not yet written what."""
+    text = text_of(run_dir / RANKS_FILE)
+    with contextlib.suppress(OSError):
+        if text:
+            ranks = int(text) if text.isascii() and text.isdecimal() else 0
+            return RanksAsked(ranks, (run_dir / RANKS_FILE).stat().st_mtime_ns)
+    return None
 
 
 def staying(members: Sequence[Member], ranks: int) -> tuple[Member, ...]:
@@ -38,12 +62,7 @@ def staying(members: Sequence[Member], ranks: int) -> tuple[Member, ...]:
 
 
 def ask_cluster(wanted: int, generation: Generation) -> None:
-    """Says where the run wants more ranks than it has, and starts the command for another number.
-
-    Args:
-        wanted: ranks that the run asks for.
-        generation: that it has.
-    """
+    """Says where the run wants more ranks than it has, and runs the command for another number."""
     present = len(generation.members)
     if wanted > present:
         tell("launcher", f"the run asks for {wanted} ranks and has {present}: start more nodes")

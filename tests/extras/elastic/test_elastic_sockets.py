@@ -18,14 +18,14 @@ from typing import Any
 import psutil
 import pytest
 
-from copus_ext.elastic import membership, peers
-from copus_ext.elastic.membership import Membership
-from copus_ext.elastic.messages import FROM_PEER, Generation, Lines, Member
-from copus_ext.elastic.node import Agent
-from copus_ext.elastic.peers import Contact, NotMet, Peers, hello
+from copus_ext.extras.elastic import membership, peers
+from copus_ext.extras.elastic.membership import Membership
+from copus_ext.extras.elastic.messages import FROM_PEER, Generation, Lines, Member
+from copus_ext.extras.elastic.node import Agent
+from copus_ext.extras.elastic.peers import Contact, NotMet, Peers, hello
+from copus_ext.extras.elastic.resize import RANKS_FILE, ranks_asked
 from copus_ext.launch.listen import LOOPBACK, listen_at, loopback_interface
 from copus_ext.launch.workers import Launch
-from megatron.training.common.control import RANKS_FILE, ranks_asked
 
 NESTED = b"[" * 20_000 + b"\n"
 
@@ -92,7 +92,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 @pytest.fixture(autouse=True)
 def quick_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("copus_ext.elastic.node._LOOK_S", 0.02)
+    monkeypatch.setattr("copus_ext.extras.elastic.node._LOOK_S", 0.02)
 
 
 def test_the_right_hello_and_nothing_else_makes_a_node(node: Node) -> None:
