@@ -37,8 +37,8 @@ from bench.support import (
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.extras.uneven.nodes import Site
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.placement.uneven_nodes import Site
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from copus_ext.planner.commands import command_of, helps
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
     InputProblem,
@@ -55,14 +56,10 @@ COMMANDS = {
     "explain": "price one configuration part by part, or say why it is none",
     "partition": "search, and split the layers of every ranked pipeline unevenly",
     "micro-batches": "search, and split the samples of layouts without a pipeline unequally",
-    "order": "search, and say which node goes where for the best of every batch",
-    "nodes": "search, and rank again over unequal links and nodes as they are",
 }
 _DENSE_ONLY = {
     "partition": "cuts",
     "micro-batches": "micro_split",
-    "order": "order",
-    "nodes": "uneven",
 }
 """Commands that know no mixtures of experts, with the attribute of the arguments that each sets."""
 TOKENS_A_PARAMETER = 20
@@ -75,6 +72,11 @@ _AT_ONCE = 16
 """Batches searched together: enough to share work, few enough for the memory."""
 
 
+def commands() -> dict[str, str]:
+    """All commands with a line on each, those of the core first."""
+    return {**COMMANDS, **helps()}
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises `UsageProblem` for what it cannot read."""
 
@@ -83,20 +85,20 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(command: str = "search") -> argparse.ArgumentParser:
-    """The flags of one of `COMMANDS`."""
+    """The flags of one of `commands`."""
     name = program_name("plan.py")
-    usage = {"search": "[COMMAND] ", "explain": "explain CONFIG ", "order": "order [CONFIG] "}.get(
-        command, f"{command} "
-    )
-    others = [f"  {word:{max(map(len, COMMANDS))}}  {text}" for word, text in COMMANDS.items()]
+    own, known = command_of(command), commands()
+    usage = {"search": "[COMMAND] ", "explain": "explain CONFIG "}.get(command, f"{command} ")
+    usage += "[CONFIG] " if own.takes_configuration else ""
+    others = [f"  {word:{max(map(len, known))}}  {text}" for word, text in known.items()]
     p = new_parser(
         prog=name,
         usage=f"%(prog)s {usage}--model MODEL --cluster CLUSTER --global-batch-size SIZES [flags]",
-        description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".",
+        description=known[command][0].upper() + known[command][1:] + ".",
         epilog="\n".join([f"commands ({name} COMMAND --help):", *others]),
     )
     p.set_defaults(**{name: word == command for word, name in _DENSE_ONLY.items()})
-    if command in ("explain", "order"):
+    if command == "explain" or own.takes_configuration:
         needed = None if command == "explain" else "?"
         words = "such as tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
         p.add_argument("explain", metavar="CONFIG", nargs=needed, help=words)
@@ -104,9 +106,7 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
     out = add_answer(p, ["table", "json", *(["flags"] if command == "search" else [])])
     if command != "explain":
         out.add_argument("--top", type=int, default=10, help="how many to show per batch")
-    if command in ("order", "nodes"):
-        words = "write the hosts in the order found, one a line"
-        out.add_argument("--hostfile", type=Path, help=words)
+    own.add_flags(out)
     if command == "search":
         words = "name every rejected configuration"
         out.add_argument("--rejected", action="store_true", help=words)
@@ -124,7 +124,7 @@ def new_parser(**about: Any) -> argparse.ArgumentParser:
         about: `prog`, `usage`, `description` and `epilog` of argparse.
     """
     p = _Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **about)
-    p.set_defaults(train_tokens=None, explain=None, hostfile=None, rejected=False, plot=None)
+    p.set_defaults(train_tokens=None, explain=None, rejected=False, plot=None, command="search")
     p.set_defaults(top=10, **dict.fromkeys(_DENSE_ONLY.values(), False))
     return p
 
@@ -199,10 +199,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Raises:
         UsageProblem: wrong flags, or flags that exclude each other.
     """
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        raise UsageProblem(f"there is no command {argv[0]}{nearest(argv[0], COMMANDS)}")
-    command = argv[0] if argv and argv[0] in COMMANDS else "search"
-    args = parser(command).parse_args(argv[1:] if argv and argv[0] in COMMANDS else argv)
+    known = commands()
+    if argv and not argv[0].startswith("-") and argv[0] not in known:
+        raise UsageProblem(f"there is no command {argv[0]}{nearest(argv[0], known)}")
+    command = argv[0] if argv and argv[0] in known else "search"
+    args = parser(command).parse_args(argv[1:] if argv and argv[0] in known else argv)
+    args.command = command
     if args.format == "flags" and args.rejected:
         raise UsageProblem("--format flags goes with a plain search; use a table or --json")
     return args
@@ -257,19 +259,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         if megatron_flag(args, "sequence_parallel"):
             raise UsageProblem("--megatron-args has --sequence-parallel; drop it or the --no- flag")
     cluster = cluster_of(args)
-    if uses_tp_pp_dp_mapping(args) and (args.order or args.uneven):
-        raise UsageProblem(
-            "`order` and `nodes` number ranks tensor, data, pipeline; drop --use-tp-pp-dp-mapping"
-        )
-    if args.order and cluster.links is None:
-        raise UsageProblem('an order needs measured "links" in --cluster FILE.json; add them')
-    if args.uneven and cluster.links is None and not cluster.nodes:
-        raise UsageProblem(
-            '`nodes` needs "links" or "nodes" in --cluster FILE.json; all nodes are alike without'
-        )
-    hosts = cluster.links.hosts if cluster.links is not None else ()
-    if args.hostfile is not None and not hosts:
-        raise UsageProblem('--hostfile needs "hosts", the names of the nodes, in "links"; add them')
+    command_of(args.command).check(args, model, cluster)
     return Planner(
         model,
         cluster,
@@ -305,8 +295,10 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     from copus_ext.planner import report
 
     answers = [explained(args, planner, batch) for batch in wanted]
-    answers = [(ordered(args, planner, a), code) if code == 0 else (a, code) for a, code in answers]
-    write_hosts(args, [a for a, code in answers if code == 0])
+    answers = [
+        (with_addition(args, planner, a), code) if code == 0 else (a, code) for a, code in answers
+    ]
+    finish(args, [a.addition for a, code in answers if code == 0])
     if args.format == "json":
         records = [a.to_json(1) if code == 0 else a.to_json() for a, code in answers]
         inputs = {"model": planner.model.to_json(), "seq_length_from": length_from(args)}
@@ -324,32 +316,15 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     return max(code for _, code in answers)
 
 
-def ordered(args: argparse.Namespace, planner: Any, found: Any) -> Any:
-    """The same answer with the order of nodes, if that is asked for."""
-    if not args.order:
-        return found
-    from copus_ext.planner.placement.node_order import order_for
-    from copus_ext.planner.placement.uneven_nodes import order_factor
-
-    order = order_for(planner.model, planner.cluster, found.configuration, planner.constants)
-    order = order.times(order_factor(planner, found.configuration))
-    return dataclasses.replace(found, order=order)
+def with_addition(args: argparse.Namespace, planner: Any, found: Any) -> Any:
+    """The same answer with what the command of an extra says about it."""
+    addition = command_of(args.command).of_configuration(planner, found)
+    return dataclasses.replace(found, addition=addition)
 
 
-def write_hosts(args: argparse.Namespace, found: list[Any]) -> None:
-    """The hosts in the order of the first answer, where a file is asked for."""
-    from copus_ext.planner.placement.uneven_nodes import FittedLayout
-
-    if args.hostfile is None or not found:
-        return
-    orders = [x.names if isinstance(x, FittedLayout) else list(x.order.hosts) for x in found]
-    hosts = orders[0]
-    if any(other != hosts for other in orders):
-        raise UsageProblem("--hostfile: the batches want different orders; ask for one batch")
-    try:
-        args.hostfile.write_text("".join(f"{host}\n" for host in hosts))
-    except OSError as error:
-        raise UsageProblem(f"--hostfile {args.hostfile}: {error}") from error
+def finish(args: argparse.Namespace, found: list[Any]) -> None:
+    """Lets the command of an extra write its files."""
+    command_of(args.command).finish(args, [one for one in found if one is not None and one.fits])
 
 
 def failure(plan: Any, planner: Any) -> str:
@@ -373,17 +348,10 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
     plotted = ranked(args, planner, wanted)
     plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in plotted]
     for plan in plans:
-        plan.ranked[:1] = [ordered(args, planner, first) for first in plan.ranked[:1]]
-    partitions = micro_batches = nodes = None
-    if args.uneven:
-        from copus_ext.planner.placement.uneven_nodes import rank_on_nodes
-
-        nodes = [
-            rank_on_nodes(planner, p.global_batch_size, top=args.top)
-            if p.status != "no_legal"
-            else []
-            for p in plans
-        ]
+        plan.ranked[:1] = [with_addition(args, planner, first) for first in plan.ranked[:1]]
+    partitions = micro_batches = None
+    own = command_of(args.command)
+    additions = [own.of_batch(planner, plan, top=args.top) for plan in plans]
     if args.cuts:
         from copus_ext.planner.partition.layers import repartitions
 
@@ -393,8 +361,8 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
 
         micro_batches = [unequal_micro_batches(planner, plan) for plan in plans]
     worth_timing = [planner.worth_timing(plan) for plan in plans]
-    parts = {"partitions": partitions, "micro_batches": micro_batches, "nodes": nodes}
-    return Answer(plans=plans, worth_timing=worth_timing, **parts), plotted
+    parts = {"partitions": partitions, "micro_batches": micro_batches}
+    return Answer(plans=plans, worth_timing=worth_timing, additions=additions, **parts), plotted
 
 
 def answer(args: argparse.Namespace) -> int:
@@ -411,7 +379,7 @@ def answer(args: argparse.Namespace) -> int:
     found, plotted = search(args, planner, wanted)
     firsts = [plan.ranked[0] for plan in found.plans if plan.ranked]
     headroom = headroom_of(args, planner, plotted)
-    write_hosts(args, firsts if found.nodes is None else [best[0] for best in found.nodes if best])
+    finish(args, [*(first.addition for first in firsts), *(found.additions or ())])
     if args.format == "json":
         about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
         record = report.to_json(
@@ -422,7 +390,6 @@ def answer(args: argparse.Namespace) -> int:
             seq_length_from=length_from(args),
             warnings=[borrowed] if borrowed else [],
             elapsed_s=None if args.output else time.monotonic() - started,
-            top=args.top,
             headroom=headroom and headroom[1],
         )
         write_output(report.dump(record), args.output)
@@ -436,7 +403,7 @@ def answer(args: argparse.Namespace) -> int:
         is_mixture = planner.model.num_experts is not None
         asked = "cp" in {**planner.limits.fixed, **planner.limits.largest}
         console.print(length_line(args, planner.model), highlight=False, markup=False)
-        report.table(found, console, top=args.top, is_mixture=is_mixture, shows_cp=asked)
+        report.table(found, console, is_mixture=is_mixture, shows_cp=asked)
         if borrowed := borrowed_constants(args, planner):
             console.print(borrowed, highlight=False, markup=False)
         if headroom is not None:
@@ -453,7 +420,7 @@ def answer(args: argparse.Namespace) -> int:
             console.print(timing, highlight=False, markup=False)
         if args.output is not None:
             write_output(text.getvalue().rstrip("\n"), args.output)
-    fits = [bool(best) for best in found.nodes or [[]] * len(found.plans)]
+    fits = [one is not None and one.fits for one in found.additions or ()]
     failed = [p for p, also in zip(found.plans, fits) if p.status != "ok" and not also]
     for plan in failed:
         tell("plan.py", f"error: {failure(plan, planner)}")

@@ -1,6 +1,6 @@
 """What SLURM says about the job step of this process, and the order of its nodes.
 
-COPUS_HOSTFILE names a file that replaces SLURM's order of nodes; `copus plan --hostfile` writes it.
+COPUS_HOSTFILE names a file with a host a line, which replaces SLURM's order of nodes.
 Ranks are numbered along it before any process group exists.
 
 Nothing here needs torch or `sacct`, which answers nothing on a cluster without a database. What a

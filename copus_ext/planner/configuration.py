@@ -168,5 +168,4 @@ class Configuration:
             "use_distributed_optimizer": self.use_distributed_optimizer,
             "overlap": self.overlap,
             "rank_order": "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-            "node_order": None,
         }

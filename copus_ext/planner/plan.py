@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.placement.node_order import NodeOrder
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,23 @@ class Rejected:
         return data
 
 
+class Addition(Protocol):
+    """What the command of an extra says about a configuration, or about a batch."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has a configuration, also where the ranking has none."""
+        ...
+
+    def add_to(self, record: dict[str, Any]) -> None:
+        """Adds fields to the JSON of the configuration or of the batch."""
+        ...
+
+    def show(self, console: Console) -> None:
+        """Prints it below the table, or below the parts of a configuration."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
     """A candidate and what is predicted for it."""
@@ -84,8 +103,8 @@ class Ranked:
     against_rel_sd: float | None = None
     """Relative uncertainty of its step over that of the configuration that all were compared with,
     if any."""
-    order: NodeOrder | None = None
-    """Which node goes where, if that was asked for."""
+    addition: Addition | None = None
+    """What the command of an extra says about it."""
 
     def to_json(self, rank: int) -> dict[str, Any]:
         answer = {
@@ -94,9 +113,8 @@ class Ranked:
             "configuration": self.configuration.to_json(),
             "prediction": self.prediction.to_json(),
         }
-        if self.order is not None:
-            answer["configuration"]["node_order"] = self.order.names
-            answer["order"] = self.order.to_json()
+        if self.addition is not None:
+            self.addition.add_to(answer)
         return answer
 
 

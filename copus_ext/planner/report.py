@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 import math
@@ -21,8 +22,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB
 from copus_ext.planner.partition.layers import Repartition, lines
 from copus_ext.planner.partition.micro_batches import UnequalMicroBatches
-from copus_ext.planner.placement.uneven_nodes import FittedLayout
-from copus_ext.planner.plan import Plan, Ranked
+from copus_ext.planner.plan import Addition, Plan, Ranked
 
 SCHEMA, EXPLAINED = "copus.plan/1", "copus.explain/1"
 _SHOWN = 10
@@ -39,8 +39,6 @@ _OF_SHARING = ["cp", "exchange"]
 """Columns of context parallelism, after `tp`."""
 _OF_LOGITS = ["chunks"]
 """Column of the parts of the tokens for the logits, after `recompute`."""
-_UNEVEN = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "recompute"]
-_UNEVEN += ["given,s", "order,s", "partition,s", "both,s", "nodes", "layers"]
 _NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
 
 
@@ -54,8 +52,8 @@ class Answer:
     """The fastest layer partition of the ranked pipelines."""
     micro_batches: Sequence[Sequence[UnequalMicroBatches]] | None = None
     """The best unequal micro-batches of ranked layouts without a pipeline."""
-    nodes: Sequence[Sequence[FittedLayout]] | None = None
-    """Layouts fitted to the links and nodes as they are, fastest first."""
+    additions: Sequence[Addition | None] | None = None
+    """What the command of an extra says about each batch."""
     worth_timing: Sequence[Sequence[Configuration]] | None = None
     """Two of the ranking whose times would say most of the others."""
 
@@ -69,7 +67,6 @@ def to_json(
     seq_length_from: str,
     warnings: Sequence[str] = (),
     elapsed_s: float | None = None,
-    top: int = 10,
     headroom: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The answer of `copus plan --json`, as `docs/plan.schema.json` describes it.
@@ -111,8 +108,9 @@ def to_json(
         record["cuts"] = [x.to_json() for x in some]
     for record, some in zip(answer["plans"], found.worth_timing or []):
         record["worth_timing"] = [str(c) for c in some]
-    for record, some in zip(answer["plans"], found.nodes or []):
-        record["uneven"] = [x.to_json(i + 1) for i, x in enumerate(some[:top])]
+    for record, addition in zip(answer["plans"], found.additions or []):
+        if addition is not None:
+            addition.add_to(record)
     for record, some in zip(answer["plans"], found.micro_batches or []):
         record["micro_splits"] = [x.to_json() for x in some]
     if headroom is not None:
@@ -191,7 +189,6 @@ def table(
     found: Answer,
     console: Console,
     *,
-    top: int = 10,
     is_mixture: bool = False,
     shows_cp: bool = False,
 ) -> None:
@@ -224,8 +221,8 @@ def table(
                 )
                 shown.add_row(*row, style="green" if rank == 1 else None)
             console.print(shown)
-            for line in _order_lines(plan.ranked[0]):
-                console.print(line, highlight=False, markup=False)
+            if (addition := plan.ranked[0].addition) is not None:
+                addition.show(console)
         else:
             console.print(f"global batch {plan.global_batch_size}: {plan.status}")
         for line in lines(found.partitions[number]) if found.partitions is not None else []:
@@ -233,8 +230,9 @@ def table(
         if found.micro_batches is not None:
             for text in map(str, found.micro_batches[number] or _NO_SPLIT):
                 console.print(text, highlight=False, markup=False)
-        if found.nodes is not None:
-            _uneven(found.nodes[number], console, top=top)
+        addition = found.additions[number] if found.additions is not None else None
+        if addition is not None:
+            addition.show(console)
         console.print(
             f"{plan.num_ranked} configurations ranked for global batch {plan.global_batch_size}",
             highlight=False,
@@ -244,44 +242,6 @@ def table(
             console.print(line, style="dim", highlight=False, markup=False)
             for c in r.members or []:
                 console.print(f"  {c}", style="dim", highlight=False, markup=False)
-
-
-def _uneven(found: Sequence[FittedLayout], console: Console, *, top: int) -> None:
-    if not found:
-        console.print("over these links and nodes: nothing that was tried fits", highlight=False)
-        return
-    console.print("over these links and nodes:", highlight=False)
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    shows_cp = any(x.configuration.layout.cp > 1 for x in found[:top])
-    after = _UNEVEN.index("dp") + 1
-    for name in [*_UNEVEN[:after], *(["cp"] if shows_cp else []), *_UNEVEN[after:]]:
-        shown.add_column(name, justify="right", no_wrap=True)
-    for i, x in enumerate(found[:top]):
-        c = x.configuration
-        sizes = (
-            i + 1,
-            c.global_batch_size,
-            *c.layout.sizes,
-            *((c.layout.cp,) if shows_cp else ()),
-            c.micro_batch_size,
-            c.recomputation,
-        )
-        alone = "-" if x.recut_s is None else f"{x.recut_s:.4g}"
-        times = (f"{x.given_s:.4g}", f"{x.ordered_s:.4g}", alone, f"{x.step_s:.4g}")
-        partition = str(x.partition).replace(",", " ")
-        row = [*map(str, sizes), *times, ",".join(x.names), partition]
-        shown.add_row(*row, style="green" if i == 0 else None)
-    console.print(shown)
-    fast = min(
-        (x for x in found if x.fits_as_given),
-        key=lambda x: x.given_s / x.configuration.global_batch_size,
-        default=None,
-    )
-    if fast is not None and fast.configuration != found[0].configuration:
-        text = f"the fastest with nodes as given and even stages is {fast.configuration}: "
-        console.print(f"{text}{fast.given_s:.4g} s", highlight=False, markup=False)
-    for line in found[0].lines():
-        console.print(line, highlight=False, markup=False)
 
 
 class _Console(Console):
@@ -320,13 +280,12 @@ def breakdown(answer: Ranked) -> str:
     for stage in shown:
         values = "".join(f"{p.stage_bytes[stage][n] / GIB:14.2f}" for n in names)
         lines.append(f"  stage {stage:<2d}{values[1:]}")
-    lines += _order_lines(answer)
+    if answer.addition is not None:
+        text = io.StringIO()
+        answer.addition.show(console_for(text))
+        lines += text.getvalue().splitlines()
     lines.append("flags: " + " ".join(c.to_flags()))
     return "\n".join(lines)
-
-
-def _order_lines(answer: Ranked) -> list[str]:
-    return answer.order.lines() if answer.order is not None else []
 
 
 def plot(plans: Sequence[Plan], path: Path) -> None:

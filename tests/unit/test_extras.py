@@ -129,12 +129,15 @@ EXTRA = Extra(
     step_period="parts:step_period",
     model_format="parts:Counted",
     launcher="parts:Counting",
+    plan_commands={"counted": "parts:Planned"},
     commands={"count": "parts"},
 )
 ''',
     "parts.py": '''"""Says how far it counts."""
 from dataclasses import dataclass
 from copus_ext.launch.launchers import Launcher
+from copus_ext.planner.commands import PlanCommand
+from copus_ext.planner.request import UsageProblem
 from megatron.training.common.extras import CostTerms
 from megatron.training.config.fields import option
 
@@ -188,6 +191,32 @@ class Counted:
         raise ValueError(f"counted from {flags.count_from}")
 
 
+class Planned(PlanCommand):
+    help = "search, and count"
+
+    def add_flags(self, group):
+        group.add_argument("--count-of", type=int, default=0)
+
+    def check(self, args, model, cluster):
+        if args.count_of < 0:
+            raise UsageProblem("--count-of must be at least 0")
+
+    def of_batch(self, planner, plan, *, top):
+        return Count(plan.num_ranked)
+
+
+@dataclass
+class Count:
+    number: int
+    fits = True
+
+    def add_to(self, record):
+        record["counted"] = self.number
+
+    def show(self, console):
+        console.print(f"counted {self.number}")
+
+
 class Counting:
     flag = "--counting"
 
@@ -211,7 +240,7 @@ def main(argv):
 ''',
 }
 NEW_ONE = """
-import contextlib, io, os, pathlib
+import contextlib, io, json, os, pathlib
 from copus_ext.commands.main import main, names
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
@@ -274,6 +303,16 @@ except UsageError as error:
     assert "needs --counting" in str(error), error
 else:
     raise AssertionError("1:2")
+searched = ["plan", "counted", "--model", "llama-2-7b", "--cluster", "h100-80g:8"]
+searched += ["--global-batch-size", "64"]
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    assert main(searched) == 0 and main([*searched, "--json"]) == 0
+table, _, record = said.getvalue().partition("\\n{")
+number = json.loads("{" + record)["plans"][0]["counted"]
+assert number > 0 and f"counted {number}" in table
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    assert main([*searched, "--count-of", "-1"]) == 2
+assert "--count-of must be" in said.getvalue()
 os.environ["COUNTING"] = "1"
 assert main(["pretrain", *base.split(), "--device", "cpu"]) == 7
 assert format_of(pathlib.Path.cwd()) is None

@@ -91,22 +91,6 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
     return record["plans"][0]
 
 
-def write_uneven(folder: Path) -> Path:
-    """A cluster of four nodes, the second at half speed and with a slow link to the first."""
-    speed = [[2e9 if {0, 1} == {i, j} else 4e10 for j in range(4)] for i in range(4)]
-    data = {
-        **preset("h100-80g:32").to_json(),
-        "nodes": [{}, {"speed": 0.5}, {"count": 2}],
-        "links": {"bytes_per_s": speed, "latency_s": 2e-5, "hosts": ["a", "b", "c", "d"]},
-    }
-    (folder / "nameless.json").write_text(
-        json.dumps({**data, "links": {"bytes_per_s": speed, "latency_s": 2e-5}})
-    )
-    path = folder / "cluster.json"
-    path.write_text(json.dumps(data))
-    return path
-
-
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
@@ -148,10 +132,6 @@ def write_uneven(folder: Path) -> Path:
         (f"{EIGHT} --top 0", 2, "--top 0"),
         (f"{EIGHT} --train-tokens -1", 2, "--train-tokens -1"),
         (f"{EIGHT} --hostfile x", 2, "--hostfile"),
-        (f"order {EIGHT}", 2, 'needs measured "links"'),
-        (f"nodes {EIGHT}", 2, '"links" or "nodes"'),
-        (f"order {THIRTEEN} --cluster NAMELESS --hostfile x", 2, 'needs "hosts"'),
-        (f"order {THIRTEEN} --cluster FILE --hostfile /no/where/x", 2, "--hostfile /no/where/x"),
         (
             "--model llama-2-7b --seq-length 2048 --nodes 1 --gpu H100-80GB --nic 1.2.3GB",
             2,
@@ -172,10 +152,8 @@ def write_uneven(folder: Path) -> Path:
     ],
 )
 def test_problems_are_one_line_with_a_way_out(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, code: int, words: str
+    capsys: pytest.CaptureFixture[str], text: str, code: int, words: str
 ) -> None:
-    uneven = write_uneven(tmp_path)
-    text = text.replace("FILE", str(uneven)).replace("NAMELESS", f"{uneven.parent}/nameless.json")
     more = "" if "--global-batch-size" in text else " --global-batch-size 8"
     got, _, err = run(capsys, text + more)
     assert got == code
@@ -439,7 +417,6 @@ def test_a_mixture_is_planned_with_the_sizes_of_its_experts(
         (f"{MIXTRAL} --fix ep=3", 2, "the 32 ranks of a stage; choose ep from 1, 2, 4, 8, 16, 32"),
         (f"partition {MIXTRAL}", 2, "`partition` does not know mixtures of experts"),
         (f"micro-batches {MIXTRAL}", 2, "`micro-batches` does not know mixtures"),
-        (f"order {MIXTRAL}", 2, "`order` does not know mixtures"),
     ],
 )
 def test_problems_of_a_mixture_are_one_line(

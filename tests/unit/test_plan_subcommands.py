@@ -1,4 +1,4 @@
-"""The planner's sub-commands for splits of layers, micro-batches, nodes and their order."""
+"""The planner's sub-commands for splits of layers and micro-batches."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
+from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import ProfileStore, Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from tests.unit.test_plan_command import SEVEN, THIRTEEN, json_of, run, write_uneven
-
-
-@pytest.fixture
-def uneven(tmp_path: Path) -> Path:
-    """See `write_uneven`."""
-    return write_uneven(tmp_path)
+from tests.unit.test_plan_command import SEVEN, json_of, run
 
 
 def test_partition_tells_the_fastest_split_of_the_layers(
@@ -46,69 +40,7 @@ def test_micro_batches_tells_the_sizes(capsys: pytest.CaptureFixture[str]) -> No
     assert splits[0]["sizes"] == [19, 18]
 
 
-def test_order_tells_which_node_goes_where(
-    capsys: pytest.CaptureFixture[str], uneven: Path, tmp_path: Path
-) -> None:
-    hosts, own = tmp_path / "hosts", f"{THIRTEEN} --cluster {uneven}"
-    code, text, _ = run(capsys, f"order {own}")
-    assert code == 0 and "% less; no order is better" in text
-    assert "limit as given: " in text and "GB/s, 20 us)" in text
-    told = [line for line in text.splitlines() if line.startswith(("node order", "  "))]
-    rest = [line for line in text.splitlines() if line not in told or line.startswith("   ")]
-    # The file has what was measured, and a name only what the data sheet says.
-    even = tmp_path / "even.json"
-    spec = dataclasses.replace(preset("h100-80g:32"), nic_is_measured=True)
-    even.write_text(json.dumps(spec.to_json()))
-    even = run(capsys, f"{THIRTEEN} --cluster {even}")[1]
-    assert rest == run(capsys, own)[1].splitlines() == even.splitlines()
-    pipeline = "tp=8,pp=4,micro_batch=1,recompute=full"
-    code, text, _ = run(capsys, f"order {pipeline} {own} --hostfile {hosts}")
-    order = hosts.read_text().split()
-    assert code == 0 and sorted(order) == ["a", "b", "c", "d"] and {"a", "b"} != set(order[:2])
-    assert f"node order: {','.join(order)}" in text
-    first, second = json_of(capsys, f"order {THIRTEEN} --cluster {tmp_path}/nameless.json")[
-        "ranked"
-    ]
-    assert first["order"]["after_s"] < first["order"]["before_s"]
-    assert first["configuration"]["node_order"] == [str(i) for i in first["order"]["order"]]
-    assert "order" not in second and second["configuration"]["node_order"] is None
-
-
-def test_nodes_ranks_uneven_nodes(
-    capsys: pytest.CaptureFixture[str], uneven: Path, tmp_path: Path
-) -> None:
-    few = f"{THIRTEEN} --recompute full --max micro_batch=2,cp=1".replace("2-13b", "3.2-3b")
-    hosts, own = tmp_path / "hosts", f"{few} --cluster {uneven}"
-    code, text, _ = run(capsys, f"nodes {own} --hostfile {hosts}")
-    even = run(capsys, f"{few} --cluster h100-80g:32")[1]
-    assert code == 0 and text.startswith("\n".join(even.splitlines()[:2]))
-    assert "% less" in text and "of the usual speed" in text
-    lines, order = text.splitlines(), hosts.read_text().split()
-    first = lines[lines.index("over these links and nodes:") + 2].split()
-    assert first[:6] == ["1", "64", "8", "4", "1", "1"], "rank, batch and layout"
-    assert first[7] == "full"
-    assert sorted(order) == ["a", "b", "c", "d"] and f"nodes: {','.join(order)}" in text
-    first, second = json_of(capsys, f"nodes {own}")["uneven"]
-    assert first["step_s"] <= second["step_s"] and first["gain"] > 0.1 and first["order"] == order
-
-
-def test_a_small_node_does_not_end_the_search(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "cluster.json"
-    base = dataclasses.replace(preset("h100-80g:8"), gpus_per_node=1, num_nodes=4).to_json()
-    base["nodes"] = [{"count": 3}, {"memory_bytes": "12GiB"}]
-    path.write_text(json.dumps(base))
-    words = (
-        "--model llama-3.2-3b --seq-length 2048 "
-        f"--global-batch-size 16 --cluster {path} --recompute none"
-    )
-    assert run(capsys, words)[0] == 4, "of even stages none fits any node"
-    code, text, _ = run(capsys, f"nodes {words} --top 2")
-    assert code == 0 and "and do not fit" in text
-
-
-def _profile(path: Path, planner: Planner, found: Ranked, factor: float) -> Path:
+def profile_of(path: Path, planner: Planner, found: Ranked, factor: float) -> Path:
     """A profile in which one configuration takes so many times what is predicted."""
     cluster = planner.cluster
     machine = {"model": planner.model.to_json(), "world_size": cluster.world_size}
@@ -123,7 +55,7 @@ def test_a_profile_holds_for_partitions_as_for_the_table(
 ) -> None:
     planner = Planner(PRESETS["llama-3-70b"], preset("a100-80g:64"))
     first = next(r for r in planner.rank([64], top=9)[0].ranked if r.configuration.layout.pp > 1)
-    path = _profile(tmp_path / "profile.jsonl", planner, first, 1.5)
+    path = profile_of(tmp_path / "profile.jsonl", planner, first, 1.5)
     text = "partition --model llama-3-70b --cluster a100-80g:64 --global-batch-size 64 --top 9"
     found = json_of(capsys, f"{text} --profile {path}")
     assert found["cuts"]
@@ -131,27 +63,6 @@ def test_a_profile_holds_for_partitions_as_for_the_table(
         ranked = found["ranked"][cut["rank"] - 1]["prediction"]
         assert cut["even_step_s"] == pytest.approx(ranked["step_s"], rel=1e-6)
         assert cut["cut"]["step_s"] <= cut["even_step_s"] and cut["gain"] < 0.5
-
-
-def test_a_profile_holds_for_orders_as_for_the_table(
-    capsys: pytest.CaptureFixture[str], uneven: Path, tmp_path: Path
-) -> None:
-    cluster = ClusterSpec.load(uneven)
-    limits = Limits(fixed={"tp": 8, "pp": 4, "vpp": 1})
-    planner = Planner(PRESETS["llama-2-13b"].with_seq_length(2048), cluster, limits=limits)
-    first = planner.rank([64], top=1)[0].ranked[0]
-    path = _profile(tmp_path / "profile.jsonl", planner, first, 2.0)
-    text = f"order {first.configuration} {THIRTEEN} --cluster {uneven}"
-    plain, measured = (
-        json.loads(run(capsys, f"{text} {more} --json")[1])["explained"][0]
-        for more in ("", f"--profile {path}")
-    )
-    assert measured["prediction"]["source"] == "profiled"
-    # What was measured is what the given order takes.
-    step_s = measured["prediction"]["step_s"]
-    assert measured["order"]["before_s"] == pytest.approx(step_s, rel=0.02)
-    gains = [1 - x["order"]["after_s"] / x["order"]["before_s"] for x in (plain, measured)]
-    assert gains[0] == pytest.approx(gains[1]) and gains[0] > 0.01
 
 
 def test_flags_say_how_a_named_model_is_implemented(capsys: pytest.CaptureFixture[str]) -> None:

@@ -440,19 +440,15 @@ def test_a_profile_of_a_mixture_corrects_its_kin() -> None:
     assert isinstance(found, Ranked) and found.prediction.time_s["ep"] > 0
 
 
-def test_partition_and_placement_refuse_mixtures(tmp_path: Path) -> None:
+def test_partitions_refuse_mixtures(tmp_path: Path) -> None:
     from copus_ext.planner.partition.layers import repartitions
     from copus_ext.planner.partition.micro_batches import unequal_micro_batches
-    from copus_ext.planner.placement.node_order import order_for
-    from copus_ext.planner.placement.uneven_nodes import rank_on_nodes
 
     planner = Planner(MODEL, CLUSTER)
     plan = planner.rank([256], top=1)[0]
     for refuse in (
         lambda: repartitions(planner, plan),
         lambda: unequal_micro_batches(planner, plan),
-        lambda: order_for(MODEL, CLUSTER, plan.ranked[0].configuration),
-        lambda: rank_on_nodes(planner, 256),
     ):
         with pytest.raises(SpecError, match="does not know mixtures of experts"):
             refuse()

@@ -62,6 +62,9 @@ class Extra:
     model_format: str | None = None
     """Reference to a class without arguments, a `ModelFormat` of
     `megatron.training.checkpoint.convert.formats`: what checkpoints are converted from and to."""
+    plan_commands: Mapping[str, str] = field(default_factory=dict)
+    """Commands of `copus plan`: name -> reference to a class without arguments, a `PlanCommand` of
+    `copus_ext.planner.commands`. No torch."""
     launcher: str | None = None
     """Reference to a class without arguments, a `LauncherKind` of `copus_ext.launch.launchers`:
     what the supervisor starts ranks with in place of torch's launcher."""
@@ -129,6 +132,15 @@ def extras_with(what: str) -> list[tuple[Extra, Any]]:
         what: name of the field with the reference.
     """
     return [(extra, extra.get(what)) for extra in extras() if getattr(extra, what) is not None]
+
+
+def plan_commands() -> dict[str, Any]:
+    """The classes of all `plan_commands` of the extras, by name."""
+    return {
+        name: extra.load(reference)
+        for extra in extras()
+        for name, reference in extra.plan_commands.items()
+    }
 
 
 def problems_of(what: str, arguments: Mapping[str, Any], *values: Any) -> list[str]:

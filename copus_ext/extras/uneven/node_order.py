@@ -19,8 +19,7 @@ from copus_ext.cost_model.layer_time import hop_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import stage_work
-from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.placement.orders import (
+from copus_ext.extras.uneven.orders import (
     Array,
     Found,
     Orders,
@@ -29,7 +28,8 @@ from copus_ext.planner.placement.orders import (
     every_order,
     greedy_orders,
 )
-from copus_ext.planner.placement.pricing import Job, Network, Placement
+from copus_ext.extras.uneven.pricing import Job, Network, Placement
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.space import points_of, to_rows
 
 EXACT_NODES = 8

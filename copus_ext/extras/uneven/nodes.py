@@ -22,20 +22,20 @@ from copus_ext.cost_model.layer_time import hop_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import end_of_step
-from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.partition.layers import LayerPartition, best_partition, price_partition
-from copus_ext.planner.partition.problem import PartitionProblem, measured_costs
-from copus_ext.planner.partition.search import MOST_WORK, least_of_all
-from copus_ext.planner.placement.fitted_layout import FittedLayout
-from copus_ext.planner.placement.node_order import (
+from copus_ext.extras.uneven.fitted_layout import FittedLayout
+from copus_ext.extras.uneven.node_order import (
     equivalent_nodes,
     limits,
     network_of,
     search_orders,
     uniform_links,
 )
-from copus_ext.planner.placement.orders import every_order
-from copus_ext.planner.placement.pricing import Job, Placement
+from copus_ext.extras.uneven.orders import every_order
+from copus_ext.extras.uneven.pricing import Job, Placement
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.partition.layers import LayerPartition, best_partition, price_partition
+from copus_ext.planner.partition.problem import PartitionProblem, measured_costs
+from copus_ext.planner.partition.search import MOST_WORK, least_of_all
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows

@@ -17,17 +17,17 @@ from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import EndOfStep
-from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.placement import node_order
-from copus_ext.planner.placement.node_order import (
+from copus_ext.extras.uneven import node_order
+from copus_ext.extras.uneven.node_order import (
     equivalent_nodes,
     find_order,
     job_of,
     network_of,
     order_for,
 )
-from copus_ext.planner.placement.orders import every_order
-from copus_ext.planner.placement.pricing import Job, Network, Placement
+from copus_ext.extras.uneven.orders import every_order
+from copus_ext.extras.uneven.pricing import Job, Network, Placement
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.config.layout import Layout

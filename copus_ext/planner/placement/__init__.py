@@ -1,1 +1,0 @@
-"""Which node holds which ranks."""
