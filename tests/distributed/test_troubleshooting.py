@@ -15,7 +15,7 @@ from tests.helpers.written_runs import usual_run
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
-SPOKEN = re.findall(r"`(copus \S+ [^`]+|touch [^`]+)`", PAGE)
+SPOKEN = re.findall(r"`(copus [^\s`]+\s[^`]+|touch [^`]+)`", PAGE)
 MODEL = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
     "--max-position-embeddings 1024 --vocab-size 32000 --micro-batch-size 1"
