@@ -41,7 +41,7 @@ from bench.support import (
     step_of_loop,
     write,
 )
-from copus_ext.launch.options import COPY_INTERVAL
+from copus_ext.extras.elastic.launcher import COPY_INTERVAL
 
 Rows = list[dict[str, dict[str, float]]]
 MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --log-interval 10
