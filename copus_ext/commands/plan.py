@@ -37,7 +37,6 @@ from copus_ext.planner.request import (
     megatron_flag,
     model_of,
     notes_on,
-    pipeline_message_bits_of,
     sizes,
     timings_of,
     uses_tp_pp_dp_mapping,
@@ -164,8 +163,6 @@ def add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool = True) -> None:
     search.add_argument("--cp-comm-type", metavar="TYPES", help=words)
     words = "parts of the tokens for the logits to try, as few as fit (default: 1,2,4,8,16,32)"
     search.add_argument("--logits-chunks", metavar="NUMBERS", help=words)
-    words = "price messages between stages in 8 bits for a number, which are not exact"
-    search.add_argument("--pipeline-message-bits", type=int, choices=(8,), help=words)
     search.add_argument(
         "--decrease-batch-size-if-needed",
         action="store_true",
@@ -249,7 +246,6 @@ def planner_of(args: argparse.Namespace) -> Any:
         sequence_parallel=not args.no_sequence_parallel,
         cp_comm_types=cp_comm_types_of_flags(args),
         logits_chunks=logits_chunks_of(args, model),
-        pipeline_message_bits=pipeline_message_bits_of(args),
     )
     for command, name in _DENSE_ONLY.items():
         if getattr(args, name):

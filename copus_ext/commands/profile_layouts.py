@@ -89,7 +89,6 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
         use_distributed_optimizer=(not args.no_distributed_optimizer,),
         cp_comm_types=cp_comm_types_of_flags(args),
         logits_chunks=(megatron_flag(args, "logits_chunks") or 1,),
-        pipeline_message_bits=megatron_flag(args, "pipeline_message_bits"),
     )
     points = enumerate_points(model, _cluster(world), args.global_batch_size, limits)
     found: dict[Any, Configuration] = {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +58,7 @@ def alike(c: Configuration) -> tuple[Any, ...]:
     """Equal for configurations that need the same memory. Without stages each micro-batch ends
     before the next begins; with stages no more than two for each are in flight."""
     count = min(c.num_microbatches, 2 * c.layout.pp) if c.layout.pp > 1 else 1
-    return *replace(c, pipeline_message_bits=None).line, c.layout.layer_partition, count
+    return *c.line, c.layout.layer_partition, count
 
 
 def library_versions() -> dict[str, str]:
@@ -107,7 +106,6 @@ class PeakStore:
             return
         known = self.read().get(alike(c))
         if known is None or peak_bytes > (known.peak_bytes or 0.0):
-            c = replace(c, pipeline_message_bits=None)
             self._file.add(Timing(configuration=c, step_s=step_s, peak_bytes=peak_bytes))
 
 

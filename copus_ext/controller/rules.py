@@ -28,7 +28,6 @@ from copus_ext.goodput.state import (
 from megatron.training.common.errors import UsageError
 from megatron.training.common.extras import problems_of
 from megatron.training.config.batch_schedule import make_schedule, parse_steps
-from megatron.training.config.draft import flag_of
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems, layout_problems
 from megatron.training.config.moe_flags import changed_by_batch_or_layout
@@ -58,10 +57,6 @@ MIN_EFFECTIVE_STEPS = 20.0
 _FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
 """Before the first where layouts may change: from then on the present one's speed is known, and of
 configurations of the present batch nothing else needs to be."""
-
-
-_LOSSY_BY_LAYOUT = ("grad_compression_rank", "pipeline_message_rank")
-"""Flags whose cost in progress nobody has measured, and which is another under each layout."""
 _BLIND_TO_EXPERTS = "--copus cannot measure the noise of experts that see parts of samples"
 _ANNEALING_DECISIONS = 8
 """A decision comes after this part of the samples that are left, while the run anneals by batch."""
@@ -135,13 +130,6 @@ def check_run(flags: CopusConfig, config: Config) -> None:
     flat = config.flat()
     if found := problems_of("controller_problems", flat, moves):
         raise UsageError("\n".join(found))
-    lossy = [name for name in _LOSSY_BY_LAYOUT if flat.get(name)]
-    if moves and lossy:
-        # Under the present layout the factor is in every batch's goodput, and cancels.
-        raise UsageError(
-            f"{flag_of(lossy[0])} costs progress by an unknown factor that depends on the layout; "
-            "use --copus-layouts current, --copus-mode observe, or drop it"
-        )
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
         raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
     if moves and flags.copus_relayout == "inprocess" and config.precision.fp8 is not None:

@@ -103,7 +103,7 @@ class ThroughputTable:
     ) -> None:
         self.config, self.flags, self._gpu = config, flags, gpu
         self._memory = memory or MemoryHistory()
-        self._factors, self._message_bits = factors, _message_bits(config)
+        self._factors = factors
         self._known = {_uncut(x): x for x in (flag_layout, config.layout) if x is not None}
         self.note = ""
         """Why nothing can be predicted; empty if it can."""
@@ -123,10 +123,7 @@ class ThroughputTable:
                 model,
                 cluster,
                 constants=cluster.load_constants().under(factors),
-                limits=replace(
-                    _limits(config, flags, fixed_micro_batch),
-                    pipeline_message_bits=self._message_bits,
-                ),
+                limits=_limits(config, flags, fixed_micro_batch),
                 too_large=self._memory.too_large,
             )
             # A profile was measured under usual conditions.
@@ -161,9 +158,7 @@ class ThroughputTable:
         self, micro_batch_size: int, batch: int, layout: Layout | None = None
     ) -> Configuration:
         """The run's own layout, or another, with other sizes."""
-        c = configuration_of_run(self.config, micro_batch_size, batch, layout)
-        bits = self._message_bits if c.layout.pp > 1 else None
-        return replace(c, pipeline_message_bits=bits)
+        return configuration_of_run(self.config, micro_batch_size, batch, layout)
 
     def _ratio(self, c: Configuration, before: PartFactors, after: PartFactors) -> float:
         if before == after:
@@ -421,11 +416,6 @@ def _exchange(config: Config) -> str:
 def _logits_chunks(config: Config) -> int:
     """Parts of a rank's tokens for the logits; an older Megatron-LM has no such flag."""
     return getattr(getattr(config, "kernels", None), "logits_chunks", 1)
-
-
-def _message_bits(config: Config) -> int | None:
-    """Bits of a number in messages between stages; an older Megatron-LM has no such flag."""
-    return getattr(config.parallel, "pipeline_message_bits", None)
 
 
 def _uses_tp_pp_dp_mapping(config: Config) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from copus_ext.cost_model import context, experts
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.extras import terms_of
 from copus_ext.cost_model.kernels import (
     collective_s,
     gemm_s,
@@ -41,10 +42,6 @@ _ROTATED_BYTES, _ROTATED_TORCH_BYTES = 4.0, 16.0
 (a rotated copy, two products, their sum)."""
 _LEGACY_GATE_BYTES = 4.0
 """Of an element of a gated MLP, forward, what two kernels move more than one."""
-_ROW_BYTES = 4
-"""Of the scale of a row of a short message."""
-_ROUNDING_BYTES, _ROUNDING_LAUNCHES = 60.0, 12
-"""What rounding a number and reading one move, of 2-byte elements; and kernels of both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,19 +390,20 @@ class MicroBatch:
 
 
 def hop_bytes(rows: Rows) -> Any:
-    """Bytes of a pipeline message of one rank: [n]. A short one has a number for each row."""
+    """Bytes of a pipeline message of one rank: [n]."""
     shared = np.where(np.logical_or(rows.sequence_parallel, rows.scatters_messages), rows.tp, 1)
-    short = rows.message_bits / 8 * rows.hidden_size + _ROW_BYTES
-    is_short = np.greater(rows.message_bits, 0)
-    row = np.where(is_short, short, rows.element_bytes * rows.hidden_size)
+    of_extras = terms_of(rows).message_row_bytes
+    whole = rows.element_bytes * rows.hidden_size
+    row = np.where(np.greater(of_extras, 0), of_extras, whole)
     return row * rows.tokens / shared
 
 
-def _rounding_s(rows: Rows, c: Constants) -> Any:
-    """Seconds to round a message, and to read one, in plain torch: [n]."""
+def _handling_s(rows: Rows, c: Constants) -> Any:
+    """Seconds in which extras write a message, and read one: [n]."""
+    terms = terms_of(rows)
     numbers = rows.tokens * rows.hidden_size / np.where(rows.sequence_parallel, rows.tp, 1)
-    seconds = moved_s(rows, c, _ROUNDING_BYTES * numbers) + _ROUNDING_LAUNCHES * c.launch_s
-    return np.where(np.greater(rows.message_bits, 0), c.factors.compute * seconds, 0.0)
+    moved = moved_s(rows, c, terms.message_moved_bytes * numbers)
+    return c.factors.compute * (moved + terms.message_kernels * c.launch_s)
 
 
 def boundaries_between_nodes(rows: Rows) -> Any:
@@ -456,7 +454,7 @@ def hop_s(rows: Rows, c: Constants) -> Any:
     gathers = np.logical_and(rows.scatters_messages, np.logical_not(rows.sequence_parallel))
     whole = rows.element_bytes * rows.tokens * rows.hidden_size
     sent = sent + np.where(gathers, c.factors.tp * tp_collective_s(rows, c, whole), 0.0)
-    return sent + _rounding_s(rows, c) if np.any(rows.message_bits) else sent
+    return sent + _handling_s(rows, c)
 
 
 def copies_in_node(rows: Rows) -> Any:

@@ -169,8 +169,6 @@ class Rows:
     logits_chunks: Any = 1
     """Parts into which the tokens of a rank are cut for the logits; in more than one each is
     computed twice."""
-    message_bits: Any = 0
-    """Bits of a number that a stage sends to another; 0: those it has."""
     cp_comm_type: Any = 0
     """Index into `context.CP_COMM_TYPES`, where `cp` is above 1."""
     extras: Mapping[str, Any] = field(default_factory=dict)

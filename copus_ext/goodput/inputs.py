@@ -83,7 +83,6 @@ _OPTIONS = {
     "recompute": "none",
     "recompute_num_layers": 0,
     "logits_chunks": 1,
-    "pipeline_message_bits": None,
     "sequence_parallel": False,
     "use_distributed_optimizer": True,
     "overlap": True,

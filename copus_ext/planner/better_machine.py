@@ -7,17 +7,20 @@ from dataclasses import replace
 from copus_ext.cost_model.cluster_spec import GpuSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
+from megatron.training.common.extras import extras
+from megatron.training.config.draft import flag_of
 
 _NODE = 8
 
 
 def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Configuration]]:
-    """What a machine that is twice as good in one respect would save. Two choices of the run stand
-    beside it: the other order of ranks, and messages between stages in 8 bits for a number.
+    """What a machine that is twice as good in one respect would save. Choices of the run stand
+    beside it: the other order of ranks, and what extras suggest.
 
     Returns:
-        By respect (network, memory, order, messages), the share of the step that is saved, and the
-        configuration that is the fastest then. Without those that save less than 1 %.
+        By respect (network, memory, order, or flags such as `--flag 8`), the share of the step that
+        is saved, and the configuration that is the fastest then. Without those that save less than
+        1 %.
 
     Predicted alone, as nothing was measured on such machines.
     """
@@ -34,24 +37,34 @@ def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Conf
     order = not planner.limits.use_tp_pp_dp_mapping
     other = planner.on(cluster, replace(planner.limits, use_tp_pp_dp_mapping=order))
     other.retime(())
-    # Rounding is not exact, so it is told and never taken.
-    short = planner.on(cluster, replace(planner.limits, pipeline_message_bits=8))
-    short.retime(())
+    asked = {"network": faster, "memory": roomy, "order": other, **_suggested(planner)}
     found = {}
-    for one in (usual, faster, roomy, other, short):
+    for one in (usual, *asked.values()):
         # What was measured of the memory holds for all of them.
         one.set_peaks(planner.peaks)
-    faster.take_space(usual, [batch])
-    short.take_space(usual, [batch])
-    now, *better = (
-        one.rank([batch], top=1)[0].ranked[:1] for one in (usual, faster, roomy, other, short)
-    )
-    for name, ranked in zip(("network", "memory", "order", "messages"), better):
+    for name, one in asked.items():
+        if name not in ("memory", "order"):
+            one.take_space(usual, [batch])
+    now, *better = (one.rank([batch], top=1)[0].ranked[:1] for one in (usual, *asked.values()))
+    for name, ranked in zip(asked, better):
         if not (now and ranked):
             continue
         saved = 1 - now[0].prediction.samples_per_s / ranked[0].prediction.samples_per_s
         if saved >= 0.01:
             found[name] = saved, ranked[0].configuration
+    return found
+
+
+def _suggested(planner: Planner) -> dict[str, Planner]:
+    """By their text, flags that extras suggest and that the model does not have, and what prices
+    them."""
+    found, model = {}, planner.model
+    for extra in extras():
+        if extra.suggests and model.extras.keys().isdisjoint(extra.suggests):
+            text = " ".join(f"{flag_of(name)} {value}" for name, value in extra.suggests.items())
+            own = {**model.extras, **extra.suggests}
+            found[text] = planner.on(planner.cluster, model=replace(model, extras=own))
+            found[text].retime(())
     return found
 
 

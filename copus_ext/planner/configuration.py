@@ -33,8 +33,6 @@ class Configuration:
     """How many layers of a chunk, with `block`."""
     logits_chunks: int = 1
     """Parts of a rank's tokens whose logits exist one after the other."""
-    pipeline_message_bits: int | None = None
-    """Bits of a number in messages between stages; None: those it has."""
     sequence_parallel: bool = False
     """Activations split over the sequence between tensor-parallel regions."""
     use_distributed_optimizer: bool = True
@@ -84,8 +82,6 @@ class Configuration:
         flags += ["--global-batch-size", str(self.global_batch_size)]
         if self.logits_chunks > 1:
             flags += ["--logits-chunks", str(self.logits_chunks)]
-        if self.pipeline_message_bits and layout.pp > 1:
-            flags += ["--pipeline-message-bits", str(self.pipeline_message_bits)]
         if self.sequence_parallel:
             flags += ["--sequence-parallel"]
         if self.use_distributed_optimizer:
@@ -118,7 +114,6 @@ class Configuration:
             self.recompute,
             self.recompute_num_layers,
             self.logits_chunks,
-            self.pipeline_message_bits,
             self.sequence_parallel,
             self.use_distributed_optimizer,
             self.overlap,
@@ -142,8 +137,6 @@ class Configuration:
         parts += [f"recompute={self.recomputation}", f"sp={int(self.sequence_parallel)}"]
         parts.append(f"zero={int(self.use_distributed_optimizer)}")
         parts += [f"logits_chunks={self.logits_chunks}"] if self.logits_chunks > 1 else []
-        bits = self.pipeline_message_bits
-        parts += [f"pipeline_message_bits={bits}"] if bits else []
         parts += [] if self.overlap else ["overlap=0"]
         parts += ["use_tp_pp_dp_mapping=1"] if self.use_tp_pp_dp_mapping else []
         return ",".join(parts)
@@ -163,7 +156,6 @@ class Configuration:
             "num_microbatches": self.num_microbatches,
             "recompute": how,
             **({"logits_chunks": self.logits_chunks} if self.logits_chunks > 1 else {}),
-            **({"pipeline_message_bits": bits} if (bits := self.pipeline_message_bits) else {}),
             "sequence_parallel": self.sequence_parallel,
             "use_distributed_optimizer": self.use_distributed_optimizer,
             "overlap": self.overlap,

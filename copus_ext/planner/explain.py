@@ -134,14 +134,13 @@ def help_line(found: dict[str, tuple[float, Configuration]], *, use_tp_pp_dp_map
     by_order = "the other order of ranks (--use-tp-pp-dp-mapping)"
     if use_tp_pp_dp_mapping:
         by_order = "the usual order of ranks (no --use-tp-pp-dp-mapping)"
-    special = {
-        "order": by_order,
-        "messages": "--pipeline-message-bits 8, which rounds and may cost loss,",
-    }
-    words = [
-        f"{special.get(name, f'twice the {name}')} would save {100 * s:.0f} % ({c})"
-        for name, (s, c) in found.items()
-    ]
+
+    def respect(name: str) -> str:
+        if name.startswith("--"):
+            return f"{name}, which may cost loss,"
+        return by_order if name == "order" else f"twice the {name}"
+
+    words = [f"{respect(name)} would save {100 * s:.0f} % ({c})" for name, (s, c) in found.items()]
     return (
         "; ".join(words)
         or "neither twice the network, twice the memory nor another order of ranks would help"
@@ -169,8 +168,6 @@ def timing_line(
         batch = ["--global-batch-size", str(c.global_batch_size)]
         flags = " ".join(["--fix", fixed, *batch, "--recompute", c.recompute, *more])
         own = f" --logits-chunks {c.logits_chunks}" if c.logits_chunks > 1 else ""
-        bits = c.pipeline_message_bits
-        own += f" --pipeline-message-bits {bits}" if bits else ""
         lines.append(f"{tool} --store profile.jsonl {flags} -- FLAGS OF YOUR RUN{own}")
     return "\n".join(lines)
 

@@ -36,7 +36,6 @@ _OPTIONS = (
     "recompute",
     "recompute_num_layers",
     "logits_chunks",
-    "pipeline_message_bits",
     "use_distributed_optimizer",
     "overlap",
     "use_tp_pp_dp_mapping",
@@ -106,7 +105,7 @@ class Timing:
         """
         plain = {"vpp": 1, "recompute": "none", "recompute_num_layers": 0, "num_steps": 1}
         values = {**plain, "use_distributed_optimizer": True, "overlap": True, "spread_s": 0.0}
-        values |= {"use_tp_pp_dp_mapping": False, "logits_chunks": 1, "pipeline_message_bits": None}
+        values |= {"use_tp_pp_dp_mapping": False, "logits_chunks": 1}
         values |= data
         if missing := [name for name in (*_REQUIRED, "step_s") if name not in values]:
             raise ValueError(f"{missing[0]} is missing")
@@ -119,8 +118,6 @@ class Timing:
             raise ValueError("recompute_num_layers must be a whole number")
         if not _is_whole(chunks := values["logits_chunks"]) or chunks < 1:
             raise ValueError(f"logits_chunks {chunks!r} must be a whole number from 1 on")
-        if values["pipeline_message_bits"] not in (None, 8):
-            raise ValueError("pipeline_message_bits must be 8 or null")
         for name in ("use_distributed_optimizer", "overlap", "use_tp_pp_dp_mapping"):
             if not isinstance(values[name], bool):
                 raise ValueError(f"{name} must be true or false")
@@ -395,9 +392,9 @@ def steps_of(points: Points, times: StepTime) -> Steps:
 
 
 def keys_of(points: Points) -> Any:
-    """[n, 17] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
+    """[n, 16] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
     configurations apart but the number of micro-batches."""
     names = ("tp", "pp", "micro_batch_size", "vpp", "ep", "etp", "cp", "cp_comm_type", "dp")
-    names += ("recompute", "recompute_num_layers", "logits_chunks", "message_bits")
+    names += ("recompute", "recompute_num_layers", "logits_chunks")
     names += ("sequence_parallel", "use_distributed_optimizer", "overlap", "use_tp_pp_dp_mapping")
     return np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)

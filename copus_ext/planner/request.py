@@ -18,6 +18,7 @@ from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.profile import read_profile
 from copus_ext.planner.space import may_overlap
+from megatron.training.common.extras import extras
 from megatron.training.config.draft import flag_of
 from megatron.training.config.known_flags import notes_of
 from megatron.training.config.layout import Layout
@@ -37,7 +38,6 @@ _UNPRICED = (
     *("recompute_modules", "softmax_type", "microbatch_group_size_per_vp_stage"),
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_permute_fusion"),
     *("moe_router_fusion", "moe_shared_expert_overlap", "moe_layer_recompute"),
-    *("grad_compression_rank", "grad_compression_stages", "pipeline_message_rank"),
 )
 """Fields of Megatron's flags that change the time or memory of a step, and that the cost model does
 not know."""
@@ -72,7 +72,6 @@ _SPELLED = {
 _IMPLEMENTED = ("implementation", "attention", "gradient_bytes", "optimizer_bytes")
 """Flags of a model that a name or a config.json does not say."""
 _MAPPING = "use_tp_pp_dp_mapping"
-_OF_MESSAGES = ("logits_chunks", "pipeline_message_bits")
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
 
 
@@ -153,13 +152,11 @@ def configuration_of(
     Raises:
         UsageProblem: no configuration of so many GPUs.
     """
-    words = ("recompute", "sp", "zero", "overlap", "cp_comm_type", _MAPPING, *_OF_MESSAGES)
+    words = ("recompute", "sp", "zero", "overlap", "cp_comm_type", "logits_chunks", _MAPPING)
     given = sizes("CONFIG", text, words)
-    chunks, bits = (given.get(name) for name in _OF_MESSAGES)
+    chunks = given.get("logits_chunks")
     if chunks is not None and not (is_number(chunks) and int(chunks)):
         raise UsageProblem(f"{text}: logits_chunks is a whole number from 1 on")
-    if bits not in (None, "8"):
-        raise UsageProblem(f"{text}: pipeline_message_bits is 8; leave it out for whole messages")
     tp, cp, pp = given.get("tp", 1), given.get("cp", 1), given.get("pp", 1)
     dp = world_size // (tp * cp * pp)
     if world_size % (tp * cp * pp) or given.get("dp", dp) != dp:
@@ -189,7 +186,6 @@ def configuration_of(
         recompute=recompute,
         recompute_num_layers=int(layers or 0),
         logits_chunks=int(chunks or 1),
-        pipeline_message_bits=int(bits) if bits and pp > 1 else None,
         sequence_parallel=parallel == "1",
         use_distributed_optimizer=given.get("zero", "1") != "0",
         overlap=given.get("overlap", "1" if overlap else "0") != "0",
@@ -298,7 +294,8 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
     args = _parsed(megatron_args)
     given = args.explicit_flags
     known = _OF_TORCH_SOFTMAX if attention_of(args) == "torch" else ()
-    unpriced = [n for n in _UNPRICED if n in given and n not in known]
+    of_extras = (name for extra in extras() for name in extra.unpriced)
+    unpriced = [n for n in (*_UNPRICED, *of_extras) if n in given and n not in known]
     unpriced = [_SPELLED.get(name, flag_of(name)) for name in unpriced]
     if args.optimizer != "adam":
         unpriced.append(f"--optimizer {args.optimizer}")
@@ -365,11 +362,6 @@ def logits_chunks_of(args: argparse.Namespace, model: ModelSpec) -> tuple[int, .
     if model.mtp_num_layers and found != (1,):
         raise UsageProblem(f"--logits-chunks {text} excludes --mtp-num-layers; drop one")
     return found
-
-
-def pipeline_message_bits_of(args: argparse.Namespace) -> int | None:
-    """Bits of a number in messages between stages, by a flag of ours or of Megatron."""
-    return args.pipeline_message_bits or megatron_flag(args, "pipeline_message_bits")
 
 
 def cluster_of(args: argparse.Namespace) -> Any:

@@ -241,17 +241,14 @@ class Planner:
         return tuple(batch_sizes), frozenset(x.configuration.line for x in self._measured.timings)
 
     def take_space(self, other: Planner, batch_sizes: Sequence[int]) -> None:
-        """Takes the points of another planner that differs in its constants and the bits of
-        messages alone. Neither changes which points are legal, what memory they need, or which are
-        dominated. No times may be known, since they belong to points with bits of their own."""
-        bits = self.limits.pipeline_message_bits
-        alike = (self.model, self.cluster, self.limit_bytes, self.peaks)
-        assert alike == (other.model, other.cluster, other.limit_bytes, other.peaks)
-        assert self.limits == replace(other.limits, pipeline_message_bits=bits)
+        """Takes the points of another planner that differs in its constants, and in flags that an
+        extra suggests, alone. Neither changes which points are legal, what memory they need, or
+        which are dominated. No times may be known, since they were measured without the flags."""
+        model = replace(self.model, extras=other.model.extras)
+        alike = (model, self.cluster, self.limit_bytes, self.peaks, self.limits)
+        assert alike == (other.model, other.cluster, other.limit_bytes, other.peaks, other.limits)
         assert not (self.timings or other.timings)
-        space = other._judged(batch_sizes)
-        points = replace(space.points, message_bits=np.where(space.points.pp > 1, bits or 0, 0))
-        self._space[self._key(batch_sizes)] = replace(space, points=points, times=None)
+        self._space[self._key(batch_sizes)] = replace(other._judged(batch_sizes), times=None)
 
     def _enumerate(self, batch_sizes: Sequence[int]) -> _Space:
         found = self._fitted(batch_sizes, self.limits)
@@ -470,11 +467,13 @@ class Planner:
             )
         return found
 
-    def on(self, cluster: ClusterSpec, limits: Limits | None = None) -> Planner:
-        """The same planner for another cluster or other limits. What was measured of the memory
-        holds there too, and times hold on the same cluster."""
+    def on(
+        self, cluster: ClusterSpec, limits: Limits | None = None, model: ModelSpec | None = None
+    ) -> Planner:
+        """The same planner for another cluster, other limits, or other flags of extras. What was
+        measured of the memory holds there too, and times hold on the same cluster."""
         other = Planner(
-            self.model,
+            model or self.model,
             cluster,
             constants=self.constants,
             limits=limits or self.limits,
@@ -513,7 +512,6 @@ class Planner:
             recompute=(c.recompute,),
             cp_comm_types=(c.cp_comm_type,) if c.cp_comm_type else (),
             logits_chunks=(c.logits_chunks,),
-            pipeline_message_bits=c.pipeline_message_bits,
             overlap=c.overlap,
             sequence_parallel=c.sequence_parallel or c.layout.tp == 1,
             use_tp_pp_dp_mapping=c.use_tp_pp_dp_mapping,

@@ -90,8 +90,6 @@ class Limits:
     logits_chunks: tuple[int, ...] = (1,)
     """Into how many parts tokens may be cut for the logits, ascending; the first is used wherever
     it fits."""
-    pipeline_message_bits: int | None = None
-    """Bits of a number in messages between stages; None: those it has."""
     max_micro_batch: int = 64
     """Largest micro-batch to consider."""
     round_down: bool = False
@@ -139,8 +137,6 @@ class Points:
     """[n] recomputed layers of a chunk, with `RECOMPUTE_BLOCK`; else 0."""
     logits_chunks: Any
     """[n] parts of a rank's tokens for the logits."""
-    message_bits: Any
-    """[n] bits of a number in messages between stages; 0: those it has."""
     sequence_parallel: Any
     """[n] bool."""
     use_distributed_optimizer: Any
@@ -173,7 +169,6 @@ class Points:
             recompute=RECOMPUTE[int(self.recompute[i])],
             recompute_num_layers=int(self.recompute_num_layers[i]),
             logits_chunks=int(self.logits_chunks[i]),
-            pipeline_message_bits=int(self.message_bits[i]) or None,
             sequence_parallel=bool(self.sequence_parallel[i]),
             use_distributed_optimizer=bool(self.use_distributed_optimizer[i]),
             overlap=bool(self.overlap[i]),
@@ -202,7 +197,6 @@ def points_of(configurations: Sequence[Configuration]) -> Points:
         recompute=column([RECOMPUTE.index(c.recompute) for c in some]),
         recompute_num_layers=column([c.recompute_num_layers for c in some]),
         logits_chunks=column([c.logits_chunks for c in some]),
-        message_bits=column([c.pipeline_message_bits or 0 for c in some]),
         sequence_parallel=column([c.sequence_parallel for c in some], bool),
         use_distributed_optimizer=column([c.use_distributed_optimizer for c in some], bool),
         overlap=column([c.overlap for c in some], bool),
@@ -279,7 +273,6 @@ def enumerate_points(
         recompute=recompute,
         recompute_num_layers=layers,
         logits_chunks=np.full(num, limits.logits_chunks[0]),
-        message_bits=np.where(table[column, 1] > 1, limits.pipeline_message_bits or 0, 0),
         sequence_parallel=(table[column, 0] > 1) & limits.sequence_parallel,
         use_distributed_optimizer=np.resize(np.array(split, dtype=bool), num),
         overlap=np.full(num, limits.overlap),
@@ -484,7 +477,6 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         recompute=points.recompute,
         recompute_num_layers=points.recompute_num_layers,
         logits_chunks=points.logits_chunks,
-        message_bits=points.message_bits,
         sequence_parallel=points.sequence_parallel,
         use_distributed_optimizer=sharded,
         overlap_grad_reduce=points.overlap,

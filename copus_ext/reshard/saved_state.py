@@ -73,8 +73,6 @@ def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
     both = 4 if config.precision.params_dtype == "fp32" else 0
     needed = held * (per_weight + per_gradient) + own * (BYTES_PER_ELEMENT - both)
     needed += 2 * BUFFERS * BUCKET_BYTES.get(str(dist.get_backend()), 0)
-    if config.parallel.grad_compression_rank and config.layout.copies > 1:
-        needed += 4 * held  # residuals; the old ones are gone by then
     released = sum(
         p.numel() * (p.element_size() + per_gradient)
         for chunk in job.model.chunks

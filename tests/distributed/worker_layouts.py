@@ -61,11 +61,12 @@ def gathers_before_messages() -> Iterator[list[int]]:
     """How many gathers of weights this rank starts before its first message between stages, in each
     step and each batch of an evaluation."""
     from megatron.core.distributed import param_and_grad_buffer
-
-    from megatron.training.distributed.stage_link import StageLink
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     buckets: Any = getattr(param_and_grad_buffer, "_ParamAndGradBucketGroup")  # noqa: B009
-    began, sent, gathered = StageLink.begin, StageLink._communicate, buckets.start_param_sync
+    # One is made for every schedule.
+    began, sent = P2PCommunicator.__init__, P2PCommunicator._communicate
+    gathered = buckets.start_param_sync
     counts: list[int] = []
     counting = False
 
@@ -86,8 +87,8 @@ def gathers_before_messages() -> Iterator[list[int]]:
         gathered(*args, **more)
 
     with (
-        patch.object(StageLink, "begin", begin),
-        patch.object(StageLink, "_communicate", communicate),
+        patch.object(P2PCommunicator, "__init__", begin),
+        patch.object(P2PCommunicator, "_communicate", communicate),
         patch.object(buckets, "start_param_sync", start_param_sync),
     ):
         yield counts

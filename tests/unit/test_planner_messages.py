@@ -1,4 +1,4 @@
-"""Logits in parts and short messages between stages, as the planner prices and chooses them."""
+"""Logits in parts, messages that hide, and points that planners share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import pytest
 
 from copus_ext.commands import profile_layouts
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
-from copus_ext.cost_model.layer_time import hop_bytes, hop_s
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import head_bytes, peaks
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.step import step_time
-from copus_ext.planner.better_machine import what_would_help
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import timing_line
 from copus_ext.planner.plan import Ranked
@@ -101,28 +99,6 @@ def test_logits_in_parts_cost_one_more_forward_pass_of_the_head() -> None:
     assert 0 < extra < times[0].parts["compute"][0] / 4
 
 
-def _rows(bits: int | None, vpp: int = 1, tp: int = 1) -> Any:
-    layout = Layout(tp=tp, pp=2, vpp=vpp, dp=4 // tp)
-    c = Configuration(
-        layout=layout,
-        micro_batch_size=1,
-        global_batch_size=BATCH,
-        pipeline_message_bits=bits,
-        sequence_parallel=tp > 1,
-    )
-    return to_rows(MODEL, preset("a100-40g:8"), points_of([c])).full()
-
-
-@pytest.mark.parametrize(("tp", "vpp"), [(1, 1), (2, 1), (1, 2)])
-def test_short_messages_have_a_byte_for_each_number_and_four_for_each_row(
-    tp: int, vpp: int
-) -> None:
-    rows = _rows(8, vpp, tp)
-    tokens = MODEL.seq_length / tp
-    assert hop_bytes(rows)[0] == tokens * (MODEL.hidden_size + 4)
-    assert hop_bytes(_rows(None, tp=tp))[0] == 2 * tokens * MODEL.hidden_size
-
-
 @pytest.mark.parametrize(
     ("kind", "vpp", "handles"), [("cpu:2", 2, True), ("cpu:2", 1, False), ("a100-40g:2", 2, False)]
 )
@@ -143,24 +119,6 @@ def test_messages_that_hide_take_time_from_the_core_of_a_cpu_rank(
     assert after.step_s[0] == pytest.approx(sum(part[0] for part in after.parts.values()))
 
 
-def test_short_messages_pay_on_slow_links_only() -> None:
-    fast = preset("a100-40g:8")
-    slow = replace(fast, num_nodes=4, gpus_per_node=2, nic_bytes_per_s=1e8, nic_is_measured=True)
-    for cluster, pays in ((fast, False), (slow, True)):
-        planner = Planner(MODEL, cluster)
-        c = Configuration(layout=Layout(pp=8), micro_batch_size=1, global_batch_size=BATCH)
-        whole, short = (
-            to_rows(MODEL, cluster, points_of([replace(c, pipeline_message_bits=bits)])).full()
-            for bits in (None, 8)
-        )
-        hops = [np.max(hop_s(rows, planner.constants)) for rows in (whole, short)]
-        assert (hops[1] < hops[0]) == pays
-    only = Limits(fixed={"tp": 1, "pp": 4, "vpp": 1, "cp": 1})
-    found = what_would_help(Planner(MODEL, slow, limits=only), BATCH)
-    saved, best = found["messages"]
-    assert saved > 0.1 and best.pipeline_message_bits == 8
-
-
 def test_points_of_another_planner_are_those_it_would_list() -> None:
     for model, cluster, parts in (
         (MODEL, preset("a100-40g:8"), (1,)),
@@ -169,24 +127,20 @@ def test_points_of_another_planner_are_those_it_would_list() -> None:
     ):
         limits = Limits(logits_chunks=parts)
         usual = Planner(model, cluster, limits=limits)
-        for bits in (None, 8):
-            own, given = (
-                Planner(model, cluster, limits=replace(limits, pipeline_message_bits=bits))
-                for _ in range(2)
-            )
-            own.constants = usual.constants.under(replace(usual.constants.factors, across=0.5))
-            given.constants = own.constants
-            given.take_space(usual, [BATCH])
-            want, got = own._judged([BATCH]), given._judged([BATCH])
-            for field in fields(want.points):
-                one, other = (getattr(x.points, field.name) for x in (want, got))
-                assert np.array_equal(one, other), field.name
-            assert np.array_equal(want.fits, got.fits) and want.fits.any()
-            assert np.array_equal(want.peaks, got.peaks, equal_nan=True)
-            assert own.rank([BATCH]) == given.rank([BATCH])
+        own, given = (Planner(model, cluster, limits=limits) for _ in range(2))
+        own.constants = usual.constants.under(replace(usual.constants.factors, across=0.5))
+        given.constants = own.constants
+        given.take_space(usual, [BATCH])
+        want, got = own._judged([BATCH]), given._judged([BATCH])
+        for field in fields(want.points):
+            one, other = (getattr(x.points, field.name) for x in (want, got))
+            assert np.array_equal(one, other), field.name
+        assert np.array_equal(want.fits, got.fits) and want.fits.any()
+        assert np.array_equal(want.peaks, got.peaks, equal_nan=True)
+        assert own.rank([BATCH]) == given.rank([BATCH])
 
 
-def test_times_are_not_given_to_points_with_other_messages() -> None:
+def test_times_are_not_given_to_points_of_another_planner() -> None:
     cluster = preset("a100-40g:8")
     best = Planner(MODEL, cluster).rank([BATCH], top=1)[0].ranked[0]
     timed = [Timing(configuration=best.configuration, step_s=1.0)]
@@ -194,23 +148,22 @@ def test_times_are_not_given_to_points_with_other_messages() -> None:
         Planner(MODEL, cluster).take_space(Planner(MODEL, cluster, timings=timed), [BATCH])
 
 
-def test_what_is_timed_has_the_messages_and_logits_of_the_run() -> None:
+def test_what_is_timed_has_the_logits_of_the_run() -> None:
     own = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data "
-    own += "--max-position-embeddings 64 --logits-chunks 4 --pipeline-message-bits 8"
+    own += "--max-position-embeddings 64 --logits-chunks 4"
     args, flags = profile_layouts.parse(
         ["--store", "p.jsonl", "--global-batch-size", "8", "--", *own.split()]
     )
     model = spec_of_flags(flags)
     found = profile_layouts.lines(model, args, 2)
     assert {c.logits_chunks for c in found} == {4}
-    assert {c.pipeline_message_bits for c in found if c.layout.pp > 1} == {8}
     again = Timing(configuration=found[0], step_s=1.0)
     assert Timing.from_json(again.to_json()).key == again.key
 
 
 def test_commands_to_time_name_what_is_priced(cluster: ClusterSpec) -> None:
-    limits = Limits(fixed={"tp": 1, "pp": 2, "vpp": 1}, logits_chunks=(4,), pipeline_message_bits=8)
+    limits = Limits(fixed={"tp": 1, "pp": 2, "vpp": 1}, logits_chunks=(4,))
     planner = Planner(MODEL, cluster, limits=limits)
     worth = planner.worth_timing(planner.rank([BATCH])[0])
     text = timing_line([worth])
-    assert worth and text.count("--logits-chunks 4") == text.count("--pipeline-message-bits 8") == 2
+    assert worth and text.count("--logits-chunks 4") == 2

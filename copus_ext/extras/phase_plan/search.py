@@ -287,9 +287,6 @@ def with_own_flags(plan: PhasePlan, text: str, batch: Sequence[str]) -> list[str
     form = next((c.cp_comm_type for c in used if c.cp_comm_type), None)
     if form and "--cp-comm-type" not in flags:
         flags += ["--cp-comm-type", form]
-    bits = next((c.pipeline_message_bits for c in used if c.pipeline_message_bits), None)
-    if bits and "--pipeline-message-bits" not in flags:
-        flags += ["--pipeline-message-bits", str(bits)]
     if any(c.sequence_parallel for c in used) and "--sequence-parallel" not in flags:
         flags.append("--sequence-parallel")
     return flags

@@ -49,6 +49,12 @@ class Extra:
     batch_problems: str | None = None
     """Reference to a function (arguments, layout, micro_batch_size, global_batch_size) -> list of
     sentences: why a layout cannot cut a batch so."""
+    unpriced: tuple[str, ...] = ()
+    """Flags that change the time or memory of a step and that `cost_terms` leaves out, by field
+    name."""
+    suggests: Mapping[str, Any] = field(default_factory=dict)
+    """Flags, by field name, of which a plan says what they would save, and which it never takes.
+    They must change neither the memory nor what is legal."""
     cost_terms: str | None = None
     """Reference to a function (candidates) -> `CostTerms`, which the planner calls where a flag of
     the extra is not its default. Candidates have the columns of `copus_ext.cost_model.rows.Rows`,
@@ -113,6 +119,14 @@ class CostTerms:
     gradients; the mean of the steps."""
     sent_layer_bytes: Any = 0.0
     """The same for each layer of a rank."""
+    message_row_bytes: Any = 0.0
+    """Bytes of a token's row in a message between stages, in place of those of its numbers; 0:
+    these."""
+    message_moved_bytes: Any = 0.0
+    """Bytes that a rank moves through its memory for each number of a message, to write it and to
+    read it; of 2-byte elements."""
+    message_kernels: Any = 0.0
+    """Kernels that a rank starts to write and to read a message."""
 
 
 @functools.cache

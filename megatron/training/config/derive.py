@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from megatron.training.common.extras import extras_with
 from megatron.training.config.batch_schedule import parse_steps
-from megatron.training.config.compression_flags import check_compression
 from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.layer_partition import partition_of_flags, virtual_size
 from megatron.training.config.layout import Layout
@@ -163,7 +162,6 @@ def derive(draft: Draft, environment: Environment) -> None:
         derive_phases,
         _derive_precision,
         _derive_eight_bits,
-        check_compression,
         _derive_kernels,
         *(check for _, check in extras_with("check")),
         _derive_recompute,

@@ -65,19 +65,6 @@ class ParallelConfig:
     """Average gradients inside the collective instead of scaling them before it."""
     overlap_p2p_comm: bool = option(True, "--no-overlap-p2p-communication")
     """Overlap messages between pipeline stages with computation, in an interleaved pipeline."""
-    pipeline_message_bits: int | None = option(None, choices=(8,))
-    """Bits of a number in messages between pipeline stages. 8 rounds them, which changes the
-    training. Default: as they are."""
-    pipeline_message_rank: int | None = option(None)
-    """Columns of the two factors in place of a gradient between pipeline stages, in the messages
-    at the end of a step that nothing hides. Changes the training. Default: whole."""
-    grad_compression_rank: int = option(0)
-    """Columns of the two factors (PowerSGD) in place of the gradient of a matrix, where replicas
-    exchange gradients. Changes the training. Vectors, embeddings, output layer and experts stay
-    whole. 0: all stay whole."""
-    grad_compression_stages: int | None = option(None)
-    """Pipeline stages whose gradients --grad-compression-rank compresses, from the first. Default:
-    all."""
     distributed_backend: str = option(None, choices=("nccl", "gloo"))
     """Communication library. Default: nccl on CUDA, gloo on CPU."""
     distributed_timeout_minutes: int = option(10)

@@ -37,9 +37,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron.training.common.device import Device, use_plain_router
 from megatron.training.config import Config
-from megatron.training.distributed.powersgd import GradientCompression
 from megatron.training.distributed.process_groups import seed_build
-from megatron.training.distributed.stage_link import StageLink
 from megatron.training.distributed.stragglers import StepClock
 from megatron.training.distributed.tied_embedding import exchanging_own_shard
 from megatron.training.model.attention import LatentAttention, SdpaAttention
@@ -74,10 +72,6 @@ class Model:
     """megatron-core's configuration, shared by all chunks; carries the schedule's hooks."""
     clock: StepClock
     """Times this rank's part of a step."""
-    link: StageLink | None = None
-    """Carries messages between pipeline stages; None without a pipeline."""
-    compression: GradientCompression | None = None
-    """Of the reduction over replicas; None where this rank's gradients go whole."""
 
     @property
     def unwrapped(self) -> list[Any]:
@@ -394,27 +388,7 @@ def build_model(
         chunks=chunks,
         core_config=core,
         clock=clock,
-        link=_stage_link(config, core, groups),
-        compression=_compression(config, chunks, groups),
     )
-
-
-def _stage_link(
-    config: Config, core: TransformerConfig, groups: ProcessGroupCollection
-) -> StageLink | None:
-    if config.layout.pp == 1:
-        return None
-    return StageLink(groups.pp, core, message_rank=config.parallel.pipeline_message_rank)
-
-
-def _compression(
-    config: Config, chunks: list[Any], groups: ProcessGroupCollection
-) -> GradientCompression | None:
-    p, stages = config.parallel, config.parallel.grad_compression_stages
-    is_chosen = stages is None or groups.pp.rank() < stages
-    if not p.grad_compression_rank or not is_chosen or groups.dp_cp.size() == 1:
-        return None
-    return GradientCompression(chunks, rank=p.grad_compression_rank)
 
 
 def build_for_inference(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
 
 from megatron.training.common.signals import StopReason
@@ -190,18 +191,14 @@ def run_schedule(
         group = group_of_microbatches(layout, num_microbatches, asked)
         job.model.core_config.microbatch_group_size_per_vp_stage = group
     messages: dict[str, Any] = {}
-    is_exact = forward_only or job.context.needs_exact_step
-    if (compression := job.model.compression) is not None:
-        compression.is_exact = is_exact
-    if (link := job.model.link) is not None:
-        bits = job.config.parallel.pipeline_message_bits
-        link.begin(num_microbatches, is_exact=is_exact, message_bits=bits)
+    if layout.pp > 1:
+        link = P2PCommunicator(job.groups.pp, job.model.core_config)
         messages = {"p2p_communicator": link, "pg_collection": job.groups}
     schedule = Schedule(
         num_microbatches=num_microbatches,
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
-        is_exact=is_exact,
+        is_exact=forward_only or job.context.needs_exact_step,
     )
     for feature in job.features:
         messages |= feature.begin_schedule(job, schedule)

@@ -28,7 +28,7 @@ SHORT = {"plain": "", "sharded": ZERO, "sharded bf16": f"{ZERO} --bf16 --grad-re
 @contextlib.contextmanager
 def all_matrices() -> Iterator[None]:
     """Also those whose factors are longer than themselves."""
-    from megatron.training.distributed import powersgd
+    from megatron.training.extras.slow_links import powersgd
 
     with patch.object(powersgd, "is_shorter", lambda *sizes: True):
         yield

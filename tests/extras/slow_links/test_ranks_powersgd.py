@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_powersgd import CASES, FEW, RANK, SHORT, STEPS
+from tests.extras.slow_links.worker_powersgd import CASES, FEW, RANK, SHORT, STEPS
 from tests.helpers.on_ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks("worker_powersgd", tmp_path_factory.mktemp("powersgd"), 4, timeout_s=800)
+    return on_ranks(
+        "tests.extras.slow_links.worker_powersgd",
+        tmp_path_factory.mktemp("powersgd"),
+        4,
+        timeout_s=800,
+    )
 
 
 @pytest.mark.timeout(880)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from megatron.training.distributed.low_rank import first_factor, is_shorter, orthonormal
+from megatron.training.extras.slow_links.low_rank import first_factor, is_shorter, orthonormal
 
 _WHOLE = ("embedding.", "output_layer.")
 _WHOLE_WITHIN = (".router.", ".mlp.experts.")

@@ -1,18 +1,38 @@
-"""Checks of the flags that send gradients and messages between stages in fewer numbers."""
+"""The flags that send gradients and messages between stages in fewer numbers, and their checks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from megatron.training.config.draft import Draft, Environment, flag_of
+from megatron.training.config.fields import option
 from megatron.training.config.layout import Layout
 
 
-def check_compression(draft: Draft, environment: Environment) -> None:
-    """Notes what compressed gradients do not go with, and what they mean for the run.
+@dataclass(frozen=True, kw_only=True)
+class SlowLinksConfig:
+    """Flags of the extra."""
 
-    Args:
-        draft: with its phases, layout and precision.
-        environment: unused.
-    """
+    pipeline_message_bits: int | None = option(None, choices=(8,))
+    """Bits of a number in messages between pipeline stages. 8 rounds them, which changes the
+    training. Default: as they are."""
+    pipeline_message_rank: int | None = option(None)
+    """Columns of the two factors in place of a gradient between pipeline stages, in the messages
+    at the end of a step that nothing hides. Changes the training. Default: whole."""
+    grad_compression_rank: int = option(0)
+    """Columns of the two factors (PowerSGD) in place of the gradient of a matrix, where replicas
+    exchange gradients. Changes the training. Vectors, embeddings, output layer and experts stay
+    whole. 0: all stay whole."""
+    grad_compression_stages: int | None = option(None)
+    """Pipeline stages whose gradients --grad-compression-rank compresses, from the first. Default:
+    all."""
+
+
+def check_slow_links(draft: Draft, environment: Environment) -> None:
+    """Notes what shorter gradients and messages do not go with, and what they mean for the run;
+    see `Extra.check`."""
     most = _most_stages(draft)
     _check_messages(draft, most)
     rank, stages = draft["grad_compression_rank"], draft["grad_compression_stages"]
@@ -30,7 +50,6 @@ def check_compression(draft: Draft, environment: Environment) -> None:
     if rank <= 0:
         return
     for name, why in (
-        ("overlap_grad_reduce", "factors are of whole gradients, and the flag reduces parts early"),
         ("fp16", "residuals would keep an old loss scale; use --bf16"),
         ("calculate_per_token_loss", "residuals would keep an old number of tokens"),
     ):
@@ -73,3 +92,26 @@ def _check_messages(draft: Draft, stages: int) -> None:
     )
     idle = "; without effect while the pipeline has one stage" if stages == 1 else ""
     draft.notes.append(f"{flag} changes the training by an unknown amount{idle}")
+
+
+def layout_problems(arguments: Mapping[str, Any], layout: Layout) -> list[str]:
+    """See `Extra.layout_problems`."""
+    rank = arguments.get("grad_compression_rank") or 0
+    if rank <= 0 or not arguments.get("overlap_grad_reduce"):
+        return []
+    return [
+        f"--grad-compression-rank {rank} excludes --overlap-grad-reduce: factors are of whole "
+        "gradients, and the flag reduces parts early; drop one"
+    ]
+
+
+def controller_problems(arguments: Mapping[str, Any], moves: bool) -> list[str]:
+    """See `Extra.controller_problems`. Under one layout the factor is in every batch's goodput, and
+    cancels."""
+    lossy = ("grad_compression_rank", "pipeline_message_rank")
+    return [
+        f"{flag_of(name)} costs progress by an unknown factor that depends on the layout; use "
+        "--copus-layouts current, --copus-mode observe, or drop it"
+        for name in lossy
+        if moves and arguments.get(name)
+    ]

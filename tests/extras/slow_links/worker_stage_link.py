@@ -3,7 +3,6 @@ of low rank at the end of a step, in the same processes."""
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,16 +36,12 @@ def main(output: Path) -> Any:
 
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.controller.gns_callback import GradientNoiseCallback
-    from megatron.training.distributed import low_rank
-    from megatron.training.train import build
+    from megatron.training.extras.slow_links import low_rank
+    from megatron.training.extras.slow_links.stage_link import StageLink
 
     sent: list[int] = []
     real = {name: getattr(dist, name) for name in ("isend", "batch_isend_irecv")}
     rows: dict[str, Any] = {}
-    make = build.build_model
-
-    def without_link(*args: Any, **more: Any) -> Any:
-        return dataclasses.replace(make(*args, **more), link=None)
 
     def alone(tensor: Any, **more: Any) -> Any:
         """An interleaved pipeline sends one by one."""
@@ -78,8 +73,8 @@ def main(output: Path) -> Any:
             with patch.object(dist, "isend", alone) if vpp > 1 else nullcontext():
                 record(f"{layout} whole", layout, "")
                 record(f"{layout} short", layout, SHORT)
-            with patch.object(build, "build_model", without_link):
-                record(f"{layout} without", layout, "")
+            with patch.object(StageLink, "_codec", lambda *args, **more: None):
+                record(f"{layout} linked", layout, SHORT)
         for layout in LOW:
             record(f"{layout} low", layout, f"--pipeline-message-rank {RANK}")
             with patch.object(low_rank, "is_shorter", lambda *sizes: True):

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.p2p_communication import (
     _p2p_ops,
 )
 
-from megatron.training.distributed.low_rank import LowRankMessages
+from megatron.training.extras.slow_links.low_rank import LowRankMessages
 
 _SCALE_BYTES = 4
 _LEAST = 1e-30

@@ -6,20 +6,25 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_stage_link import LAYOUTS, LOW, RANK, STEPS
+from tests.extras.slow_links.worker_stage_link import LAYOUTS, LOW, RANK, STEPS
 from tests.helpers.on_ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks("worker_stage_link", tmp_path_factory.mktemp("link"), 4, timeout_s=600)
+    return on_ranks(
+        "tests.extras.slow_links.worker_stage_link",
+        tmp_path_factory.mktemp("link"),
+        4,
+        timeout_s=600,
+    )
 
 
 @pytest.mark.timeout(680)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_messages_change_no_bit(rows: dict[str, Any], layout: str) -> None:
-    own, without = rows[f"{layout} whole"], rows[f"{layout} without"]
-    assert len(own["numbers"]) == STEPS and own["numbers"] == without["numbers"]
+    own, linked = rows[f"{layout} whole"], rows[f"{layout} linked"]
+    assert len(own["numbers"]) == STEPS and own["numbers"] == linked["numbers"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
