@@ -9,10 +9,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from copus_ext.reshard import saved_state
 from megatron.training.common.extras import PACKAGES, Extra, extras
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.train.step_feature import StepFeature
+from tests.helpers.jobs import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {extra.name: ROOT / extra.package.replace(".", "/") for extra in extras()}
@@ -344,3 +350,28 @@ def test_an_extra_is_gone_without_another_that_it_needs(house: Path) -> None:
     program = "from megatron.training.common.extras import extras; "
     found = in_house(house, f"{program}print(*(extra.name for extra in extras()))").split()
     assert {*found} & {"a", "b", "c", "d"} == {"c", "d"}
+
+
+def test_a_change_of_layout_counts_what_extras_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_state.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saved_state.dist, "get_backend", lambda: "none")
+    monkeypatch.setattr(saved_state, "free_bytes", lambda job: 1e9)
+    config = resolve(parse_args([*TINY.split(), "--train-iters", "1"]), 1)
+    plan: Any = SimpleNamespace(source=[[]], target=[[]])
+
+    class Keeps(StepFeature):
+        def __init__(self, needed: float, released: float) -> None:
+            self.bytes = needed, released
+
+        def relayout_bytes(self, config: Any, held: int) -> tuple[float, float]:
+            assert held == 0
+            return self.bytes
+
+    def check(*features: StepFeature) -> None:
+        job: Any = SimpleNamespace(model=SimpleNamespace(chunks=[]), features=features)
+        saved_state.check_memory(job, plan, config)
+
+    check(StepFeature(), Keeps(0.9e9, 0.0))
+    check(Keeps(2.0e9, 0.5e9), Keeps(0.0, 0.6e9))
+    with pytest.raises(saved_state.TooLarge, match=r"2.00 GB are needed .* 1.50 GB are free"):
+        check(Keeps(1.0e9, 0.5e9), Keeps(1.0e9, 0.0))
