@@ -36,7 +36,7 @@ from typing import Any
 
 from bench.support import RESULTS, arguments, origin
 from tests.helpers import supervised_run, switch_cases
-from tests.helpers.supervised_run import MOMENTS, MOST_S, Run, wait_until
+from tests.helpers.supervised_run import MAX_S, MOMENTS, Run, wait_until
 
 Rows = list[dict[str, Any]]
 CHAIN = 5
@@ -80,7 +80,7 @@ def kill_at_moment(run: Run, kill: Kill) -> str:
     """
     is_there = supervised_run.wait_for_moment(run, kill.moment, kill.after_s)
     if is_there and kill.victim == "writer":  # lives only while a checkpoint is written
-        wait_until(lambda: bool(run.find("writer")) or run.code is not None, MOST_S)
+        wait_until(lambda: bool(run.find("writer")) or run.code is not None, MAX_S)
     victims = run.find(kill.victim) if is_there else []
     for pid in victims:
         supervised_run.send(pid, signal.SIGKILL)
@@ -131,7 +131,7 @@ def _recover(run: Run, row: dict[str, Any]) -> list[str]:
         run.end()
         run.start()
     back = lambda: run.code is not None or supervised_run.num_launches(run) > before  # noqa: E731
-    if not wait_until(back, MOST_S):
+    if not wait_until(back, MAX_S):
         problems.append(f"after {row['what']} the run does not come back")
     row["seconds_to_run"] = time.monotonic() - began if run.code is None else None
     return problems

@@ -159,7 +159,7 @@ def measure(site: Nodes, one: dict[str, Any], data: str, work: Path) -> None:
     flags = [*MODEL.split(), *TRAINING.split(), "--data-path", data, *one["flags"]]
     flags += ["--train-iters", str(WARM_UP + STEPS), "--run-dir", str(at)]
     flags += ["--data-cache-path", str(work / "cache")]
-    site.run([TRAINER, *flags], at, order=one["order"], most_s=900.0)
+    site.run([TRAINER, *flags], at, order=one["order"], max_s=900.0)
     seconds = [r["seconds"] for r in read_run(at).steps[WARM_UP:]]
     one |= {"measured_s": statistics.median(seconds), "seconds": seconds}
 

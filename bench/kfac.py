@@ -36,7 +36,7 @@ from bench.time_to_loss import real_clock
 from bench.time_to_loss.real_clock import S4, Spec, flags_of
 
 BATCH, SEEDS, TUNING_SEED = 32, (1, 2, 3), 0
-MOST_RATE = 3
+MAX_RATE = 3
 """Powers of 2 over the first rate of S4, at which the search ends."""
 SHORTER = (2 / 3, 1 / 2, 1 / 3, 1 / 6)
 """Shares of the samples that are tried for Adam's last loss."""
@@ -96,7 +96,7 @@ def tuned(runs: Runs, own: Spec, *, kfac: bool) -> Spec:
 
     best = min((own.rate, own.rate + 1), key=loss)
     stride = 1 if best > own.rate else -1
-    while abs(best + stride) <= MOST_RATE and loss(best + stride) < loss(best):
+    while abs(best + stride) <= MAX_RATE and loss(best + stride) < loss(best):
         best += stride
     return replace(own, rate=best)
 

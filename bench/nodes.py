@@ -50,7 +50,7 @@ class Nodes:
         log: Path,
         *,
         order: Sequence[int] = (),
-        most_s: float = 3600.0,
+        max_s: float = 3600.0,
     ) -> float:
         """Runs a Python program to its end, rank k on node order[k].
 
@@ -58,7 +58,7 @@ class Nodes:
             command: script and flags.
             log: `<log>.<rank>.txt` take the output. Its last line is printed now and then.
             order: of nodes; empty for all of them as they are.
-            most_s: seconds it may take.
+            max_s: seconds it may take.
 
         Returns:
             Seconds it took, with the start of its processes.
@@ -81,7 +81,7 @@ class Nodes:
             started.append(one)
         while any(one.poll() is None for one in started):
             time.sleep(0.2)
-            if any(one.poll() for one in started) or time.monotonic() - began > most_s:
+            if any(one.poll() for one in started) or time.monotonic() - began > max_s:
                 break
             if time.monotonic() - shown > _SHOWN_EVERY_S:
                 shown = time.monotonic()

@@ -41,9 +41,9 @@ from bench.support import (
     step_of_loop,
     write,
 )
-from copus_ext.extras.elastic.launcher import COPY_INTERVAL
+from copus_ext.extras.elastic.environment import COPY_INTERVAL
 
-Rows = list[dict[str, dict[str, float]]]
+ConfigBatch = list[dict[str, dict[str, float]]]
 MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --log-interval 10
 --micro-batch-size 4"""
 EXPERTS = """--num-layers 4 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512
@@ -64,12 +64,12 @@ BLOCKS = {"noise": (20, 4), "controller": (1, 1), "copies": (4, COPY_INTERVAL)}
 ESTIMATORS = ("micro", "rank", "half")
 
 
-def noise(job: Any, step: Any, args: argparse.Namespace) -> dict[str, Rows]:
+def noise(job: Any, step: Any, args: argparse.Namespace) -> dict[str, ConfigBatch]:
     """With and without the hooks of every estimator."""
     return {name: _rows_of(job, step, name, args) for name in ESTIMATORS}
 
 
-def _rows_of(job: Any, step: Any, estimator: str, args: argparse.Namespace) -> Rows:
+def _rows_of(job: Any, step: Any, estimator: str, args: argparse.Namespace) -> ConfigBatch:
     import torch.distributed as dist
 
     from copus_ext.controller.flags import CopusConfig

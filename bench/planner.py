@@ -40,8 +40,8 @@ from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.fit import fit_constants
 from copus_ext.cost_model.memory import peaks
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.cost_model.peak_correction import most_bytes
-from copus_ext.cost_model.rows import Rows, concatenate
+from copus_ext.cost_model.peak_correction import max_bytes
+from copus_ext.cost_model.rows import ConfigBatch, concatenate
 from copus_ext.cost_model.step import step_time
 from copus_ext.extras.planner_validation import validation
 from copus_ext.extras.planner_validation.validation import MeasuredRun, read_table, rows_of
@@ -203,7 +203,7 @@ class Table:
     """A table of measured step times as the cost model sees it."""
 
     name: str
-    rows: Rows
+    rows: ConfigBatch
     seconds: Any
     """[n] seconds of a step."""
 
@@ -283,7 +283,7 @@ def refused_for_memory(tables: Sequence[Table]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for table in tables:
         peak, sd = peaks(table.rows)
-        limit = 80 * 2**30 * (1 - MEMORY_MARGIN) / most_bytes(1.0, sd, Z_SURE)
+        limit = 80 * 2**30 * (1 - MEMORY_MARGIN) / max_bytes(1.0, sd, Z_SURE)
         found[table.name] = {
             "ran": len(peak),
             "refused": int((peak > limit).sum()),

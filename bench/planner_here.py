@@ -30,7 +30,7 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import Timing, read_profile
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import Limits, points_of, to_rows
+from copus_ext.planner.space import Limits, points_of, to_config_batch
 
 MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --micro-batch-size 1
 --global-batch-size 2"""
@@ -79,7 +79,9 @@ def fit_here(timings: list[Any], model: Any) -> tuple[Constants, Table]:
         dp_bytes_per_s=1e9,
         nic_efficiency=1.0,
     )
-    rows = to_rows(model, preset("cpu:2"), points_of([t.configuration for t in timings])).full()
+    rows = to_config_batch(
+        model, preset("cpu:2"), points_of([t.configuration for t in timings])
+    ).full()
     seconds = np.array([t.step_s for t in timings])
     found = fit_constants(rows, seconds, prior=prior).constants
     return found, Table(name="planner here", rows=rows, seconds=seconds)

@@ -52,7 +52,7 @@ from megatron.training.config.layout import Layout
 
 FILE = "time_to_loss_real_clock.jsonl"
 _TUNING_SEED = 0
-_MOST_RATE = 2
+_MAX_RATE = 2
 """Powers of 2 from the first rate, at which the search ends."""
 _TIMED_STEPS = 16
 _SHARED = ["--split", "95,5,0", "--log-interval", "100", "--adam-beta2", "0.95"]
@@ -241,7 +241,7 @@ def tuned(s: Scenario, batch: int, done: Losses) -> Search:
             return None
         rates = [spec.rate for spec in trials]
         beyond = best.rate + (1 if best.rate == max(rates) else -1)
-        if beyond in rates or abs(beyond) > _MOST_RATE or len(s.rates) == 1:
+        if beyond in rates or abs(beyond) > _MAX_RATE or len(s.rates) == 1:
             break
         trials.append(replace(first, rate=beyond))
     return (yield from best_trial(done, [replace(best, warmup=w) for w in s.warmups]))

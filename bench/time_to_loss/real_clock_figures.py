@@ -29,7 +29,7 @@ from bench.time_to_loss.scenarios import MEASURING
 
 ORDINARY = 1.5
 """A step longer than this times the median of its configuration is not an ordinary one."""
-LEAST_STEPS = 4
+MIN_STEPS = 4
 """A configuration with fewer steps in a run says nothing about its usual time."""
 _WINDOW = 5
 """Evaluations that make a smoothed one."""
@@ -109,7 +109,7 @@ def usual(rows: Rows, link: str) -> dict[Way, float]:
         factor = 1 + MEASURING * (spec["kind"] == "copus")
         run = ("timing", spec["seed"]) if spec["kind"] == "timing" else number
         for speed in row["speeds"]:
-            if speed["steps"] >= LEAST_STEPS:
+            if speed["steps"] >= MIN_STEPS:
                 level = math.log(speed["step_s"] / factor)
                 one = (way_of(speed), level, float(speed["steps"]))
                 steps.setdefault(run, []).append(one)
@@ -182,9 +182,9 @@ def parts_of(row: dict[str, Any], usual_s: Mapping[Way, float]) -> dict[str, flo
         way = way_of(named)
         steps = -(-(end - begin) // way[2])
         step_s = usual_s.get(way, own[way])
-        least_s = fastest.get(way[2], step_s)
-        parts["fastest"] += steps * least_s
-        parts["slower"] += steps * (step_s - least_s)
+        min_s = fastest.get(way[2], step_s)
+        parts["fastest"] += steps * min_s
+        parts["slower"] += steps * (step_s - min_s)
         parts["measuring"] += steps * step_s * MEASURING
     parts["pauses"] = sum(move["pause_s"] for move in row["moves"])
     parts["set_up"] = row["set_up_s"]

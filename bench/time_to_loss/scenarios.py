@@ -354,8 +354,8 @@ def s7(seeds: Sequence[int]) -> dict[str, Any]:
     cluster or nearly so. Intervals are over the seeds of these cases."""
     rows = [of_batch(batch, seeds) for batch in S7_BATCHES]
     static_s = static_seconds(preset(S7_PRESET))
-    least_s = min(static_s[batch] for batch in S7_BATCHES)
-    best = [batch for batch in S7_BATCHES if static_s[batch] <= (1 + NEARLY) * least_s]
+    min_s = min(static_s[batch] for batch in S7_BATCHES)
+    best = [batch for batch in S7_BATCHES if static_s[batch] <= (1 + NEARLY) * min_s]
     names, seen = {"hindsight": "hindsight_s", "healthy": "healthy_s"}, range(len(seeds))
 
     def against(name: str, batches: Sequence[int], chosen: Sequence[int]) -> float:

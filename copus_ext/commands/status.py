@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if problem := run_problem(args.run):
             return _say(problem)
-        show(RunReader(args.run, most_bytes=END_BYTES), args.follow, as_json=args.json)
+        show(RunReader(args.run, max_bytes=END_BYTES), args.follow, as_json=args.json)
     except (BrokenPipeError, KeyboardInterrupt):
         return 0
     except OSError as error:

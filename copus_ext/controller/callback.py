@@ -515,8 +515,8 @@ class Controller(Callback):
         state, batch = context.state, self.state.batch_of_rate(batch)
         first = self.rates.reference_batch
         start = state.settings.lr_factor / self._rates(context).lr_factor(first)
-        most = rules.most_ramp_samples(self.flags, context.config)
-        return self.rates.ramp(batch, iteration=state.iteration, start=start, most_samples=most)
+        most = rules.max_ramp_samples(self.flags, context.config)
+        return self.rates.ramp(batch, iteration=state.iteration, start=start, max_samples=most)
 
     def _rates(self, context: CallbackContext) -> RateRules:
         """How the rates go with the batch in the next step."""

@@ -342,7 +342,7 @@ def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:
     )
 
 
-def most_ramp_samples(flags: CopusConfig, config: Any) -> float:
+def max_ramp_samples(flags: CopusConfig, config: Any) -> float:
     """Most samples that the learning rate's way up to a larger batch takes: a twentieth of the
     schedule's decay, or any number where the user has given its steps."""
     decay = getattr(config.optim, "lr_decay_samples", None)

@@ -28,7 +28,7 @@ from copus_ext.cost_model.memory import (
     message_bytes,
     process_bytes,
 )
-from copus_ext.cost_model.rows import RECOMPUTE_BLOCK, Rows
+from copus_ext.cost_model.rows import RECOMPUTE_BLOCK, ConfigBatch
 from copus_ext.cost_model.step import end_of_step, handled_s
 
 SecondsBehind = Callable[[Any, Any], Any]
@@ -80,7 +80,7 @@ class StageCosts:
     """What a configuration costs besides its blocks."""
 
     blocks: Blocks
-    hop_s: Any
+    p2p_time_s: Any
     """[pp] seconds of a message from stage r to r + 1; the last from the last to the first."""
     fixed_bytes: float
     """Bytes of every stage: context, buffers."""
@@ -98,7 +98,9 @@ class StageCosts:
     """Seconds of a step that no stage can change."""
 
 
-def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = None) -> StageCosts:
+def costs_by_block(
+    rows: ConfigBatch, c: Constants, *, context_bytes: float | None = None
+) -> StageCosts:
     """Takes the cost model apart: with equal stages its parts add up to `step_time` and `memory`.
     The seconds of extras are those of equal stages whatever layers a stage has.
 
@@ -143,7 +145,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float | None = No
             saved_bytes=FRAGMENTATION * of(0.0, kept, 0.0),
             working_bytes=FRAGMENTATION * of(0.0, working, head_bytes(rows)),
         ),
-        hop_s=layer_time.hop_s(rows, c)[:, 0],
+        p2p_time_s=layer_time.p2p_time_s(rows, c)[:, 0],
         fixed_bytes=float(resting + FRAGMENTATION * buffer_bytes(rows)[0]),
         resting_bytes=resting,
         copied_bytes=float(gradient_copy_bytes(rows)[0] * share),

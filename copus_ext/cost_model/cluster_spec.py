@@ -89,7 +89,7 @@ def gpu_named(name: str) -> GpuSpec:
 
 
 _NODE_KEYS = ("count", "gpu", "speed", "memory_bytes", "constants")
-_MOST_NODES = 1 << 20
+_MAX_NODES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +130,10 @@ def nodes_from_json(data: Any, usual: GpuSpec) -> tuple[NodeSpec, ...]:
                 f"unknown nodes keys: {', '.join(unknown)}; known: {', '.join(_NODE_KEYS)}"
             )
         count = one.get("count", 1)
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_NODES:
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MAX_NODES:
             raise SpecError(f"nodes.count {str(count)[:60]} must be a whole number from 1")
-        if len(found) + count > _MOST_NODES:
-            raise SpecError(f"nodes describes more than {_MOST_NODES} nodes")
+        if len(found) + count > _MAX_NODES:
+            raise SpecError(f"nodes describes more than {_MAX_NODES} nodes")
         found += [_node(one, usual)] * count
     return tuple(found)
 
@@ -366,8 +366,8 @@ class ClusterSpec:
             return self.links.duplex * self.nic_bytes_per_s
         return self.nic_bytes_per_s * (1.0 if self.nic_is_measured else c.nic_efficiency)
 
-    def row_fields(self, precision: str) -> dict[str, Any]:
-        """The machine's fields of `Rows`."""
+    def batch_fields(self, precision: str) -> dict[str, Any]:
+        """The machine's fields of `ConfigBatch`."""
         return {
             "peak_flops": self.gpu.peak(precision),
             "hbm_bytes_per_s": self.gpu.hbm_bytes_per_s,

@@ -45,7 +45,7 @@ _TIMED_SD, _TIMED_ALIKE = 0.05, 0.15
 """Of the logarithm of what was timed by itself; and a change of it that is none."""
 _SAME_MACHINE = math.log(2.0)
 """Largest difference of what two launches timed on machines of the same speed."""
-_MOST = 5.0
+_MAX = 5.0
 """Largest logarithm of a factor."""
 _HALVINGS = 26
 _STANDS_OUT = 1 / 3
@@ -226,7 +226,7 @@ def _only(parts: tuple[str, ...], log_factor: float) -> PartFactors:
 
 def _solved(log_ratio: Callable[[float], float], target: float) -> float | None:
     """The logarithm of a factor at which a growing function meets its target; None if nowhere."""
-    low, high = (-_MOST, 0.0) if target < 0 else (0.0, _MOST)
+    low, high = (-_MAX, 0.0) if target < 0 else (0.0, _MAX)
     if not log_ratio(low) - 1e-9 <= target <= log_ratio(high) + 1e-9:
         return None
     for _ in range(_HALVINGS):

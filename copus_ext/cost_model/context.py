@@ -16,10 +16,10 @@ import numpy as np
 
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.kernels import network_bytes_per_s, tp_bytes_per_s
-from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.rows import ConfigBatch
 
 CP_COMM_TYPES = ("all_gather", "p2p", "a2a")
-"""Values of `--cp-comm-type` that are priced; `Rows.cp_comm_type` has their indices."""
+"""Values of `--cp-comm-type` that are priced; `ConfigBatch.cp_comm_type` has their indices."""
 GATHER, RING, HEADS = range(3)
 _LAUNCHES = (8.0, 6.0, 12.0)
 """Further kernels of a layer, forward, by form; a ring has so many for every rank."""
@@ -36,27 +36,27 @@ _EXCHANGES = 4
 """All-to-alls of a layer in one direction: queries, keys, values, and the answer."""
 
 
-def is_shared(rows: Rows) -> bool:
+def is_shared(rows: ConfigBatch) -> bool:
     """Whether ranks share samples in any row."""
     return bool(np.any(np.greater(rows.cp, 1)))
 
 
-def _is(rows: Rows, form: int) -> Any:
+def _is(rows: ConfigBatch, form: int) -> Any:
     return np.greater(rows.cp, 1) & np.equal(rows.cp_comm_type, form)
 
 
-def is_ring(rows: Rows) -> Any:
+def is_ring(rows: ConfigBatch) -> Any:
     """[n] whether ranks that share samples send keys and values round a ring."""
     return _is(rows, RING)
 
 
-def gathers_itself(rows: Rows) -> Any:
+def gathers_itself(rows: ConfigBatch) -> Any:
     """[n] whether attention in plain torch gathers keys and values: it keeps them for the backward
     pass, and computes whole rectangles of its masks."""
     return _is(rows, GATHER) & rows.plain_torch
 
 
-def keys_of_a_token(rows: Rows) -> Any:
+def keys_of_a_token(rows: ConfigBatch) -> Any:
     """[n] scores that attention computes for each query, the mean over them: half of a sample if
     its kernel skips what is masked. Of gathered keys a chunk sees all up to its own end, which is
     1/(2c) of a half more than needed. torch's kernel for CPU ranks skips whole blocks alone. What
@@ -70,7 +70,7 @@ def keys_of_a_token(rows: Rows) -> Any:
     return np.where(gathers_itself(rows), rectangles, usual)
 
 
-def joined_bytes(rows: Rows) -> Any:
+def joined_bytes(rows: ConfigBatch) -> Any:
     """[n] bytes moved to put together what ranks share, forward. Round a ring each step's answer is
     joined with the sum of those before: read twice and written once, in fp32. Gathered keys and
     values are put in the order of the sample."""
@@ -81,7 +81,7 @@ def joined_bytes(rows: Rows) -> Any:
     return ring + np.where(gathers_itself(rows), _GATHERED_COPIES * gathered, 0.0)
 
 
-def received_elements(rows: Rows) -> tuple[Any, Any]:
+def received_elements(rows: ConfigBatch) -> tuple[Any, Any]:
     """Elements that a rank receives of one layer and micro-batch: [n] forward, [n] backward."""
     c, heads = rows.cp, rows.num_attention_heads / rows.tp
     # A tensor parallel rank holds one group of keys at least.
@@ -97,14 +97,14 @@ def received_elements(rows: Rows) -> tuple[Any, Any]:
     return forward, again * forward
 
 
-def members_of_node(rows: Rows) -> Any:
+def members_of_node(rows: ConfigBatch) -> Any:
     """[n] the fewest ranks of a group that share a node, over all groups and nodes. Ranks of a
     group lie tensor parallel size apart."""
     of_node = np.maximum(rows.gpus_per_node // rows.tp, 1)
     return np.gcd(np.asarray(rows.cp, dtype=np.int64), np.asarray(of_node, dtype=np.int64))
 
 
-def _wire_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
+def _wire_s(rows: ConfigBatch, c: Constants, num_bytes: Any) -> Any:
     """Seconds to receive so many bytes. All GPUs of a node share its network; round a ring one rank
     of each node receives from another node, and the rest from within."""
     # As other collectives within a layer, of which each is waited for.
@@ -118,7 +118,7 @@ def _wire_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     )
 
 
-def exchange_s(rows: Rows, c: Constants, core: Any, core_backward: Any) -> tuple[Any, Any]:
+def exchange_s(rows: ConfigBatch, c: Constants, core: Any, core_backward: Any) -> tuple[Any, Any]:
     """Seconds of one layer and micro-batch in which nothing is computed: [n] forward, [n] backward.
 
     A gather is waited for. Round a ring each step travels behind the attention of the one before.
@@ -151,19 +151,19 @@ def exchange_s(rows: Rows, c: Constants, core: Any, core_backward: Any) -> tuple
     )
 
 
-def meetings(rows: Rows) -> Any:
+def meetings(rows: ConfigBatch) -> Any:
     """[n] times that ranks which share samples meet in a pass of a layer; 0 for others."""
     return np.where(np.greater(rows.cp, 1), np.where(_is(rows, HEADS), 2.0, 1.0), 0.0)
 
 
-def launches(rows: Rows) -> Any:
+def launches(rows: ConfigBatch) -> Any:
     """[n] further kernels of a layer, forward."""
     each = np.asarray(_LAUNCHES)[np.asarray(rows.cp_comm_type)]
     each = each * np.where(_is(rows, RING), rows.cp, 1.0)
     return np.where(np.greater(rows.cp, 1), each, 0.0)
 
 
-def core_columns(rows: Rows, query: Any) -> Any:
+def core_columns(rows: ConfigBatch, query: Any) -> Any:
     """[n] elements that attention in plain torch keeps for every token of a rank that shares its
     samples, times the tensor parallel size: queries, whole gathered keys and values or those of
     exchanged heads, and its answer before and after it is put together.
@@ -179,20 +179,20 @@ def core_columns(rows: Rows, query: Any) -> Any:
     return np.where(_is(rows, HEADS), answer + 2.0 * some, gathered) + 2.0 * answer
 
 
-def score_columns(rows: Rows) -> Any:
+def score_columns(rows: ConfigBatch) -> Any:
     """[n] scores of a token and all heads that attention without a flash kernel makes."""
     whole = np.where(gathers_itself(rows), 0.5 + 0.25 / rows.cp, 1.0) * rows.seq_length
     return rows.num_attention_heads * whole
 
 
-def mask_bytes(rows: Rows) -> Any:
+def mask_bytes(rows: ConfigBatch) -> Any:
     """[n] bytes of the masks over gathered keys, which torch keeps on a CPU rank."""
     chunk = rows.seq_length / (2.0 * rows.cp)
     masks = rows.element_bytes * chunk**2 * (2.0 * rows.cp + 1.0)
     return np.where(gathers_itself(rows) & rows.on_cpu, masks, 0.0)
 
 
-def working_bytes(rows: Rows) -> Any:
+def working_bytes(rows: ConfigBatch) -> Any:
     """[n] bytes that come and go while a layer exchanges: gathered keys and values, two steps of a
     ring, or what the heads are exchanged through."""
     c, groups = rows.cp, np.maximum(rows.num_query_groups / rows.tp, 1.0)

@@ -262,7 +262,7 @@ def correct(
     return _answer(ask, s, parts, theta, weights, cross, mean, against)
 
 
-def most_telling(
+def most_informative(
     steps: Steps, number: int, *, known: Steps | None = None, samples: Any = 1.0
 ) -> list[int]:
     """Indices of the configurations whose times would say most of the fast ones: together they make

@@ -21,7 +21,7 @@ from copus_ext.cost_model.kernels import (
     network_bytes_per_s,
     node_bytes_per_s,
 )
-from copus_ext.cost_model.rows import ExpertRows, Rows
+from copus_ext.cost_model.rows import ConfigBatch, ExpertBatch
 
 ROUTER_LAUNCHES = 20
 """Kernels that choose experts, and move rows to them and back, in one direction."""
@@ -31,24 +31,24 @@ _SCORE = 4.0
 """Bytes of a score of the router, in fp32."""
 
 
-def experts_of(rows: Rows) -> ExpertRows:
+def experts_of(rows: ConfigBatch) -> ExpertBatch:
     assert rows.experts is not None
     return rows.experts
 
 
-def tokens_of_rank(rows: Rows) -> Any:
+def tokens_of_rank(rows: ConfigBatch) -> Any:
     """Tokens of a micro-batch that a rank routes; tensor parallelism needs sequence parallelism."""
     return rows.tokens / rows.tp
 
 
-def rows_of_rank(rows: Rows) -> Any:
+def rows_of_rank(rows: ConfigBatch) -> Any:
     """Rows that the experts of the mean rank compute of a micro-batch: every token has top-k of
     them, and the ranks that share an expert all have its rows."""
     x = experts_of(rows)
     return tokens_of_rank(rows) * x.moe_router_topk * x.etp
 
 
-def routed_parameters(rows: Rows) -> Any:
+def routed_parameters(rows: ConfigBatch) -> Any:
     """Parameters of the routed experts of one layer on one rank, the mean over all layers."""
     x, m = experts_of(rows), rows.mlp_matrices
     width = x.moe_ffn_hidden_size
@@ -57,14 +57,14 @@ def routed_parameters(rows: Rows) -> Any:
     return x.share * (x.num_experts / x.ep * one)
 
 
-def router_parameters(rows: Rows) -> Any:
+def router_parameters(rows: ConfigBatch) -> Any:
     """Parameters of the router and of the gate of the shared expert, which every rank has whole."""
     x, h = experts_of(rows), rows.hidden_size
     gate = np.where(x.moe_shared_expert_gate & (x.moe_shared_expert_intermediate_size > 0), h, 0)
     return x.num_experts * (h + np.where(rows.has_bias, 1, 0)) + gate
 
 
-def saved_bytes(rows: Rows) -> Any:
+def saved_bytes(rows: ConfigBatch) -> Any:
     """Bytes that router and experts of a layer keep of a micro-batch for the backward pass, on the
     busiest rank, besides those of the MLP of the shared expert. The input of the layer is counted
     elsewhere.
@@ -85,7 +85,7 @@ def saved_bytes(rows: Rows) -> Any:
     return x.busiest * rows_of_rank(rows) * each + tokens * (routed + gate)
 
 
-def working_bytes(rows: Rows) -> Any:
+def working_bytes(rows: ConfigBatch) -> Any:
     """Bytes that come and go while the routed experts of a layer are computed."""
     x, h = experts_of(rows), rows.hidden_size
     columns = rows.mlp_matrices * x.moe_ffn_hidden_size / x.etp + h
@@ -94,7 +94,7 @@ def working_bytes(rows: Rows) -> Any:
     return rows.element_bytes * (moved + gathered)
 
 
-def work_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
+def work_s(rows: ConfigBatch, c: Constants) -> tuple[Any, Any]:
     """Seconds of the router and the routed experts of a layer, forward and backward, on the busiest
     rank, without starting kernels."""
     x, h, m = experts_of(rows), rows.hidden_size, rows.mlp_matrices
@@ -113,7 +113,7 @@ def work_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
     return forward + router + moves, backward + 2.0 * router + 1.5 * moves
 
 
-def _products_s(rows: Rows, c: Constants, m: Any, n: Any, k: Any) -> Any:
+def _products_s(rows: ConfigBatch, c: Constants, m: Any, n: Any, k: Any) -> Any:
     """Seconds of a matrix product of every expert of a rank. Few rows wait for the weights."""
     count = experts_of(rows).num_experts / experts_of(rows).ep
     grouped = gemm_s(rows, c, m, n, k, at_once=count)
@@ -122,18 +122,18 @@ def _products_s(rows: Rows, c: Constants, m: Any, n: Any, k: Any) -> Any:
     return np.maximum(np.where(_is_grouped(rows), grouped, single), moved)
 
 
-def launches(rows: Rows) -> Any:
+def launches(rows: ConfigBatch) -> Any:
     """Kernels of the router and the routed experts, forward: one for each matrix of each expert, or
     of all experts of a rank."""
     x = experts_of(rows)
     return ROUTER_LAUNCHES + np.where(_is_grouped(rows), 2.0, 2.0 * x.num_experts / x.ep)
 
 
-def _is_grouped(rows: Rows) -> Any:
+def _is_grouped(rows: ConfigBatch) -> Any:
     return experts_of(rows).is_grouped & np.logical_not(rows.plain_torch)
 
 
-def messages_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
+def messages_s(rows: ConfigBatch, c: Constants) -> tuple[Any, Any]:
     """Seconds in which rows go to their experts and back, of a layer with experts, forward and
     backward."""
     x = experts_of(rows)
@@ -142,7 +142,7 @@ def messages_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
     return forward, backward
 
 
-def _alltoall_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
+def _alltoall_s(rows: ConfigBatch, c: Constants) -> tuple[Any, Any]:
     """All-to-all over the ranks of other experts, and collectives over those that share one."""
     x, width = experts_of(rows), rows.element_bytes * rows.hidden_size
     count = x.busiest * tokens_of_rank(rows) * x.moe_router_topk
@@ -156,7 +156,7 @@ def _alltoall_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
     return both + counts, both
 
 
-def _allgather_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
+def _allgather_s(rows: ConfigBatch, c: Constants) -> tuple[Any, Any]:
     """Every rank gathers the tokens of all ranks with experts of the layer."""
     x, tokens = experts_of(rows), tokens_of_rank(rows)
     ranks = x.ep * x.etp
@@ -166,7 +166,7 @@ def _allgather_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
     return both + routed[0], both + routed[1]
 
 
-def alltoall_bytes(rows: Rows) -> Any:
+def alltoall_bytes(rows: ConfigBatch) -> Any:
     """Bytes that the mean rank sends to other ranks in the all-to-alls of a layer and micro-batch,
     forward and backward, without recomputation."""
     x = experts_of(rows)
@@ -174,7 +174,7 @@ def alltoall_bytes(rows: Rows) -> Any:
     return tokens_of_rank(rows) * x.moe_router_topk * (x.ep - 1) / x.ep * width
 
 
-def alltoall_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
+def alltoall_s(rows: ConfigBatch, c: Constants, num_bytes: Any) -> Any:
     """Seconds of an all-to-all in which a rank has so many bytes for all ranks, itself among them.
 
     What stays inside the node and what crosses nodes travel at the same time. All GPUs of a node
@@ -189,7 +189,7 @@ def alltoall_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     return np.where(x.ep > 1, np.maximum(within, across) + started, 0.0)
 
 
-def members_of_node(rows: Rows) -> Any:
+def members_of_node(rows: ConfigBatch) -> Any:
     """[n] the fewest ranks of an all-to-all that share a node, over all its groups and nodes."""
     x = experts_of(rows)
     sizes = (x.ep, x.etp, rows.gpus_per_node, rows.tp * rows.copies * rows.pp)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from operator import add
 from typing import Any
 
-from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.rows import ConfigBatch
 from megatron.training.common.extras import CostTerms, defaults_of, extras_with
 
 _NOTHING = CostTerms()
@@ -30,11 +30,11 @@ def priced_flags(args: Any) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a flag can be a column of `Rows.extras`."""
+    """Whether a flag can be a column of `ConfigBatch.extras`."""
     return isinstance(value, (bool, int, float))
 
 
-def terms_of(rows: Rows) -> CostTerms:
+def terms_of(rows: ConfigBatch) -> CostTerms:
     """The terms of all extras that some rows have on, added up."""
     terms = [_NOTHING] + [
         cost_terms(rows)

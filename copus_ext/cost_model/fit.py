@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.rows import ConfigBatch
 from copus_ext.cost_model.step import step_time
 
 PRIOR_WEIGHT = 0.1
@@ -33,7 +33,7 @@ class Fit:
 
 
 def fit_constants(
-    rows: Rows,
+    rows: ConfigBatch,
     seconds: Any,
     *,
     prior: Constants,

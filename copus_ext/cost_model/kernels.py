@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.rows import ConfigBatch
 
 _TILE_ROWS, _TILE_COLUMNS = 256, 128
 _HOP_S = 3.4e-6
@@ -21,7 +21,7 @@ _BEHIND = 1e-2
 """In roots of a second: measured on two cores, by `bench/collective_waits.py` of commit 070c845."""
 
 
-def gemm_s(rows: Rows, c: Constants, m: Any, n: Any, k: Any, at_once: Any = 1) -> Any:
+def gemm_s(rows: ConfigBatch, c: Constants, m: Any, n: Any, k: Any, at_once: Any = 1) -> Any:
     """Seconds of a matrix product [m, k] x [k, n], or of several in one kernel.
 
     The efficiency falls for a short inner dimension, few columns, and a last wave of tiles that
@@ -35,31 +35,31 @@ def gemm_s(rows: Rows, c: Constants, m: Any, n: Any, k: Any, at_once: Any = 1) -
     )
 
 
-def moved_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
+def moved_s(rows: ConfigBatch, c: Constants, num_bytes: Any) -> Any:
     """Seconds of memory-bound operations that move so many bytes (of 2-byte elements)."""
     width = rows.element_bytes / 2
     return c.memory_factor * num_bytes * width / rows.hbm_bytes_per_s
 
 
-def network_bytes_per_s(rows: Rows, c: Constants) -> Any:
+def network_bytes_per_s(rows: ConfigBatch, c: Constants) -> Any:
     """What a node reaches over the network."""
     share = np.where(rows.nic_is_measured, 1.0, c.nic_efficiency)
     return share * rows.nic_bytes_per_s / c.factors.across
 
 
-def node_bytes_per_s(rows: Rows, c: Constants) -> Any:
+def node_bytes_per_s(rows: ConfigBatch, c: Constants) -> Any:
     """What a rank reaches within its node."""
     reached = np.minimum(c.dp_bytes_per_s * rows.intra_share, rows.intra_bytes_per_s)
     return reached / c.factors.within
 
 
-def tp_bytes_per_s(rows: Rows, c: Constants) -> Any:
+def tp_bytes_per_s(rows: ConfigBatch, c: Constants) -> Any:
     """What a rank reaches within its node in the collectives of a layer."""
     reached = np.minimum(c.tp_bytes_per_s * rows.intra_share, rows.intra_bytes_per_s)
     return reached / c.factors.within
 
 
-def collective_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any) -> Any:
+def collective_s(rows: ConfigBatch, c: Constants, num_bytes: Any, ranks: Any) -> Any:
     """Seconds to reduce-scatter or to all-gather a message over so many ranks with numbers in a row
     (half an all-reduce): one step of the ring less than ranks."""
     bandwidth = np.where(
@@ -72,7 +72,7 @@ def collective_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any) -> Any:
     return np.where(ranks > 1, ring + c.tp_latency_s / 2, 0.0)
 
 
-def hidden_s(rows: Rows, seconds: Any, behind: Any) -> Any:
+def hidden_s(rows: ConfigBatch, seconds: Any, behind: Any) -> Any:
     """What a collective adds to a step that starts together with a matrix product: what is left of
     it when the product ends, and what it takes from the product while both run.
 
@@ -86,7 +86,7 @@ def hidden_s(rows: Rows, seconds: Any, behind: Any) -> Any:
     return np.where(rows.tp_overlap & np.logical_not(rows.on_cpu), left, seconds)
 
 
-def meeting_s(rows: Rows, work: Any) -> Any:
+def meeting_s(rows: ConfigBatch, work: Any) -> Any:
     """Seconds that a rank waits for another where they meet, besides the message.
 
     On CPU ranks other programs take a core now and then. So of two ranks one is behind, in

@@ -19,7 +19,7 @@ from copus_ext.cost_model.kernels import (
     network_bytes_per_s,
     node_bytes_per_s,
 )
-from copus_ext.cost_model.rows import RECOMPUTE_SELECTIVE, Rows
+from copus_ext.cost_model.rows import RECOMPUTE_SELECTIVE, ConfigBatch
 
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 28, 40
 """Kernels of a layer, unfused."""
@@ -68,7 +68,7 @@ class Pass:
         )
 
 
-def attention_s(rows: Rows, c: Constants) -> Any:
+def attention_s(rows: ConfigBatch, c: Constants) -> Any:
     """Seconds of the core of the attention, forward: scores, softmax, values."""
     width = rows.num_attention_heads * rows.kv_channels / rows.tp
     keys = context.keys_of_a_token(rows)
@@ -80,19 +80,19 @@ def attention_s(rows: Rows, c: Constants) -> Any:
     return flops / (rows.peak_flops * c.attention_efficiency) + moved_s(rows, c, num_bytes)
 
 
-def _unfused(rows: Rows) -> Any:
+def _unfused(rows: ConfigBatch) -> Any:
     """Bytes moved for a score, forward, where attention is not one kernel."""
     each = np.where(rows.softmax_in_fp32, _FP32_SOFTMAX_BYTES, _SCORE_BYTES)
     each = each + np.where(rows.dropout, _SCORE_DROPOUT_BYTES, 0.0)
     return np.where(rows.on_cpu, _CPU_SCORE_BYTES, each)
 
 
-def core_backward(rows: Rows, core: Any) -> Any:
+def core_backward(rows: ConfigBatch, core: Any) -> Any:
     """Seconds of the same backward; a fused kernel computes the scores again."""
     return np.where(rows.fused_attention, 2.5, 2.0) * core
 
 
-def _products(rows: Rows, width: Any) -> list[tuple[Any, Any]]:
+def _products(rows: ConfigBatch, width: Any) -> list[tuple[Any, Any]]:
     """(inner, columns) of the four matrix products of a layer on one rank, its MLP so wide."""
     heads = rows.num_attention_heads * rows.kv_channels / rows.tp
     up = (rows.mlp_matrices - 1) * width / rows.tp
@@ -104,7 +104,7 @@ def _products(rows: Rows, width: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def layer(rows: Rows, c: Constants, waits: tuple[Any, Any] = (0.0, 0.0)) -> Pass:
+def layer(rows: ConfigBatch, c: Constants, waits: tuple[Any, Any] = (0.0, 0.0)) -> Pass:
     """One transformer layer, the mean over those that are recomputed and those that are not, and
     over those with experts and those without.
 
@@ -135,7 +135,7 @@ def layer(rows: Rows, c: Constants, waits: tuple[Any, Any] = (0.0, 0.0)) -> Pass
 
 
 def _layer(
-    rows: Rows,
+    rows: ConfigBatch,
     c: Constants,
     shapes: list[tuple[Any, Any]],
     width: Any,
@@ -179,7 +179,7 @@ def _layer(
     return Pass(forward=forward, backward=backward, recompute=again, launch=launch, behind=behind)
 
 
-def _elementwise_bytes(rows: Rows, width: Any) -> Any:
+def _elementwise_bytes(rows: ConfigBatch, width: Any) -> Any:
     """Bytes that a layer moves for a token outside products and attention, forward.
 
     Norms, dropout and residuals are whole on every rank without sequence parallelism; what is
@@ -213,7 +213,7 @@ def _with_launches(work: Any, launches: Any, c: Constants) -> tuple[Any, Any]:
     return seconds, seconds * launch / total
 
 
-def head(rows: Rows, c: Constants) -> Pass:
+def head(rows: ConfigBatch, c: Constants) -> Pass:
     """Final norm, output layer and loss; computed again if they are in chunks of tokens."""
     chunks, columns = rows.logits_chunks, rows.padded_vocab_size / rows.tp
     tokens = rows.tokens / chunks
@@ -230,17 +230,17 @@ def head(rows: Rows, c: Constants) -> Pass:
     return Pass(forward=chunks * forward, backward=backward, recompute=chunks * again)
 
 
-def embedding(rows: Rows, c: Constants) -> Pass:
+def embedding(rows: ConfigBatch, c: Constants) -> Pass:
     once = moved_s(rows, c, 6.0 * rows.tokens * rows.hidden_size)
     return Pass(forward=once, backward=once, recompute=0.0 * once)
 
 
-def tp_collective_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
+def tp_collective_s(rows: ConfigBatch, c: Constants, num_bytes: Any) -> Any:
     """Seconds to reduce-scatter or to all-gather a message over the tensor-parallel ranks."""
     return collective_s(rows, c, num_bytes, rows.tp)
 
 
-def tp_layer(rows: Rows, c: Constants, plain: Pass) -> Pass:
+def tp_layer(rows: ConfigBatch, c: Constants, plain: Pass) -> Pass:
     """Seconds of tensor-parallel collectives of one layer and micro-batch, the mean over layers.
 
     Without sequence parallelism two all-reduces forward and two backward; with it the same volume
@@ -275,7 +275,7 @@ def tp_layer(rows: Rows, c: Constants, plain: Pass) -> Pass:
     return Pass(forward=forward, backward=backward, recompute=rows.recomputed_share * forward)
 
 
-def ep_layer(rows: Rows, c: Constants) -> Pass | None:
+def ep_layer(rows: ConfigBatch, c: Constants) -> Pass | None:
     """Seconds in which rows go to experts and back, of one layer and micro-batch, the mean over all
     layers; None for a dense model."""
     if rows.experts is None:
@@ -284,7 +284,7 @@ def ep_layer(rows: Rows, c: Constants) -> Pass | None:
     return Pass(forward=forward, backward=backward, recompute=rows.recomputed_share * forward)
 
 
-def cp_layer(rows: Rows, c: Constants, plain: Pass) -> Pass | None:
+def cp_layer(rows: ConfigBatch, c: Constants, plain: Pass) -> Pass | None:
     """Seconds in which ranks that share samples wait for keys and values, of one layer and
     micro-batch; None where none do.
 
@@ -313,7 +313,7 @@ def cp_layer(rows: Rows, c: Constants, plain: Pass) -> Pass | None:
     return Pass(forward=forward, backward=backward, recompute=again)
 
 
-def tp_ends_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
+def tp_ends_s(rows: ConfigBatch, c: Constants) -> tuple[Any, Any]:
     """Seconds of collectives of embedding and head, per micro-batch: forward on the first stage;
     forward and backward together on the last."""
     message = rows.element_bytes * rows.tokens * rows.hidden_size
@@ -348,7 +348,7 @@ class MicroBatch:
     """Those of the head when it is computed again."""
 
     @classmethod
-    def of(cls, rows: Rows, c: Constants) -> MicroBatch:
+    def of(cls, rows: ConfigBatch, c: Constants) -> MicroBatch:
         (first, last), slow = tp_ends_s(rows, c), c.factors
         rows_s, inner = ep_layer(rows, c), layer(rows, c)
         return cls(
@@ -389,7 +389,7 @@ class MicroBatch:
         )
 
 
-def hop_bytes(rows: Rows) -> Any:
+def hop_bytes(rows: ConfigBatch) -> Any:
     """Bytes of a pipeline message of one rank: [n]."""
     shared = np.where(np.logical_or(rows.sequence_parallel, rows.scatters_messages), rows.tp, 1)
     of_extras = terms_of(rows).message_row_bytes
@@ -398,7 +398,7 @@ def hop_bytes(rows: Rows) -> Any:
     return row * rows.tokens / shared
 
 
-def _handling_s(rows: Rows, c: Constants) -> Any:
+def _handling_s(rows: ConfigBatch, c: Constants) -> Any:
     """Seconds in which extras write a message, and read one: [n]."""
     terms = terms_of(rows)
     numbers = rows.tokens * rows.hidden_size / np.where(rows.sequence_parallel, rows.tp, 1)
@@ -406,9 +406,9 @@ def _handling_s(rows: Rows, c: Constants) -> Any:
     return c.factors.compute * (moved + terms.message_kernels * c.launch_s)
 
 
-def boundaries_between_nodes(rows: Rows) -> Any:
+def boundaries_between_nodes(rows: ConfigBatch) -> Any:
     """Whether the messages over a boundary go between nodes: [max pp, n], in the order of
-    `hop_s`."""
+    `p2p_time_s`."""
     stage = np.arange(int(np.max(rows.pp)))[:, None]
     own = rows.tp * rows.cp
     stride = np.where(rows.use_tp_pp_dp_mapping, own, own * rows.dp)
@@ -421,13 +421,13 @@ def boundaries_between_nodes(rows: Rows) -> Any:
     return crosses | (uneven & (rows.dp > 1))
 
 
-def _boundary_bytes_per_s(rows: Rows, c: Constants, crosses: Any) -> Any:
+def _boundary_bytes_per_s(rows: ConfigBatch, c: Constants, crosses: Any) -> Any:
     """Of a rank over boundaries between stages, of which some are between nodes."""
     network = network_bytes_per_s(rows, c) / rows.gpus_per_node
     return np.where(crosses, network, node_bytes_per_s(rows, c))
 
 
-def tied_s(rows: Rows, c: Constants) -> Any:
+def tied_s(rows: ConfigBatch, c: Constants) -> Any:
     """Seconds in which the first and the last stage add up the gradients of an embedding that both
     hold: [n]. megatron-core does it once a step, after all other reductions
     (`_allreduce_word_embedding_grads`)."""
@@ -439,7 +439,7 @@ def tied_s(rows: Rows, c: Constants) -> Any:
     return np.where(np.logical_and(rows.tied, rows.pp > 1), c.factors.pp * sent, 0.0)
 
 
-def hop_s(rows: Rows, c: Constants) -> Any:
+def p2p_time_s(rows: ConfigBatch, c: Constants) -> Any:
     """Seconds of one pipeline message over every boundary.
 
     Every tensor-parallel rank sends its own copy, or its part under sequence parallelism and where
@@ -457,7 +457,7 @@ def hop_s(rows: Rows, c: Constants) -> Any:
     return sent + _handling_s(rows, c)
 
 
-def copies_in_node(rows: Rows) -> Any:
+def copies_in_node(rows: ConfigBatch) -> Any:
     """Copies of a weight that are on the same node: [n]."""
     node = rows.gpus_per_node
     # Ranks that share samples follow each other; so do replicas, unless pipelines come before.
@@ -468,13 +468,13 @@ def copies_in_node(rows: Rows) -> Any:
     return np.where(rows.use_tp_pp_dp_mapping, mapped, inside)
 
 
-def ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
+def ring_s(rows: ConfigBatch, c: Constants, num_bytes: Any) -> Any:
     """Seconds to reduce-scatter or all-gather a buffer over the copies of the weights (half an
     all-reduce)."""
     return _ring_s(rows, c, num_bytes, rows.copies, copies_in_node(rows))
 
 
-def expert_ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
+def expert_ring_s(rows: ConfigBatch, c: Constants, num_bytes: Any) -> Any:
     """The same over the copies of an expert."""
     span = experts.experts_of(rows).ep * experts.experts_of(rows).etp
     apart = np.where(rows.use_tp_pp_dp_mapping, span * rows.pp, span)
@@ -482,7 +482,7 @@ def expert_ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     return _ring_s(rows, c, num_bytes, rows.expert_copies, inside)
 
 
-def _ring_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any, inside: Any) -> Any:
+def _ring_s(rows: ConfigBatch, c: Constants, num_bytes: Any, ranks: Any, inside: Any) -> Any:
     """The smaller of one ring through all ranks and a ring inside the nodes followed by rings
     across them.
 

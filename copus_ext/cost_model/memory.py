@@ -13,7 +13,7 @@ import numpy as np
 from copus_ext.cost_model import context, experts
 from copus_ext.cost_model.extras import terms_of
 from copus_ext.cost_model.peak_correction import AS_PREDICTED, MOVING, Memory, PeakCorrection
-from copus_ext.cost_model.rows import RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, Rows
+from copus_ext.cost_model.rows import RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, ConfigBatch
 
 FRAGMENTATION = 1.06
 """Reserved over allocated, of what comes and goes."""
@@ -30,7 +30,7 @@ _FIXED_SD, _CPU_FIXED_SD = 1.5e9, 0.3e9
 """Standard deviation of the bytes of a process besides: of a GPU, and of a CPU rank."""
 
 
-def layer_parameters(rows: Rows) -> Any:
+def layer_parameters(rows: ConfigBatch) -> Any:
     """Parameters of one layer on one tensor-parallel rank, without routed experts. Of a mixture,
     the mean over its layers."""
     dense = _layer_parameters(rows, rows.ffn_hidden_size)
@@ -45,7 +45,7 @@ def layer_parameters(rows: Rows) -> Any:
     return x.share * other + (1 - x.share) * dense
 
 
-def _layer_parameters(rows: Rows, ffn_hidden_size: Any) -> Any:
+def _layer_parameters(rows: ConfigBatch, ffn_hidden_size: Any) -> Any:
     """Of a layer with an MLP of some width."""
     h, tp = rows.hidden_size, rows.tp
     heads = rows.num_attention_heads * rows.kv_channels
@@ -56,7 +56,7 @@ def _layer_parameters(rows: Rows, ffn_hidden_size: Any) -> Any:
     return (matrices + split_biases) / tp + whole_biases + 2 * rows.norm_vectors * h
 
 
-def end_parameters(rows: Rows) -> tuple[Any, Any]:
+def end_parameters(rows: ConfigBatch) -> tuple[Any, Any]:
     """Parameters of the embedding, and of the final norm with the output layer, on one
     tensor-parallel rank."""
     word = rows.padded_vocab_size / rows.tp * rows.hidden_size
@@ -66,12 +66,12 @@ def end_parameters(rows: Rows) -> tuple[Any, Any]:
     return first, output + rows.norm_vectors * rows.hidden_size
 
 
-def all_stages(rows: Rows) -> Any:
+def all_stages(rows: ConfigBatch) -> Any:
     """[max pp, 1] numbers of the stages of the longest pipeline."""
     return np.arange(int(np.max(rows.pp)))[:, None]
 
 
-def stage_parameters(rows: Rows, stage: Any = None) -> Any:
+def stage_parameters(rows: ConfigBatch, stage: Any = None) -> Any:
     """Parameters of every stage on one tensor-parallel rank.
 
     Args:
@@ -94,7 +94,7 @@ def stage_parameters(rows: Rows, stage: Any = None) -> Any:
     return np.where(inside, layers + np.where(stage == 0, first, 0.0) + np.where(last, end, 0.0), 0)
 
 
-def stage_routed_parameters(rows: Rows, stage: Any = None) -> Any:
+def stage_routed_parameters(rows: ConfigBatch, stage: Any = None) -> Any:
     """Of `stage_parameters` those of routed experts; None for a dense model."""
     if rows.experts is None:
         return None
@@ -104,7 +104,7 @@ def stage_routed_parameters(rows: Rows, stage: Any = None) -> Any:
     return np.where(stage < np.broadcast_to(rows.pp, len(rows)), held, 0.0)
 
 
-def owned_parameters(rows: Rows, held: Any, routed: Any) -> Any:
+def owned_parameters(rows: ConfigBatch, held: Any, routed: Any) -> Any:
     """Parameters whose optimizer state a rank has: its share among the copies of the weights, and
     among those of its experts.
 
@@ -117,16 +117,16 @@ def owned_parameters(rows: Rows, held: Any, routed: Any) -> Any:
     return np.where(rows.use_distributed_optimizer, shared, held)
 
 
-def _shared(rows: Rows, held: Any, routed: Any) -> Any:
+def _shared(rows: ConfigBatch, held: Any, routed: Any) -> Any:
     return (held - routed) / rows.copies + routed / rows.expert_copies
 
 
-def layer_activation_bytes(rows: Rows) -> Any:
+def layer_activation_bytes(rows: ConfigBatch) -> Any:
     """Bytes that one layer keeps of one micro-batch for its backward pass."""
     return np.where(rows.plain_torch, _local_layer_bytes(rows), _fused_layer_bytes(rows))
 
 
-def _local_layer_bytes(rows: Rows) -> Any:
+def _local_layer_bytes(rows: ConfigBatch) -> Any:
     """The same in plain torch, byte for byte what autograd saves (seen with saved-tensor hooks:
     `tests/distributed/test_activations.py`)."""
     e, tokens, h = rows.element_bytes, rows.tokens, rows.hidden_size
@@ -166,7 +166,7 @@ def _local_layer_bytes(rows: Rows) -> Any:
     return streams + tokens * (core + mlp) / rows.tp + angles + masks
 
 
-def _fused_layer_bytes(rows: Rows) -> Any:
+def _fused_layer_bytes(rows: ConfigBatch) -> Any:
     h, tokens = rows.hidden_size, rows.tokens
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
     # Norms that are not fused keep fp32 copies of their inputs.
@@ -184,7 +184,7 @@ def _fused_layer_bytes(rows: Rows) -> Any:
     return (streams + (heads * rows.kv_channels + core + mlp) / rows.tp) * rows.element_bytes / 2
 
 
-def in_flight(rows: Rows, stage: Any) -> Any:
+def in_flight(rows: ConfigBatch, stage: Any) -> Any:
     """Micro-batches (of all chunks of a stage together) whose activations a stage keeps at most."""
     ahead = rows.pp - stage
     plain = np.minimum(ahead, rows.num_microbatches)
@@ -194,7 +194,7 @@ def in_flight(rows: Rows, stage: Any) -> Any:
     return np.where(rows.vpp > 1, chunks / rows.vpp, plain)
 
 
-def process_bytes(rows: Rows) -> Any:
+def process_bytes(rows: ConfigBatch) -> Any:
     """[n] bytes of a process before it has any tensor: context, libraries, and buffers of NCCL for
     each kind of group it is in."""
     groups = sum(np.greater(size, 1).astype(float) for size in (rows.tp, rows.pp, rows.copies))
@@ -202,7 +202,7 @@ def process_bytes(rows: Rows) -> Any:
 
 
 def memory(
-    rows: Rows,
+    rows: ConfigBatch,
     *,
     context_bytes: float | None = None,
     correction: PeakCorrection = AS_PREDICTED,
@@ -225,14 +225,14 @@ def memory(
     )
 
 
-def _prior_sd(rows: Rows) -> Any:
+def _prior_sd(rows: ConfigBatch) -> Any:
     """[2, n] as `Memory.prior_sd`."""
     moving = np.where(rows.implementation_given, _MOVING_SD_GIVEN, _MOVING_SD)
     return np.stack([moving, np.where(rows.on_cpu, _CPU_FIXED_SD, _FIXED_SD)])
 
 
 def peaks(
-    rows: Rows,
+    rows: ConfigBatch,
     *,
     context_bytes: float | None = None,
     correction: PeakCorrection = AS_PREDICTED,
@@ -252,7 +252,7 @@ def peaks(
 
 
 def _of_stages(
-    rows: Rows, stage: Any, context_bytes: float | None, correction: PeakCorrection
+    rows: ConfigBatch, stage: Any, context_bytes: float | None, correction: PeakCorrection
 ) -> dict[str, Any]:
     """Bytes by kind of some stages ([m, 1 or n]) of every row: [m, n]."""
     inside, last = stage < rows.pp, stage == rows.pp - 1
@@ -289,7 +289,7 @@ def _of_stages(
     return {name: np.where(inside, values, 0.0) for name, values in stages.items()}
 
 
-def gradient_copy_bytes(rows: Rows) -> Any:
+def gradient_copy_bytes(rows: ConfigBatch) -> Any:
     """[n] bytes for each parameter that a rank owns, when the optimizer steps: an fp32 copy of half
     gradients (`shard_model_grad.float()` of megatron-core's distrib_optimizer.py, and likewise
     without it). What a step keeps for its passes is free by then. The precision-aware optimizer,
@@ -298,13 +298,13 @@ def gradient_copy_bytes(rows: Rows) -> Any:
     return np.where(makes, 4.0, 0.0)
 
 
-def message_bytes(rows: Rows) -> Any:
+def message_bytes(rows: ConfigBatch) -> Any:
     """Bytes of what one rank sends to the next stage, or receives, of one micro-batch."""
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
     return rows.element_bytes * rows.tokens * rows.hidden_size / shared
 
 
-def layer_bytes(rows: Rows) -> tuple[Any, Any]:
+def layer_bytes(rows: ConfigBatch) -> tuple[Any, Any]:
     """Bytes that a layer keeps of a micro-batch in flight, the mean over those that are recomputed
     and those that are not; and what its backward pass adds.
 
@@ -322,7 +322,7 @@ def layer_bytes(rows: Rows) -> tuple[Any, Any]:
     return kept, np.maximum(np.where(rest, dense[1], 0.0), np.where(some, other[1], 0.0))
 
 
-def _layer_bytes(rows: Rows, routed: Any = None, working: Any = 0.0) -> tuple[Any, Any]:
+def _layer_bytes(rows: ConfigBatch, routed: Any = None, working: Any = 0.0) -> tuple[Any, Any]:
     """Of a layer whose experts keep some bytes and work on others."""
     saved, share = layer_activation_bytes(rows), rows.recomputed_share
     core = _recomputed_core_bytes(rows, saved)
@@ -334,7 +334,7 @@ def _layer_bytes(rows: Rows, routed: Any = None, working: Any = 0.0) -> tuple[An
     return kept, rows.element_bytes * rows.tokens * mlp + again + working
 
 
-def _recomputed_core_bytes(rows: Rows, saved: Any) -> Any:
+def _recomputed_core_bytes(rows: ConfigBatch, saved: Any) -> Any:
     """What selective recomputation brings back of one layer."""
     selective = rows.recompute == RECOMPUTE_SELECTIVE
     if not np.any(selective):
@@ -343,7 +343,7 @@ def _recomputed_core_bytes(rows: Rows, saved: Any) -> Any:
     return np.where(selective, np.maximum(whole - saved, 0.0), 0.0)
 
 
-def head_bytes(rows: Rows) -> Any:
+def head_bytes(rows: ConfigBatch) -> Any:
     """Logits of a part of the tokens and what becomes of them, and the final norm; in plain torch
     also the gradient of the output weights before it is added to the others. Where logits are not
     sharded, a rank has those of all tensor ranks at once."""
@@ -359,7 +359,7 @@ def head_bytes(rows: Rows) -> Any:
     return width * rows.tokens * columns / rows.logits_chunks + norm + alone
 
 
-def buffer_bytes(rows: Rows) -> Any:
+def buffer_bytes(rows: ConfigBatch) -> Any:
     """Gathered inputs, workspace of unfused attention (`DotProductAttention` of megatron-core),
     messages under way, and what ranks that share samples exchange."""
     whole = rows.element_bytes * rows.tokens * rows.hidden_size
@@ -374,7 +374,7 @@ def buffer_bytes(rows: Rows) -> Any:
     return found + context.working_bytes(rows) if context.is_shared(rows) else found
 
 
-def static_bytes(rows: Rows) -> Any:
+def static_bytes(rows: ConfigBatch) -> Any:
     """Bytes of weights, gradients and optimizer on the stage that holds most: [n]; a lower bound of
     the peak that is cheap."""
     rows = rows.full()

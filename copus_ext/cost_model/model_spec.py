@@ -11,7 +11,7 @@ import numpy as np
 
 from copus_ext.cost_model import model_size
 from copus_ext.cost_model.extras import is_number
-from copus_ext.cost_model.rows import ExpertRows
+from copus_ext.cost_model.rows import ExpertBatch
 from copus_ext.cost_model.spec_file import SpecError
 from megatron.training.config.model_shape import ExpertShape, LatentShape, ModelShape
 from megatron.training.config.moe_flags import layers_with_experts
@@ -21,9 +21,9 @@ _LARGEST = 1 << 31
 _MAX_LAYERS = 1 << 16
 """Of a mixture of experts."""
 IMPLEMENTATIONS = ("te", "local", "legacy")
-"""Values of `ModelSpec.implementation`; `Rows` has their indices."""
+"""Values of `ModelSpec.implementation`; `ConfigBatch` has their indices."""
 NORMS = ("fused", "torch")
-"""Values of `ModelSpec.norm`; `Rows` has their indices and one more, 0 without a value."""
+"""Values of `ModelSpec.norm`; `ConfigBatch` has their indices and one more, 0 without a value."""
 ATTENTION: dict[str, dict[str, Any]] = {
     "flash": {"fused_attention": True, "softmax_in_fp32": False},
     "unfused": {"fused_attention": False, "softmax_in_fp32": False},
@@ -279,11 +279,11 @@ class ModelSpec:
             moe_grouped_gemm=self.moe_grouped_gemm and self.implementation == "te",
         )
 
-    def expert_rows(self, ep: Any, etp: Any, pp: Any, vpp: Any) -> ExpertRows | None:
-        """The experts' part of `Rows` under some sizes; None: a dense model."""
+    def expert_batch(self, ep: Any, etp: Any, pp: Any, vpp: Any) -> ExpertBatch | None:
+        """The experts' part of `ConfigBatch` under some sizes; None: a dense model."""
         if (experts := self._experts) is None:
             return None
-        return ExpertRows(
+        return ExpertBatch(
             num_experts=experts.num_experts,
             moe_router_topk=experts.moe_router_topk,
             moe_ffn_hidden_size=experts.moe_ffn_hidden_size,
@@ -338,8 +338,8 @@ class ModelSpec:
         """What extras read of a model to say which layouts and batches it cannot have."""
         return {"num_experts": self.num_experts, **self.extras}
 
-    def row_fields(self, tp: Any) -> dict[str, Any]:
-        """The model's fields of `Rows` under some tensor sizes.
+    def batch_fields(self, tp: Any) -> dict[str, Any]:
+        """The model's fields of `ConfigBatch` under some tensor sizes.
 
         Raises:
             SpecError: the cost model does not know such a model.

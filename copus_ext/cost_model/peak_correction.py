@@ -219,7 +219,7 @@ def fit_probability(peak_bytes: Any, limit_bytes: Any, sd: Any) -> Any:
     return 0.5 * (1.0 + _erf((limit_bytes - peak) / (sd * peak * np.sqrt(2.0))))
 
 
-def most_bytes(peak_bytes: Any, sd: Any, deviations: float) -> Any:
+def max_bytes(peak_bytes: Any, sd: Any, deviations: float) -> Any:
     """What a peak stays below with the probability of so many standard deviations."""
     return peak_bytes * (1.0 + deviations * sd)
 

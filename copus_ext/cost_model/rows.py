@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL, RECOMPUTE_BLOCK = 0, 1, 2, 3
-"""Codes of `Rows.recompute`: nothing, the core of the attention, every layer, the first layers of
-every chunk."""
+"""Codes of `ConfigBatch.recompute`: nothing, the core of the attention, every layer, the first
+layers of every chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertRows:
+class ExpertBatch:
     """What a mixture of experts adds to a row: arrays of shape [n], or scalars that hold for
     all."""
 
@@ -34,7 +34,7 @@ class ExpertRows:
     """Whether the shared expert is scaled for each token."""
     share: Any
     """Part of the layers that have experts: of the whole model, or [m, n] of some stages after
-    `Rows.of_stages`."""
+    `ConfigBatch.of_stages`."""
     uses_allgather: Any
     """Whether every rank gathers all rows and keeps its own, in place of an all-to-all."""
     is_grouped: Any
@@ -57,13 +57,13 @@ class ExpertRows:
         # A prior: nearly even, a little less so the more ranks there are. One rank has all rows.
         return np.where(np.equal(self.ep, 1), 1.0, 1.1 + 0.05 * np.log2(self.ep))
 
-    def unevenly_loaded(self) -> ExpertRows:
+    def unevenly_loaded(self) -> ExpertBatch:
         """The same where the busiest rank has twice the mean: what memory must allow for."""
         return replace(self, load=np.minimum(np.asarray(self.ep, dtype=float), 2.0))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class ConfigBatch:
     """Arrays of shape [n], or scalars that hold for all."""
 
     num_layers: Any
@@ -174,7 +174,7 @@ class Rows:
     extras: Mapping[str, Any] = field(default_factory=dict)
     """By field name, the flags of extras that are numbers; those of extras that are off are not
     there, or 0."""
-    experts: ExpertRows | None = None
+    experts: ExpertBatch | None = None
     """Sizes of a mixture of experts; None: a dense model."""
 
     def __len__(self) -> int:
@@ -232,15 +232,15 @@ class Rows:
         """`bucket_parameters` of what is no expert's."""
         return bucket_parameters(self.copies)
 
-    def full(self) -> Rows:
+    def full(self) -> ConfigBatch:
         """The same with every field an array of the common length."""
         num = len(self)
         return self._each(lambda values: np.broadcast_to(values, (num, *np.shape(values)[1:])))
 
-    def take(self, at: Any) -> Rows:
+    def take(self, at: Any) -> ConfigBatch:
         return self._each(lambda values: np.asarray(values)[at])
 
-    def _each(self, change: Callable[[Any], Any]) -> Rows:
+    def _each(self, change: Callable[[Any], Any]) -> ConfigBatch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         experts, extras = values.pop("experts"), values.pop("extras")
         changed: dict[str, Any] = {name: change(value) for name, value in values.items()}
@@ -248,13 +248,13 @@ class Rows:
         if experts is not None:
             of = {f.name: getattr(experts, f.name) for f in fields(experts)}
             some = {n: None if value is None else change(value) for n, value in of.items()}
-            experts = ExpertRows(**some)
-        return Rows(**changed, experts=experts)
+            experts = ExpertBatch(**some)
+        return ConfigBatch(**changed, experts=experts)
 
-    def change(self, **values: Any) -> Rows:
+    def change(self, **values: Any) -> ConfigBatch:
         return replace(self, **values)
 
-    def of_stages(self, stage: Any) -> Rows:
+    def of_stages(self, stage: Any) -> ConfigBatch:
         """The same with the share of layers with experts of some stages, where stages differ.
 
         Args:
@@ -267,7 +267,7 @@ class Rows:
         share = x.stage_shares[np.arange(len(self)), at.clip(0, x.stage_shares.shape[1] - 1)]
         return self.change(experts=replace(x, share=share))
 
-    def unevenly_loaded(self) -> Rows:
+    def unevenly_loaded(self) -> ConfigBatch:
         """The same with the load of experts that memory must allow for."""
         experts = self.experts
         return self if experts is None else self.change(experts=experts.unevenly_loaded())
@@ -278,7 +278,7 @@ def bucket_parameters(copies: Any) -> Any:
     return np.maximum(40e6, 1e6 * copies)
 
 
-_NO_EXPERTS = ExpertRows(
+_NO_EXPERTS = ExpertBatch(
     num_experts=1,
     moe_router_topk=1,
     moe_ffn_hidden_size=1,
@@ -294,28 +294,30 @@ _NO_EXPERTS = ExpertRows(
 """Of dense models among mixtures."""
 
 
-def concatenate(parts: list[Rows]) -> Rows:
+def concatenate(parts: list[ConfigBatch]) -> ConfigBatch:
     """All rows of several tables, as a fit to several clusters needs them."""
     if any(part.experts is not None for part in parts):
         parts = [part.change(experts=part.experts or _NO_EXPERTS) for part in parts]
     of_extras = {name: 0 for part in parts for name in part.extras}
     full = [part.change(extras={**of_extras, **part.extras}).full() for part in parts]
-    names = [f.name for f in fields(Rows) if f.name not in ("experts", "extras")]
+    names = [f.name for f in fields(ConfigBatch) if f.name not in ("experts", "extras")]
     values: dict[str, Any] = {n: np.concatenate([getattr(p, n) for p in full]) for n in names}
     values["extras"] = {n: np.concatenate([p.extras[n] for p in full]) for n in of_extras}
     experts = [p.experts for p in full if p.experts is not None]
     if not experts:
-        return Rows(**values)
+        return ConfigBatch(**values)
     of = {
         f.name: np.concatenate([getattr(e, f.name) for e in experts])
-        for f in fields(ExpertRows)
+        for f in fields(ExpertBatch)
         if f.name not in ("load", "stage_shares")
     }
     load = np.concatenate([e.busiest for e in experts])
-    return Rows(**values, experts=ExpertRows(**of, load=load, stage_shares=_stage_shares(experts)))
+    return ConfigBatch(
+        **values, experts=ExpertBatch(**of, load=load, stage_shares=_stage_shares(experts))
+    )
 
 
-def _stage_shares(experts: list[ExpertRows]) -> Any:
+def _stage_shares(experts: list[ExpertBatch]) -> Any:
     """Those of several tables, as wide as the widest."""
     given = [e.share[:, None] if e.stage_shares is None else e.stage_shares for e in experts]
     widest = max(s.shape[1] for s in given)

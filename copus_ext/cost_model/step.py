@@ -19,7 +19,7 @@ from copus_ext.cost_model.memory import (
     stage_parameters,
     stage_routed_parameters,
 )
-from copus_ext.cost_model.rows import Rows, bucket_parameters
+from copus_ext.cost_model.rows import ConfigBatch, bucket_parameters
 from copus_ext.cost_model.schedule import pipeline_time
 
 PARTS = ("compute", "recompute", "bubble", "tp", "pp", "dp", "optimizer", "host", "ep", "cp")
@@ -107,7 +107,7 @@ class EndOfStep:
     """Gradients of a rank that go round the replicas."""
     passes: Any
     """How often: once to reduce-scatter, twice to all-reduce, as gloo always does."""
-    least_bytes: Any
+    min_bytes: Any
     """Gradients whose reduction nothing can hide, sent as often; 0 where nothing hides any."""
     hidden_s: Any
     """Seconds of computation behind which the others can hide."""
@@ -140,12 +140,12 @@ class EndOfStep:
 
     def hiding(self, ring: Ring, routed_ring: Ring | None = None) -> tuple[list[Any], list[Any]]:
         """The reduction and the weights as `StepTime.hiding`; arguments as of `seconds`."""
-        whole, least = self.passes * ring(self.gradient_bytes), _sent_s(self.least_bytes, ring)
+        whole, least = self.passes * ring(self.gradient_bytes), _sent_s(self.min_bytes, ring)
         gather, first = _sent_s(self.gather_bytes, ring), _sent_s(self.first_bytes, ring)
         if (r := self.routed) is not None:
             assert routed_ring is not None
             whole = whole + self.passes * _sent_s(r.gradient_bytes, routed_ring)
-            least = least + _sent_s(r.least_bytes, routed_ring)
+            least = least + _sent_s(r.min_bytes, routed_ring)
             gather = gather + _sent_s(r.gather_bytes, routed_ring)
             first = first + _sent_s(r.first_bytes, routed_ring)
         (part, early), (all_, late) = self.needed
@@ -168,7 +168,7 @@ def _sent_s(num_bytes: Any, ring: Ring) -> Any:
     return np.where(np.greater(num_bytes, 0), ring(num_bytes), 0.0)
 
 
-def step_time(rows: Rows, c: Constants) -> StepTime:
+def step_time(rows: ConfigBatch, c: Constants) -> StepTime:
     """Predicts the seconds of a step of every row."""
     rows = rows.full()
     times = StepTime.unknown(len(rows))
@@ -179,7 +179,7 @@ def step_time(rows: Rows, c: Constants) -> StepTime:
     return times
 
 
-def least_step_s(rows: Rows, c: Constants) -> Any:
+def min_step_s(rows: ConfigBatch, c: Constants) -> Any:
     """A lower bound of the seconds of a step, for less than a simulation: every stage's own work,
     after the first micro-batch has come down to it; and, for the first stage, before the last
     gradient has come back up from there.
@@ -193,7 +193,7 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
         at = np.flatnonzero(rows.pp == pp)
         part = rows.take(at)
         stages = _stages(part, _micro_batch(part, c, int(pp)), int(pp))
-        hop = layer_time.hop_s(part, c)
+        hop = layer_time.p2p_time_s(part, c)
         down = stages.forward / part.vpp + hop
         up = stages.backward / part.vpp + hop
         work = part.num_microbatches * (stages.forward + stages.backward)
@@ -206,7 +206,7 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
     return least
 
 
-def _rings(rows: Rows, c: Constants) -> tuple[Ring, Ring]:
+def _rings(rows: ConfigBatch, c: Constants) -> tuple[Ring, Ring]:
     """Seconds of a ring through the replicas, and of one through the copies of experts."""
     return (
         functools.partial(layer_time.ring_s, rows, c),
@@ -214,10 +214,10 @@ def _rings(rows: Rows, c: Constants) -> tuple[Ring, Ring]:
     )
 
 
-def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
+def _of_one_shape(rows: ConfigBatch, c: Constants, pp: int, vpp: int) -> StepTime:
     micro_batch = _micro_batch(rows, c, pp)
     stages = _stages(rows, micro_batch, pp)
-    hop = layer_time.hop_s(rows, c)
+    hop = layer_time.p2p_time_s(rows, c)
     count = rows.num_microbatches.astype(np.int64)
     forward, backward = _chunks(rows, c, micro_batch, stages, pp, vpp)
     clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
@@ -264,7 +264,7 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     )
 
 
-def _across(rows: Rows, hop: Any, pp: int) -> Any:
+def _across(rows: ConfigBatch, hop: Any, pp: int) -> Any:
     """[2, n] shares of pipeline messages, and of what the replicas send, between nodes."""
     crosses = layer_time.boundaries_between_nodes(rows)
     between = pp if np.any(rows.vpp > 1) else pp - 1
@@ -273,12 +273,12 @@ def _across(rows: Rows, hop: Any, pp: int) -> Any:
     return np.stack([messages, layer_time.copies_in_node(rows) < rows.copies])
 
 
-def _micro_batch(rows: Rows, c: Constants, pp: int) -> MicroBatch:
+def _micro_batch(rows: ConfigBatch, c: Constants, pp: int) -> MicroBatch:
     """Seconds of a layer are [n], or [pp, n] where stages differ in their layers with experts."""
     return MicroBatch.of(rows.of_stages(np.arange(pp)[:, None]), c)
 
 
-def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
+def _stages(rows: ConfigBatch, parts: MicroBatch, pp: int) -> _Stages:
     layers = rows.num_layers / rows.pp
     stage = np.arange(pp)[:, None]
     first, last = stage == 0, stage == pp - 1
@@ -312,7 +312,7 @@ def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
 
 
 def _chunks(
-    rows: Rows, c: Constants, parts: MicroBatch, stages: _Stages, pp: int, vpp: int
+    rows: ConfigBatch, c: Constants, parts: MicroBatch, stages: _Stages, pp: int, vpp: int
 ) -> tuple[Any, Any]:
     """[pp, vpp, n] seconds of every chunk: the ends of the model sit on its first and last. The
     chunks of a stage are alike."""
@@ -330,7 +330,7 @@ def _chunks(
     return whole(*parts.forward), whole(*parts.backward)
 
 
-def handled_s(rows: Rows, c: Constants, vpp: int) -> Any:
+def handled_s(rows: ConfigBatch, c: Constants, vpp: int) -> Any:
     """Seconds in which the core of a CPU rank handles the messages of a pass, one that comes and
     one that goes, instead of computing: [n]. Only messages that hide take them from a pass; the
     others are waited for. A collective of two ranks has as many. Half of its latency fits what
@@ -354,7 +354,7 @@ def _transfers(hop: Any, count: Any, pp: int, vpp: int) -> Any:
     return total
 
 
-def stage_work(rows: Rows, c: Constants, pp: int, vpp: int) -> tuple[Any, Any, EndOfStep]:
+def stage_work(rows: ConfigBatch, c: Constants, pp: int, vpp: int) -> tuple[Any, Any, EndOfStep]:
     """What stages do, whatever the network between them is.
 
     Args:
@@ -371,7 +371,7 @@ def stage_work(rows: Rows, c: Constants, pp: int, vpp: int) -> tuple[Any, Any, E
     return *_chunks(rows, c, micro_batch, stages, pp, vpp), _end_of_step(rows, c, stages, pp)
 
 
-def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> EndOfStep:
+def _end_of_step(rows: ConfigBatch, c: Constants, stages: _Stages, pp: int) -> EndOfStep:
     routed = stage_routed_parameters(rows)
     routed = None if routed is None else routed[:pp]
     forward = stages.forward.mean(axis=0)
@@ -379,7 +379,7 @@ def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> EndOfSte
 
 
 def end_of_step(
-    rows: Rows, c: Constants, held: Any, backward: Any, forward: Any, routed: Any = None
+    rows: ConfigBatch, c: Constants, held: Any, backward: Any, forward: Any, routed: Any = None
 ) -> EndOfStep:
     """What follows the last backward pass.
 
@@ -414,7 +414,7 @@ def end_of_step(
         return EndOfStep(
             gradient_bytes=rows.gradient_bytes * own,
             passes=np.where(np.logical_and(sharded, np.logical_not(rows.on_cpu)), 1.0, 2.0),
-            least_bytes=np.where(behind, rows.gradient_bytes * bucket, 0.0),
+            min_bytes=np.where(behind, rows.gradient_bytes * bucket, 0.0),
             hidden_s=hidden,
             gather_bytes=np.where(sharded, rows.element_bytes * own, 0.0),
             optimizer_s=seconds,
@@ -433,7 +433,9 @@ def end_of_step(
     return replace(found, tied_s=tied, needed=_needed(rows, share, forward))
 
 
-def _needed(rows: Rows, bucket: Any, forward: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _needed(
+    rows: ConfigBatch, bucket: Any, forward: Any
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """When stages need the weights that they gather, as `EndOfStep.needed`; with overlap all stages
     begin at once.
 

@@ -49,9 +49,9 @@ MIN_TIMEOUT_S = 60.0
 _PREDICTED_TIMES = 10.0
 
 
-def timeout_s(predicted_s: float, least_s: float = MIN_TIMEOUT_S) -> float:
+def timeout_s(predicted_s: float, min_s: float = MIN_TIMEOUT_S) -> float:
     """Seconds after which a change that was predicted to take `predicted_s` counts as hung."""
-    return max(_PREDICTED_TIMES * predicted_s, least_s)
+    return max(_PREDICTED_TIMES * predicted_s, min_s)
 
 
 @dataclass(kw_only=True)

@@ -39,11 +39,11 @@ class RateRules:
         return (batch / self.reference_batch) ** _EXPONENTS[self.lr]
 
     def ramp(
-        self, batch: int, *, iteration: int, start: float, most_samples: float = math.inf
+        self, batch: int, *, iteration: int, start: float, max_samples: float = math.inf
     ) -> Ramp:
         """The learning rate's way to a batch that is taken after so many steps; it takes so many
         samples at most."""
-        steps, end = min(self.ramp_steps, most_samples // batch), self.lr_factor(batch)
+        steps, end = min(self.ramp_steps, max_samples // batch), self.lr_factor(batch)
         return Ramp(start_iteration=iteration, num_steps=int(steps), start=start, end=end)
 
     def at(self, batch: int, lr: float) -> dict[str, Any]:

@@ -18,13 +18,13 @@ FIRST_STEPS = 30
 _REFERENCE_STEPS = 100
 _MAX_NEWEST = 200
 _ALLOWANCE, _CUT, _LIMIT = 0.75, 3.0, 12.0
-LEAST_STEPS = 15
+MIN_STEPS = 15
 """Steps that a change has to last."""
 UNSURE_STEPS = 60
 """Steps after which a sum that grows is no reason to wait any more."""
 _DRIFT_STEPS = 2 * UNSURE_STEPS
 """Steps that all lie on one side of the usual ones; after so many they count as usual."""
-_SURE_STEPS, _MOST = 10, 0.6
+_SURE_STEPS, _MAX = 10, 0.6
 MIN_SHIFT = 0.04
 """Least change, as a logarithm, that counts."""
 _MIN_SCATTER = 0.01
@@ -159,7 +159,7 @@ class StepTimeWatch:
         return self._usual
 
     def _shift(self, total: float, steps: int) -> StepTimeShift | None:
-        if total < _LIMIT or steps < LEAST_STEPS:
+        if total < _LIMIT or steps < MIN_STEPS:
             return None
         usual, scatter = self._measure()
         # The first of them were before the change, if the sum was not quite 0.
@@ -168,8 +168,8 @@ class StepTimeWatch:
         least = max(MIN_SHIFT, 3.0 * 1.25 * scatter / math.sqrt(steps))
         if abs(after - usual) < least:
             return None
-        newest = self.newest[-LEAST_STEPS:]
-        if sum((x - usual) / (after - usual) > 0.5 for x in newest) < _MOST * len(newest):
+        newest = self.newest[-MIN_STEPS:]
+        if sum((x - usual) / (after - usual) > 0.5 for x in newest) < _MAX * len(newest):
             return None
         return StepTimeShift(
             key=self.key, before_s=math.exp(usual), after_s=math.exp(after), steps=steps

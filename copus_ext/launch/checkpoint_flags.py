@@ -30,7 +30,7 @@ TRUST = "--ckpt-trust-unverified"
 _WAIT_S = 600.0
 """For all tries together."""
 _POLL_S = 0.1
-_MOST_BYTES = 1 << 22
+_MAX_BYTES = 1 << 22
 _TRIES = 3
 _MAX_RECORD_BYTES = 1 << 28
 """Searched for the few events that tell how a checkpoint was saved."""
@@ -114,7 +114,7 @@ def _flags_of(
         code, output, errors = _run(command, deadline_s, tick)
     except OSError as error:
         raise ValueError(f"the checkpoint in {save} cannot be read: {error}") from error
-    if code != 0 or len(output) > _MOST_BYTES:
+    if code != 0 or len(output) > _MAX_BYTES:
         said = errors.decode(errors="replace").strip().split("\n")[-1]
         raise ValueError(one_line(said) or f"the checkpoint in {save} cannot be read")
     try:
@@ -149,7 +149,7 @@ def _run(
                 child.kill()
         for file in (out, err):
             file.seek(0)
-        return code, out.read(_MOST_BYTES + 1), err.read(_MOST_BYTES)
+        return code, out.read(_MAX_BYTES + 1), err.read(_MAX_BYTES)
 
 
 def main(argv: list[str]) -> int:

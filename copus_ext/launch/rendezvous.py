@@ -375,7 +375,7 @@ class NodeRendezvous:
     def _read(self, path: Path, parse: Callable[[Any], Any]) -> Any:
         """A file of another supervisor; None if it is missing or damaged. Says the latter once."""
         try:
-            return read_value(path, parse, most_bytes=_MAX_BYTES)
+            return read_value(path, parse, max_bytes=_MAX_BYTES)
         except ValueError as error:
             self._complain(str(error))
             return None

@@ -173,7 +173,7 @@ def progress_of(run_dir: Path, launch: str) -> Progress:
     """What the end of the run's record says of a launch; nothing, if it cannot be read."""
     step: int | None = None
     entered: list[tuple[Layout, int]] = []
-    for record in Tail(run_dir / METRICS_FILE, most_bytes=_MAX_RECORD_BYTES).records():
+    for record in Tail(run_dir / METRICS_FILE, max_bytes=_MAX_RECORD_BYTES).records():
         iteration = record.get("iteration")
         name = str(record.get("launch"))
         is_of_launch = name == launch or name.startswith(f"{launch}{GENERATION_MARK}")

@@ -53,7 +53,7 @@ from megatron.training.logging import metrics
 from megatron.training.resilience.lock import Lock
 
 _TICK_S, _PLAN_LOOK_S, _SLURM_LOOK_S = 0.1, 0.5, 1.0
-_LINGER_S = 60.0
+_DRAIN_S = 60.0
 """Ranks may run so long after the launch has ended well on another node."""
 _LAST_CALL_S = 5.0
 """Wait for further nodes once there are enough to start."""
@@ -200,12 +200,12 @@ class Node:
                 continue
             if over_s is None and self.rendezvous.is_over(plan.launch):
                 over_s = time.monotonic()
-            lingers = over_s is not None and time.monotonic() - over_s > _LINGER_S
+            drains = over_s is not None and time.monotonic() - over_s > _DRAIN_S
             lost = [node for node in self.rendezvous.lost() if node in plan.nodes]
             if lost:
                 say(f"node {lost[0]} shows no life: the launch ends")
                 self.rendezvous.fail(plan.launch)
-            if lost or lingers or self.rendezvous.has_failed(plan.launch):
+            if lost or drains or self.rendezvous.has_failed(plan.launch):
                 return
 
     def tick(self, workers: Workers | None = None, *, starting: bool = False) -> None:

@@ -62,7 +62,6 @@ class Launch:
     folder: str
     """Empty, for the report and the errors of ranks."""
     module: str = "copus_ext.launch.workers"
-    """Of the launcher."""
     shared: str | None = None
     """A folder that all nodes see, where launchers agree that go on without lost ranks; else
     None."""

@@ -14,7 +14,7 @@ from copus_ext.monitor.journal import DecisionRecord, sizes_of
 from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
 
 _MAX_LAYOUTS = 24
-_MOST, _LEAST = 200, 20
+_MAX, _MIN = 200, 20
 """Landscapes on a page, and the least of a run on it."""
 
 
@@ -27,7 +27,7 @@ def chosen_decisions(decided: list[DecisionRecord], num_runs: int = 1) -> list[D
         num_runs: runs on the page.
     """
     valid = [d for d in decided if not d.undone]
-    most = max(_MOST // num_runs, _LEAST)
+    most = max(_MAX // num_runs, _MIN)
     if len(valid) <= most:
         return valid
     last = len(valid) - 1

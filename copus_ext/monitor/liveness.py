@@ -105,7 +105,7 @@ def latest_checkpoint(run: Path) -> tuple[int, float] | None:
         return value
 
     try:
-        iteration = read_value(run / _LATEST, parse, most_bytes=100)
+        iteration = read_value(run / _LATEST, parse, max_bytes=100)
     except ValueError:
         return None
     touched = _touched(run / _LATEST)
@@ -137,7 +137,7 @@ def _phase(run: RunHistory) -> State:
 def _heartbeat(run: RunHistory) -> str:
     """What rank 0 of the last launch says it does; empty if it does not say."""
     try:
-        beat = read_value(run.path / HEARTBEATS / "0", dict, most_bytes=_HEARTBEAT_BYTES)
+        beat = read_value(run.path / HEARTBEATS / "0", dict, max_bytes=_HEARTBEAT_BYTES)
     except (ValueError, TypeError):
         return ""
     is_of_launch = bool(beat) and beat.get("launch") == run.launch

@@ -234,17 +234,17 @@ class RunReader:
     Args:
         run: its directory; or a journal, if nothing else is left of it.
         name: tells it from other runs.
-        most_bytes: read this much of the end of each file, and of steps the last megabyte; None
+        max_bytes: read this much of the end of each file, and of steps the last megabyte; None
             reads everything.
     """
 
-    def __init__(self, run: Path, *, name: str = "", most_bytes: int | None = None) -> None:
+    def __init__(self, run: Path, *, name: str = "", max_bytes: int | None = None) -> None:
         self.run, self.name = run, name or run.name
         # A journal that the user names may be a link.
         journal = run.resolve() if run.is_file() else run / JOURNAL
-        self._metrics = Tail(run / METRICS_FILE, most_bytes=most_bytes)
-        self._journal = Tail(journal, most_bytes=most_bytes)
-        self._is_end_only = most_bytes is not None
+        self._metrics = Tail(run / METRICS_FILE, max_bytes=max_bytes)
+        self._journal = Tail(journal, max_bytes=max_bytes)
+        self._is_end_only = max_bytes is not None
         self.generation = 0
         """Grows when the files of the run were replaced."""
         self._forget()
@@ -270,8 +270,8 @@ class RunReader:
         if self._metrics.is_replaced() or self._journal.is_replaced():
             self.generation += 1
             self._forget()
-            self._metrics = Tail(self._metrics.path, most_bytes=None)
-            self._journal = Tail(self._journal.path, most_bytes=None)
+            self._metrics = Tail(self._metrics.path, max_bytes=None)
+            self._journal = Tail(self._journal.path, max_bytes=None)
         size = self._metrics.path.stat().st_size if self._metrics.path.is_file() else 0
         for place, line in self._metrics.lines():
             is_early = self._is_end_only and place < size - _STEP_BYTES
@@ -347,7 +347,7 @@ def _record_of(line: bytes) -> dict[str, Any] | None:
 def _small_json(path: Path) -> dict[str, Any]:
     """The object in a small file that anybody may have written; empty if there is none."""
     try:
-        return table(read_value(path, lambda value: value, most_bytes=1 << 20))
+        return table(read_value(path, lambda value: value, max_bytes=1 << 20))
     except ValueError:
         return {}
 

@@ -132,7 +132,7 @@ class RunStatus:
 
 def read_status(run: Path, *, t: float | None = None) -> RunStatus:
     """How a run stands; see `status_of`."""
-    return status_of(RunReader(run, most_bytes=END_BYTES), t=t)
+    return status_of(RunReader(run, max_bytes=END_BYTES), t=t)
 
 
 def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:

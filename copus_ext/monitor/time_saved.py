@@ -386,7 +386,7 @@ def line_at_end(run_dir: Path) -> str:
     Raises:
         OSError: a file of the run cannot be read.
     """
-    reader = RunReader(run_dir, most_bytes=END_BYTES)
+    reader = RunReader(run_dir, max_bytes=END_BYTES)
     reader.refresh()
     run = reader.history()
     return f"copus: so far: {so_far(run)[0]}" if run.decisions.made else ""

@@ -34,7 +34,7 @@ _PROCESS = 1_000_000_000
 """Process number in the trace; above those of any machine."""
 _TRACKS = ("launches", "layouts", "decisions", "changes of layout", "evaluations", "events")
 _END_OF_TIME_S = 1e11
-_MAX_HEAD, _MOST_BYTES = 1 << 24, 1 << 30
+_MAX_HEAD, _MAX_BYTES = 1 << 24, 1 << 30
 _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d{1,20})\b')
 _DAMAGED = (*FOREIGN, OSError, EOFError, zlib.error)
 """Errors of reading a trace."""
@@ -222,9 +222,9 @@ def with_steps(trace: dict[str, Any], paths: list[Path]) -> tuple[dict[str, Any]
 def _steps(path: Path) -> dict[str, Any]:
     """The content of a trace of steps; all its numbers are finite."""
     with open_plain(path) as zipped, gzip.open(zipped) as file:
-        text = file.read(_MOST_BYTES + 1)
-    if len(text) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        text = file.read(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
     steps = parse_json(text, finite=True)
     if not isinstance(steps, dict) or not isinstance(steps.get("traceEvents"), list):
         raise ValueError("it is not a trace")

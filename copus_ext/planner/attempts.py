@@ -16,12 +16,12 @@ import numpy as np
 from copus_ext.cost_model.cluster_spec import ClusterSpec, of_gpu
 from copus_ext.cost_model.memory import peaks
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.cost_model.peak_correction import most_bytes
+from copus_ext.cost_model.peak_correction import max_bytes
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import ProfileStore
 from copus_ext.planner.search import Z_DOMINATES
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 
 BEGUN, DONE, DROPPED, OUT_OF_MEMORY = "begun", "done", "dropped", "out_of_memory"
 """How attempts are recorded. One is dropped where its end says nothing of the configuration."""
@@ -123,8 +123,8 @@ def by_memory(
         return [(c, None) for c in some]
     if not some:
         return []
-    needed, sd = peaks(to_rows(model, _like(some[0], gpu_bytes), points_of(some)))
-    least = most_bytes(needed, sd, -Z_DOMINATES)
+    needed, sd = peaks(to_config_batch(model, _like(some[0], gpu_bytes), points_of(some)))
+    least = max_bytes(needed, sd, -Z_DOMINATES)
 
     def reason(i: int) -> str | None:
         if gpu_bytes is None or least[i] <= gpu_bytes:

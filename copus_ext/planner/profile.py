@@ -20,12 +20,12 @@ import numpy as np
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.context import CP_COMM_TYPES
-from copus_ext.cost_model.correct import Correction, Steps, correct, most_telling
+from copus_ext.cost_model.correct import Correction, Steps, correct, most_informative
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import is_positive
 from copus_ext.cost_model.step import PARTS, StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
-from copus_ext.planner.space import Points, joined, points_of, to_rows
+from copus_ext.planner.space import Candidates, joined, points_of, to_config_batch
 from megatron.training.common.outside import parse_json
 from megatron.training.common.program import other_command
 from megatron.training.config.layout import Layout
@@ -303,7 +303,7 @@ class Measured:
         self._earlier = [False] * len(timings) + [True] * len(earlier)
         self.points = points_of([x.configuration for x in self.timings])
         """What was timed."""
-        self._predict = lambda points: step_time(to_rows(model, cluster, points), constants)
+        self._predict = lambda points: step_time(to_config_batch(model, cluster, points), constants)
         self._log_ratios, self._known = np.zeros(0), Steps.of([])
         if self.timings:
             predicted = self._predict(self.points)
@@ -311,7 +311,7 @@ class Measured:
             self._known = steps_of(self.points, predicted)
         self._lines = {tuple(key) for key in keys_of(self.points).tolist()}
 
-    def corrected(self, points: Points, times: StepTime) -> tuple[Any, Any, list[str]]:
+    def corrected(self, points: Candidates, times: StepTime) -> tuple[Any, Any, list[str]]:
         """Seconds, relative uncertainty and source of each point.
 
         Args:
@@ -326,7 +326,7 @@ class Measured:
             source = ["profiled" if tuple(k) in self._lines else "corrected" for k in keys]
         return times.step_s * found.factor, found.relative_sd, source
 
-    def against(self, points: Points, times: StepTime, one: Configuration) -> Any:
+    def against(self, points: Candidates, times: StepTime, one: Configuration) -> Any:
         """[n] relative uncertainty of the seconds of each point over those of one configuration: 0
         for itself.
 
@@ -352,7 +352,7 @@ class Measured:
         same &= points.num_microbatches == both.num_microbatches[-1]
         return np.where(same, 0.0, sd)
 
-    def ran(self, points: Points) -> Any:
+    def ran(self, points: Candidates) -> Any:
         """[n] whether each was timed, with at least as many micro-batches in flight, so that it has
         the memory it needs."""
         own, found = keys_of(points), np.zeros(len(points), dtype=bool)
@@ -367,12 +367,12 @@ class Measured:
         """What the times make of the seconds of every part of a step; empty without any."""
         return self._correction(self._known).part_factors if self.timings else {}
 
-    def most_telling(self, points: Points, times: StepTime, number: int) -> list[int]:
+    def most_informative(self, points: Candidates, times: StepTime, number: int) -> list[int]:
         """Indices of the points whose times would say most of the others; see
-        `correct.most_telling`."""
+        `correct.most_informative`."""
         samples = points.global_batch_size
         steps = steps_of(points, times)
-        return most_telling(steps, number, known=self._known, samples=samples)
+        return most_informative(steps, number, known=self._known, samples=samples)
 
     def _correction(self, steps: Steps, *, against: int | None = None) -> Correction:
         return correct(
@@ -385,13 +385,13 @@ class Measured:
         )
 
 
-def steps_of(points: Points, times: StepTime) -> Steps:
+def steps_of(points: Candidates, times: StepTime) -> Steps:
     """Configurations with their raw predictions, as a correction sees them."""
     keys, counts = keys_of(points), points.num_microbatches
     return Steps.of(keys, counts, times.parts, times.hiding, times.launch_s, times.across)
 
 
-def keys_of(points: Points) -> Any:
+def keys_of(points: Candidates) -> Any:
     """[n, 16] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
     configurations apart but the number of micro-batches."""
     names = ("tp", "pp", "micro_batch_size", "vpp", "ep", "etp", "cp", "cp_comm_type", "dp")

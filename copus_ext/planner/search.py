@@ -24,11 +24,11 @@ from copus_ext.cost_model.peak_correction import (
     KINDS,
     PeakCorrection,
     fit_probability,
-    most_bytes,
+    max_bytes,
 )
-from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.rows import ConfigBatch
 from copus_ext.cost_model.spec_file import SpecError
-from copus_ext.cost_model.step import PARTS, StepTime, least_step_s, step_time
+from copus_ext.cost_model.step import PARTS, StepTime, min_step_s, step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import check_block, reason
 from copus_ext.planner.plan import Plan, Prediction, Ranked, Rejected
@@ -36,13 +36,13 @@ from copus_ext.planner.profile import Measured, Timing
 from copus_ext.planner.space import (
     LEGAL,
     REJECTION_CODES,
+    Candidates,
     Limits,
-    Points,
     enumerate_points,
     joined,
     points_of,
     prune_dominated,
-    to_rows,
+    to_config_batch,
 )
 from megatron.training.model.flops import training_flops_per_sample
 
@@ -60,7 +60,7 @@ needs 99 %."""
 class _Space:
     """What a search over some batches starts from."""
 
-    points: Points
+    points: Candidates
     """All points, with their codes."""
     fits: Any
     """[n] which of them are candidates."""
@@ -70,7 +70,7 @@ class _Space:
     """Raw predictions of all candidates, once they were needed."""
 
     @functools.cached_property
-    def candidates(self) -> Points:
+    def candidates(self) -> Candidates:
         return self.points.take(np.flatnonzero(self.fits))
 
 
@@ -118,9 +118,9 @@ class Planner:
         peak. A run that dies of a wrong "fits" costs more than one that is slower by a few
         percent. One that was timed is a candidate anyway."""
         points = points_of([configuration])
-        rows = to_rows(self.model, self.cluster, points).unevenly_loaded()
+        rows = to_config_batch(self.model, self.cluster, points).unevenly_loaded()
         (peak,), (sd,) = self.peaks_of(rows)
-        safe = self.limit_bytes / most_bytes(1.0, float(sd), Z_SURE)
+        safe = self.limit_bytes / max_bytes(1.0, float(sd), Z_SURE)
         return max(safe, float(peak)) if self._measured.ran(points)[0] else safe
 
     def retime(
@@ -148,7 +148,7 @@ class Planner:
         # A CPU rank may have more than the share of the memory that is thought its own, or less.
         most, least = (math.inf, -math.inf) if self.cluster.is_gloo else (max(sizes), min(sizes))
         return PeakCorrection.of(
-            memory(to_rows(self.model, self.cluster, points_of([*ran, *lacked]))),
+            memory(to_config_batch(self.model, self.cluster, points_of([*ran, *lacked]))),
             [*(x.peak_bytes or math.nan for x in timings), *(math.nan for _ in lacked)],
             at_most=[*(most for _ in ran), *(math.inf for _ in lacked)],
             at_least=[*(-math.inf for _ in ran), *(least for _ in lacked)],
@@ -159,7 +159,7 @@ class Planner:
         if not self.timings:
             return 1.0
         points = points_of([configuration])
-        times = step_time(to_rows(self.model, self.cluster, points), self.constants)
+        times = step_time(to_config_batch(self.model, self.cluster, points), self.constants)
         return float(self._measured.corrected(points, times)[0][0] / times.step_s[0])
 
     @property
@@ -202,7 +202,7 @@ class Planner:
             for batch, order in zip(batch_sizes, orders)
         ]
 
-    def every(self, batch: int) -> tuple[Points, Any]:
+    def every(self, batch: int) -> tuple[Candidates, Any]:
         """All candidates of a global batch, n of them, and the predicted seconds of a step of each:
         [n]."""
         space = self._judged([batch])
@@ -217,7 +217,7 @@ class Planner:
 
     def worth_timing(self, plan: Plan, number: int = 2) -> list[Configuration]:
         """The ranked configurations whose times would say most of the others (see
-        `correct.most_telling`), of those that were not timed. None is recomputed by blocks, of
+        `correct.most_informative`), of those that were not timed. None is recomputed by blocks, of
         which there are too many to time."""
         some = [r.configuration for r in plan.ranked if r.prediction.source != "profiled"]
         usual = self.limits.logits_chunks[0]
@@ -225,8 +225,8 @@ class Planner:
         if len(some) < 2:
             return []
         points = points_of(some)
-        times = step_time(to_rows(self.model, self.cluster, points), self.constants)
-        return [some[i] for i in self._measured.most_telling(points, times, number)]
+        times = step_time(to_config_batch(self.model, self.cluster, points), self.constants)
+        return [some[i] for i in self._measured.most_informative(points, times, number)]
 
     def _judged(self, batch_sizes: Sequence[int]) -> _Space:
         """All points of some batches; made once."""
@@ -278,9 +278,9 @@ class Planner:
             peaks[legal] = least
             alive = legal[least <= self.limit_bytes]
             if len(alive):
-                rows = to_rows(self.model, self.cluster, points.take(alive))
+                rows = to_config_batch(self.model, self.cluster, points.take(alive))
                 peaks[alive], sd[alive] = self.peaks_of(rows.unevenly_loaded())
-        lacks = most_bytes(np.nan_to_num(peaks, nan=0.0), sd, Z_SURE) > self.limit_bytes
+        lacks = max_bytes(np.nan_to_num(peaks, nan=0.0), sd, Z_SURE) > self.limit_bytes
         if self._measured.timings:
             at = np.flatnonzero(lacks)
             lacks[at] = ~self._measured.ran(points.take(at))
@@ -289,9 +289,11 @@ class Planner:
             at = at[self._may_fit(points.take(at), peaks[at], chunks)]
             if not len(at):
                 continue
-            rows = to_rows(self.model, self.cluster, points.take(at)).change(logits_chunks=chunks)
+            rows = to_config_batch(self.model, self.cluster, points.take(at)).change(
+                logits_chunks=chunks
+            )
             needs, doubt = self.peaks_of(rows.unevenly_loaded())
-            able = most_bytes(needs, doubt, Z_SURE) <= self.limit_bytes
+            able = max_bytes(needs, doubt, Z_SURE) <= self.limit_bytes
             some = replace(points.take(at), logits_chunks=np.full(len(at), chunks))
             able |= self._measured.ran(some)
             now = at[able]
@@ -300,43 +302,43 @@ class Planner:
         points.code[lacks] = MEMORY
         fits = np.flatnonzero(points.code == LEGAL)
         some = points.take(fits)
-        surely = most_bytes(peaks[fits], sd[fits], Z_DOMINATES) <= self.limit_bytes
+        surely = max_bytes(peaks[fits], sd[fits], Z_DOMINATES) <= self.limit_bytes
         # Logits in parts are computed twice: such a point is not always faster than its kin.
         surely &= some.logits_chunks == limits.logits_chunks[0]
         beaten = prune_dominated(some, surely, self._measured.points)
         points.code[fits[beaten]] = DOMINATED
         return _Space(points=points, fits=points.code == LEGAL, peaks=peaks)
 
-    def _may_fit(self, points: Points, peaks: Any, chunks: int) -> Any:
+    def _may_fit(self, points: Candidates, peaks: Any, chunks: int) -> Any:
         """[n] whether points that need so much could fit with logits in some parts: their peak
         falls by no more than the logits do. Parts are of equal length."""
         if not len(points):
             return np.zeros(0, dtype=bool)
-        rows = to_rows(self.model, self.cluster, points)
+        rows = to_config_batch(self.model, self.cluster, points)
         saved = head_bytes(rows) - head_bytes(rows.change(logits_chunks=chunks))
         saved = saved * FRAGMENTATION * self.peaks.moving
         # Samples are cut, not the micro-batch.
         tokens = rows.seq_length / rows.cp / np.where(rows.sequence_parallel, rows.tp, 1)
         return (peaks - saved <= self.limit_bytes) & (tokens % chunks == 0)
 
-    def _static(self, points: Points) -> Any:
+    def _static(self, points: Candidates) -> Any:
         """[n] bytes that do not depend on the batch; looked up, as few of them differ."""
         names = ("tp", "pp", "use_distributed_optimizer")
         names += () if self.model.num_experts is None else ("ep", "etp")
         table = np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)
         kinds = table @ (int(table.max()) + 1) ** np.arange(len(names))
         _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
-        return static_bytes(to_rows(self.model, self.cluster, points.take(first)))[kind]
+        return static_bytes(to_config_batch(self.model, self.cluster, points.take(first)))[kind]
 
-    def _peaks(self, points: Points) -> Any:
-        rows = to_rows(self.model, self.cluster, points)
+    def _peaks(self, points: Candidates) -> Any:
+        rows = to_config_batch(self.model, self.cluster, points)
         return self.peak_bytes_of(rows.unevenly_loaded())
 
-    def peak_bytes_of(self, rows: Rows) -> Any:
+    def peak_bytes_of(self, rows: ConfigBatch) -> Any:
         """[n] bytes of the stage that needs most, corrected by measured peaks."""
         return self.peaks_of(rows)[0]
 
-    def peaks_of(self, rows: Rows) -> tuple[Any, Any]:
+    def peaks_of(self, rows: ConfigBatch) -> tuple[Any, Any]:
         """The same, and the relative uncertainty of each: [n]."""
         return peaks(rows, correction=self.peaks)
 
@@ -353,13 +355,13 @@ class Planner:
             # A measured time may lie below any bound of a prediction: leave nothing out.
             if space.times is None:
                 space.times = StepTime.unknown(len(points))
-                rows = to_rows(self.model, self.cluster, some)
+                rows = to_config_batch(self.model, self.cluster, some)
                 space.times.put(at, step_time(rows, self.constants))
             corrected = self._measured.corrected(some, space.times.take(at))[0]
             seconds[at] = corrected / some.global_batch_size
             return seconds, space.times
-        rows = to_rows(self.model, self.cluster, some).full()
-        bound = least_step_s(rows, self.constants) / some.global_batch_size
+        rows = to_config_batch(self.model, self.cluster, some).full()
+        bound = min_step_s(rows, self.constants) / some.global_batch_size
         exact = np.full(len(at), np.inf)
         done = np.zeros(len(at), dtype=bool)
         first = np.concatenate(
@@ -381,7 +383,7 @@ class Planner:
         return seconds, times
 
     @staticmethod
-    def _kth(points: Points, exact: Any, top: int) -> Any:
+    def _kth(points: Candidates, exact: Any, top: int) -> Any:
         """[n] the time of the `top`-th best known candidate of the same batch."""
         limit = np.full(len(exact), np.inf)
         for batch in np.unique(points.asked_batch_size):
@@ -391,12 +393,12 @@ class Planner:
         return limit
 
     def _answers(
-        self, points: Points, times: StepTime, against: Configuration | None = None
+        self, points: Candidates, times: StepTime, against: Configuration | None = None
     ) -> list[Ranked]:
         """Full predictions of a few points, whose times are known."""
         if not len(points):
             return []
-        rows = to_rows(self.model, self.cluster, points).full()
+        rows = to_config_batch(self.model, self.cluster, points).full()
         bytes_ = memory(rows, correction=self.peaks)
         seconds, sd, source = self._measured.corrected(points, times)
         against_sd = None if against is None else self._measured.against(points, times, against)
@@ -485,7 +487,7 @@ class Planner:
 
     def raw_step_s(self, configuration: Configuration, factors: PartFactors) -> float:
         """Predicted seconds of a step under some conditions, uncorrected by measurements."""
-        rows = to_rows(self.model, self.cluster, points_of([configuration]))
+        rows = to_config_batch(self.model, self.cluster, points_of([configuration]))
         return float(step_time(rows, self.constants.under(factors)).step_s[0])
 
     def explain(self, configuration: Configuration) -> Ranked | Rejected:
@@ -526,7 +528,7 @@ class Planner:
             raise SpecError(f"{c} is not a configuration of {self.cluster.world_size} GPUs")
         if space.fits[at[0]]:
             one = points.take(at[:1])
-            times = step_time(to_rows(self.model, self.cluster, one), self.constants)
+            times = step_time(to_config_batch(self.model, self.cluster, one), self.constants)
             return planner._answers(one, times)[0]
         only = np.zeros(len(points), dtype=bool)
         only[at[0]] = True

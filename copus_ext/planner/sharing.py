@@ -13,7 +13,7 @@ from copus_ext.cost_model.context import CP_COMM_TYPES, HEADS
 from copus_ext.cost_model.model_spec import ModelSpec, divisors
 
 if TYPE_CHECKING:
-    from copus_ext.planner.space import Limits, Points
+    from copus_ext.planner.space import Candidates, Limits
 
 
 def cp_comm_types_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class Sharing:
 
     @classmethod
     def of(
-        cls, model: ModelSpec, cluster: ClusterSpec, limits: Limits, measured: Points | None
+        cls, model: ModelSpec, cluster: ClusterSpec, limits: Limits, measured: Candidates | None
     ) -> Sharing:
         """Of a search; see `space.enumerate_points`."""
         is_plain = not has_engine(model, cluster)

@@ -19,7 +19,7 @@ from copus_ext.cost_model.rows import (
     RECOMPUTE_BLOCK,
     RECOMPUTE_FULL,
     RECOMPUTE_SELECTIVE,
-    Rows,
+    ConfigBatch,
 )
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
@@ -106,7 +106,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Points:
+class Candidates:
     """Enumerated configurations as columns."""
 
     tp: Any
@@ -156,8 +156,8 @@ class Points:
         """[n] micro-batches of a replica."""
         return self.global_batch_size // (self.dp * self.micro_batch_size)
 
-    def take(self, at: Any) -> Points:
-        return Points(**{f.name: getattr(self, f.name)[at] for f in fields(self)})
+    def take(self, at: Any) -> Candidates:
+        return Candidates(**{f.name: getattr(self, f.name)[at] for f in fields(self)})
 
     def configuration(self, i: int) -> Configuration:
         sizes: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in LAYOUT}
@@ -176,7 +176,7 @@ class Points:
         )
 
 
-def points_of(configurations: Sequence[Configuration]) -> Points:
+def points_of(configurations: Sequence[Configuration]) -> Candidates:
     """Configurations as points that no rule has judged."""
 
     def column(values: list[int], kind: Any = np.int64) -> Any:
@@ -186,7 +186,7 @@ def points_of(configurations: Sequence[Configuration]) -> Points:
     batches = column([c.global_batch_size for c in some])
     names = {**{name: name for name in LAYOUT}, "etp": "expert_tensor_parallel_size"}
     sizes = {name: column([getattr(c.layout, of) for c in some]) for name, of in names.items()}
-    return Points(
+    return Candidates(
         **sizes,
         cp_comm_type=column(
             [CP_COMM_TYPES.index(c.cp_comm_type or CP_COMM_TYPES[0]) for c in some]
@@ -205,9 +205,9 @@ def points_of(configurations: Sequence[Configuration]) -> Points:
     )
 
 
-def joined(parts: Sequence[Points]) -> Points:
-    names = [f.name for f in fields(Points)]
-    return Points(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+def joined(parts: Sequence[Candidates]) -> Candidates:
+    names = [f.name for f in fields(Candidates)]
+    return Candidates(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 
 
 def enumerate_points(
@@ -215,8 +215,8 @@ def enumerate_points(
     cluster: ClusterSpec,
     global_batch_size: int,
     limits: Limits,
-    measured: Points | None = None,
-) -> Points:
+    measured: Candidates | None = None,
+) -> Candidates:
     """All points of one global batch.
 
     Args:
@@ -266,7 +266,7 @@ def enumerate_points(
     chunks = table[column, 2] > 1
     unit = table[column, -2] * table[column, -1] * np.where(chunks, table[column, 1], 1)
     rounds = limits.round_down & (asked >= unit)
-    points = Points(
+    points = Candidates(
         **dict(zip(SIZES, table[column].T)),
         global_batch_size=np.where(rounds, asked // unit * unit, asked),
         asked_batch_size=asked,
@@ -385,7 +385,7 @@ def _expert_sizes(
     return found
 
 
-def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits) -> Points:
+def judge(model: ModelSpec, cluster: ClusterSpec, points: Candidates, limits: Limits) -> Candidates:
     """The same points with the code of the first rule that each breaks."""
     code = np.full(len(points), LEGAL)
 
@@ -412,7 +412,7 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
         reject(name, broken)
     if model.extras:
         reject("extra", _refused_by_extras(model, p, code == LEGAL))
-    return Points(**{**{f.name: getattr(p, f.name) for f in fields(p)}, "code": code})
+    return Candidates(**{**{f.name: getattr(p, f.name) for f in fields(p)}, "code": code})
 
 
 def may_overlap(model: ModelSpec) -> bool:
@@ -430,7 +430,7 @@ def extra_problems(model: ModelSpec, c: Configuration) -> list[str]:
     )
 
 
-def _refused_by_extras(model: ModelSpec, points: Points, is_asked: Any) -> Any:
+def _refused_by_extras(model: ModelSpec, points: Candidates, is_asked: Any) -> Any:
     """[n] which of some points the extras of a model cannot have. Each layout and batch is asked
     for once."""
     refused, names = np.zeros(len(points), dtype=bool), (*SIZES, "global_batch_size", "overlap")
@@ -442,7 +442,7 @@ def _refused_by_extras(model: ModelSpec, points: Points, is_asked: Any) -> Any:
     return refused
 
 
-def _broken_by_experts(model: ModelSpec, cluster: ClusterSpec, p: Points) -> dict[str, Any]:
+def _broken_by_experts(model: ModelSpec, cluster: ClusterSpec, p: Candidates) -> dict[str, Any]:
     """[n] by code which points the rules of `layout.expert_problems` speak against, in its order;
     none of a dense model."""
     shape = model.shape()
@@ -460,12 +460,12 @@ def _broken_by_experts(model: ModelSpec, cluster: ClusterSpec, p: Points) -> dic
     }
 
 
-def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
+def to_config_batch(model: ModelSpec, cluster: ClusterSpec, points: Candidates) -> ConfigBatch:
     """Legal points as rows of the cost model."""
     sharded = points.use_distributed_optimizer
-    return Rows(
-        **model.row_fields(points.tp),
-        **cluster.row_fields(model.precision),
+    return ConfigBatch(
+        **model.batch_fields(points.tp),
+        **cluster.batch_fields(model.precision),
         tp=points.tp,
         pp=points.pp,
         vpp=points.vpp,
@@ -482,7 +482,7 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         overlap_grad_reduce=points.overlap,
         overlap_param_gather=sharded & points.overlap,
         use_tp_pp_dp_mapping=points.use_tp_pp_dp_mapping,
-        experts=model.expert_rows(points.ep, points.etp, points.pp, points.vpp),
+        experts=model.expert_batch(points.ep, points.etp, points.pp, points.vpp),
     )
 
 
@@ -490,7 +490,7 @@ _ALL = 1 << 30
 """Recomputed layers of a chunk, if it is all of them."""
 
 
-def prune_dominated(points: Points, surely_fits: Any, measured: Points) -> Any:
+def prune_dominated(points: Candidates, surely_fits: Any, measured: Candidates) -> Any:
     """Marks the points that an equal one with less recomputation beats.
 
     Nothing, the first layers of a chunk, more of them, all: each does what the one before does and
@@ -526,7 +526,7 @@ def prune_dominated(points: Points, surely_fits: Any, measured: Points) -> Any:
     return beaten & ~np.isin(own, known)
 
 
-def _numbered(points: Points, others: Points, names: tuple[str, ...]) -> Any:
+def _numbered(points: Candidates, others: Candidates, names: tuple[str, ...]) -> Any:
     """[n + m] a number for every kind of configuration, equal for those that differ only in
     recomputation and batch."""
     columns = [np.concatenate([getattr(x, name) for x in (points, others)]) for name in names]

@@ -39,7 +39,7 @@ from megatron.training.config.relayout import with_layout
 from megatron.training.distributed.process_groups import await_closed, destroy_groups
 from megatron.training.distributed.sharding import digest
 from megatron.training.model.gpt import Model, build_model
-from megatron.training.model.shards import Shards, own_shards
+from megatron.training.model.shards import Shards, local_shards
 from megatron.training.optim.optimizer import build_optimizer
 from megatron.training.train.build import install_layout, release_layout
 from megatron.training.train.job import Job
@@ -220,7 +220,7 @@ class Change:
         if problems:
             raise ValueError("; ".join(problems))
         plan = self.context.plan(job.config, self.layout)
-        self._own = own = own_shards(job.model, job.optimizer, job.groups)
+        self._own = own = local_shards(job.model, job.optimizer, job.groups)
         if digest(own.records) != digest(plan.source[dist.get_rank()]):
             raise ValueError("the shards of this model do not match the reshard plan")
         check_memory(job, plan, config)
@@ -281,7 +281,7 @@ class Change:
             assert built.model is not None
             built.optimizer = build_optimizer(built.config, built.model, built.groups)
             restore_counts(built.optimizer, step=saved.step, scaler=saved.scaler)
-            built.shards = own_shards(built.model, built.optimizer, built.groups)
+            built.shards = local_shards(built.model, built.optimizer, built.groups)
             prefault(built.shards)
 
         self._phase("model", model, label=label)

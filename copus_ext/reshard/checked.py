@@ -86,23 +86,23 @@ def shown(value: Any) -> str:
 
 
 def read_value(
-    path: Path, parse: Callable[[Any], Value], *, most_bytes: int = _MAX_FILE_BYTES
+    path: Path, parse: Callable[[Any], Value], *, max_bytes: int = _MAX_FILE_BYTES
 ) -> Value | None:
     """Reads a plain file that holds one JSON value; returns None if there is no file.
 
     Args:
         path: the file; a link or a pipe is refused.
         parse: makes the value and raises ValueError.
-        most_bytes: a larger file is refused.
+        max_bytes: a larger file is refused.
 
     Raises:
         ValueError: one line naming the file.
     """
     try:
         with open_plain(path) as file:
-            data = file.read(most_bytes + 1)
-        if len(data) > most_bytes:
-            raise ValueError(f"it has more than {most_bytes} bytes")
+            data = file.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise ValueError(f"it has more than {max_bytes} bytes")
         return parse(parse_json(data))
     except (FileNotFoundError, NotADirectoryError):
         return None

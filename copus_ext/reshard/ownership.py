@@ -1,7 +1,7 @@
 """Which rectangles of the global tensors each rank of a layout owns, without building a model.
 
-These are the records that `megatron.training.model.shards.own_shards` reads from a live model. The
-ranks compare digests of both before a change.
+These are the records that `megatron.training.model.shards.local_shards` reads from a live model.
+The ranks compare digests of both before a change.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.worker_context import CASES, CASES_OF_EIGHT, RESUMED, WRONG
 from tests.helpers.on_ranks import on_ranks
 
-Rows = dict[str, dict[str, Any]]
+ConfigBatch = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +20,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def rows(found: dict[str, Any]) -> Rows:
+def rows(found: dict[str, Any]) -> ConfigBatch:
     return found["rows"]
 
 
 @pytest.mark.timeout(880)
 @pytest.mark.parametrize(("model", "layout"), [c for c in CASES if c[1] != "dp4"])
 def test_loss_and_gradients_equal_those_of_whole_samples(
-    rows: Rows, model: str, layout: str
+    rows: ConfigBatch, model: str, layout: str
 ) -> None:
     row, whole = rows[f"{model} {layout}"], rows[f"{model} dp4"]
     assert row["loss"] == pytest.approx(whole["loss"], rel=1e-6)
@@ -37,7 +37,7 @@ def test_loss_and_gradients_equal_those_of_whole_samples(
 
 
 @pytest.mark.parametrize("layout", ["cp4", "cp4 a2a", "cp2 dp2", "tp2 cp2", "tp2 cp2 sp a2a"])
-def test_what_a_rank_receives_is_what_formulas_say(rows: Rows, layout: str) -> None:
+def test_what_a_rank_receives_is_what_formulas_say(rows: ConfigBatch, layout: str) -> None:
     """Gathered keys and values, or heads for tokens: as much forward as backward."""
     sizes = dict(re.findall(r"(tp|cp|dp)(\d)", layout))
     t, c, dp = (int(sizes.get(name, 1)) for name in ("tp", "cp", "dp"))
@@ -58,7 +58,7 @@ def test_eight_ranks_in_three_dimensions(tmp_path: Path) -> None:
         assert max(row["distances"].values()) < 1e-6, layout
 
 
-def test_a_mean_over_the_tokens_of_one_rank_is_seen(rows: Rows) -> None:
+def test_a_mean_over_the_tokens_of_one_rank_is_seen(rows: ConfigBatch) -> None:
     assert max(rows[WRONG]["distances"].values()) > 1e-3
 
 

@@ -11,11 +11,11 @@ from tests.helpers.on_ranks import on_ranks
 
 NUMBERS = [(world, number) for world, cases in CASES.items() for number in range(len(cases))]
 IDS = [f"{world}-{CASES[world][number]}" for world, number in NUMBERS]
-Rows = list[dict[str, Any]]
+ConfigBatch = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Rows]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[ConfigBatch]]:
     found = {}
     for world in CASES:
         output = tmp_path_factory.mktemp(f"ownership{world}")
@@ -26,7 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Rows]]:
 @pytest.mark.timeout(640)
 @pytest.mark.parametrize(("world", "number"), NUMBERS, ids=IDS)
 def test_the_twin_is_the_live_model(
-    results: dict[int, list[Rows]], world: int, number: int
+    results: dict[int, list[ConfigBatch]], world: int, number: int
 ) -> None:
     rows = results[world][number]
     assert len(rows) == world
@@ -39,7 +39,7 @@ def test_the_twin_is_the_live_model(
 
 @pytest.mark.parametrize(("world", "number"), NUMBERS, ids=IDS)
 def test_no_two_ranks_hold_the_same(
-    results: dict[int, list[Rows]], world: int, number: int
+    results: dict[int, list[ConfigBatch]], world: int, number: int
 ) -> None:
     tp, pp, _, base, more = CASES[world][number]
     live = [row["live"] for row in results[world][number]]
@@ -51,7 +51,7 @@ def test_no_two_ranks_hold_the_same(
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_seen(results: dict[int, list[Rows]], mistake: str) -> None:
+def test_a_mistake_is_seen(results: dict[int, list[ConfigBatch]], mistake: str) -> None:
     seen = [
         any(row["mistakes"][mistake] != row["live"] for row in rows)
         for cases in results.values()

@@ -108,7 +108,7 @@ def main(output: Path) -> Any:
     from copus_ext.cost_model.cluster_spec import preset
     from copus_ext.cost_model.megatron_flags import spec_of_flags
     from copus_ext.cost_model.memory import layer_bytes
-    from copus_ext.planner.space import Limits, enumerate_points, to_rows
+    from copus_ext.planner.space import Limits, enumerate_points, to_config_batch
 
     world = dist.get_world_size()
     rows = []
@@ -140,7 +140,7 @@ def main(output: Path) -> Any:
         cluster = preset(f"cpu:{world}")
         points = enumerate_points(spec, cluster, 8, limits).take(np.array([0]))
         change = {"sequence_parallel": "--sequence-parallel" in more}
-        one = to_rows(spec, cluster, points).change(**change)
+        one = to_config_batch(spec, cluster, points).change(**change)
         if one.experts is not None:
             # The mean over the ranks, whichever of them had more rows.
             one = one.change(experts=dataclasses.replace(one.experts, load=1.0))

@@ -82,7 +82,7 @@ def worker(number: int, output: Path) -> None:
     from copus_ext.cost_model.megatron_flags import spec_of_flags
     from copus_ext.cost_model.memory import memory
     from copus_ext.planner.configuration import Configuration
-    from copus_ext.planner.space import Limits, enumerate_points, to_rows
+    from copus_ext.planner.space import Limits, enumerate_points, to_config_batch
     from megatron.training.config.arguments import parse_args, resolve
     from megatron.training.config.layout import Layout
     from megatron.training.train.pretrain import pretrain
@@ -109,7 +109,7 @@ def worker(number: int, output: Path) -> None:
         fixed={**fixed, "recompute_num_layers": c.recompute_num_layers}, recompute=(c.recompute,)
     )
     one = enumerate_points(spec, preset(f"cpu:{world}"), 16, limits).take([0])
-    found = memory(to_rows(spec, preset(f"cpu:{world}"), one), context_bytes=0.0)
+    found = memory(to_config_batch(spec, preset(f"cpu:{world}"), one), context_bytes=0.0)
     stage = dist.get_rank() * pp // world
     parts = {k: float(v[stage, 0]) for k, v in found.stages.items() if k != "fragmentation"}
     measured = watch.resting + watch.moving

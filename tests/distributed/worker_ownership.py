@@ -130,12 +130,12 @@ def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
     from copus_ext.reshard.parameters import shape_of
     from megatron.training.distributed.sharding import digest
     from megatron.training.model.gpt import build_model
-    from megatron.training.model.shards import own_shards
+    from megatron.training.model.shards import local_shards
     from megatron.training.optim.optimizer import build_optimizer
 
     rank, layout, shape = dist.get_rank(), config.layout, shape_of(config)
     model = build_model(config, groups, device)
-    shards = own_shards(model, build_optimizer(config, model, groups), groups)
+    shards = local_shards(model, build_optimizer(config, model, groups), groups)
     model.detach_hooks()
     sizes = [0] * len(shards.tensors)
     for record in shards.records:

@@ -107,7 +107,7 @@ def sent_by_all_to_all(output: Path) -> dict[str, float]:
     from copus_ext.cost_model.cluster_spec import preset
     from copus_ext.cost_model.experts import alltoall_bytes
     from copus_ext.planner.request import configuration_of
-    from copus_ext.planner.space import points_of, to_rows
+    from copus_ext.planner.space import points_of, to_config_batch
 
     world, counted = dist.get_world_size(), torch.zeros(1, dtype=torch.float64)
     c = configuration_of("ep=4", global_batch_size=BATCH, world_size=world)
@@ -127,7 +127,7 @@ def sent_by_all_to_all(output: Path) -> dict[str, float]:
         dist.all_to_all_single = usual
     dist.all_reduce(counted)
     spec = mixture_spec()
-    rows = to_rows(spec, preset(f"cpu:{world}"), points_of([c])).full()
+    rows = to_config_batch(spec, preset(f"cpu:{world}"), points_of([c])).full()
     predicted = float(alltoall_bytes(rows)[0]) * c.num_microbatches * spec.num_layers
     return {"counted": float(counted) / world, "predicted": predicted}
 
@@ -138,7 +138,7 @@ def main(output: Path) -> Any:
 
     from copus_ext.cost_model.cluster_spec import preset
     from copus_ext.cost_model.memory import stage_parameters
-    from copus_ext.planner.space import points_of, to_rows
+    from copus_ext.planner.space import points_of, to_config_batch
     from megatron.training.train.callbacks import Callback, CallbackContext
 
     class Count(Callback):
@@ -159,7 +159,7 @@ def main(output: Path) -> Any:
         base = flags.replace("--pad-vocab-for-tensor-parallel-size 4", "--lr-warmup-iters 0")
         own = [*configuration.to_flags(), "--train-iters", "1"]
         steps = run(own, output / str(len(rows)), [count], base=base)
-        want = stage_parameters(to_rows(spec, preset(f"cpu:{world}"), point))[:, 0]
+        want = stage_parameters(to_config_batch(spec, preset(f"cpu:{world}"), point))[:, 0]
         seen: list[Any] = [None] * world
         dist.all_gather_object(seen, (count.number, want[count.stage]))
         losses = [step["losses"]["lm loss"] for step in steps]

@@ -126,13 +126,13 @@ def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     import torch.distributed as dist
 
     from copus_ext.reshard.transfer import view_of
-    from megatron.training.model.shards import KINDS, own_shards, weights_of
+    from megatron.training.model.shards import KINDS, local_shards, weights_of
 
     for chunk in job.model.chunks:
         if chunk.ddp_config.overlap_param_gather:
             # Else the other ranks' weights only come with the next forward pass.
             chunk.start_param_sync(force_sync=True)
-    shards = own_shards(job.model, job.optimizer, job.groups)
+    shards = local_shards(job.model, job.optimizer, job.groups)
     # Arrays: to pickle a small tensor takes many times as long.
     own = [
         (r, {k: view_of(shards.tensors[r.shard][k], r, (r.lo, r.hi)).numpy() for k in KINDS})

@@ -182,9 +182,7 @@ def told(rng: random.Random, folder: Path) -> str | None:
     message, path = rng.choice(messages), folder / "message.json"
     path.write_bytes(spoil.spoiled_json(rng, dataclasses.asdict(message)))
     kind = type(message)
-    return spoil.problem_of(
-        lambda: read_value(path, kind.from_json, most_bytes=1 << 20), ValueError
-    )
+    return spoil.problem_of(lambda: read_value(path, kind.from_json, max_bytes=1 << 20), ValueError)
 
 
 def lock(rng: random.Random, folder: Path) -> str | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.supervised_run import (
-    MOST_S,
+    MAX_S,
     Run,
     num_launches,
     problems_at_end,
@@ -101,7 +101,7 @@ def wait_for_progress(run: Run, launches: int = 0) -> tuple[float | None, list[s
         new = run.records()[known:]
         return num_launches(run) > launches and any(r.get("kind") == "step" for r in new)
 
-    came = wait_until(lambda: run.code is not None or is_on(), MOST_S)
+    came = wait_until(lambda: run.code is not None or is_on(), MAX_S)
     problems = [] if came else ["it does not go on"]
     return after(began_s, came and run.code is None), problems
 
@@ -155,7 +155,7 @@ def _step_clock(run: Run, case: Case) -> FaultOutcome:
         seen.seconds, seen.problems = wait_for_progress(run)
         seen.problems += only_launch(run)
     last = run.records()[-1]["t"] - time.time()
-    if abs(last - seconds) > MOST_S:
+    if abs(last - seconds) > MAX_S:
         seen.problems.append(f"the clock of the run was {last:.0f} s ahead, not {seconds}")
     return seen
 

@@ -30,7 +30,7 @@ STEPS, INTERVAL = 90, 15
 FLAGS = [*TINY.split(), "--train-iters", str(STEPS), "--eval-interval", str(INTERVAL)]
 FLAGS += ["--eval-iters", "8", "--use-distributed-optimizer"]
 MOMENTS = ("any", "start", "save", "commit", "evaluation")
-MOST_S = 300.0
+MAX_S = 300.0
 """Nothing takes longer."""
 _POLL_S, _GONE_S = 0.005, 30.0
 
@@ -97,7 +97,7 @@ class Run:
         """What was said."""
         return self._log.read_text(errors="replace")
 
-    def finish(self, timeout_s: float = MOST_S) -> int | None:
+    def finish(self, timeout_s: float = MAX_S) -> int | None:
         """Waits for the end; None if it does not come."""
         assert self._child is not None
         try:
@@ -199,7 +199,7 @@ def wait_for_moment(run: Run, moment: str, after_s: float) -> bool:
         "steps": lambda: any(r.get("kind") == "step" for r in run.records()[known:]),
     }
     is_moment = moments[moment]
-    wait_until(lambda: run.code is not None or is_moment(), MOST_S)
+    wait_until(lambda: run.code is not None or is_moment(), MAX_S)
     if moment not in ("any", "start"):
         time.sleep(after_s)
     return run.code is None

@@ -24,13 +24,13 @@ from copus_ext.cost_model.conditions import (
 )
 from copus_ext.cost_model.constants import USUAL, Constants, PartFactors
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.cost_model.step import least_step_s, step_time
+from copus_ext.cost_model.step import min_step_s, step_time
 from copus_ext.goodput.conditions import CHECK_STEPS, Conditions, earlier_times
 from copus_ext.goodput.state import TIMED_STEPS, ControllerState
-from copus_ext.goodput.step_time_watch import FIRST_STEPS, LEAST_STEPS
+from copus_ext.goodput.step_time_watch import FIRST_STEPS, MIN_STEPS
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 from megatron.training.config.layout import Layout
 
 pytestmark = pytest.mark.unit
@@ -171,11 +171,11 @@ def test_the_cost_model_prices_a_slow_part(
         replace(cluster("h100-80g:16"), gpus_per_node=8),
         PRESETS["llama-3.2-3b"].with_seq_length(2048),
     )
-    rows = to_rows(model, machine, points_of([c]))
+    rows = to_config_batch(model, machine, points_of([c]))
     plain = machine.load_constants()
     now = plain.under(replace(USUAL, **{part: factor}))
     before, after = step_time(rows, plain), step_time(rows, now)
-    assert least_step_s(rows, now)[0] <= after.step_s[0] * (1 + 1e-9)
+    assert min_step_s(rows, now)[0] <= after.step_s[0] * (1 + 1e-9)
     assert before.step_s[0] <= after.step_s[0] <= factor * before.step_s[0] * (1 + 1e-9)
     if part in ("compute", "tp") and pp == 1:
         assert after.parts[part][0] == pytest.approx(factor * before.parts[part][0])
@@ -201,7 +201,7 @@ def test_times_from_before_are_expected_anew_and_no_longer_measured() -> None:
         state.step_times, {"older 1 8": 4.0}, present=here, ratio=lambda k: ratios.get(k)
     )
     assert earlier == {there: 6.0}
-    for i in range(FIRST_STEPS + 10 + 2 * LEAST_STEPS):
+    for i in range(FIRST_STEPS + 10 + 2 * MIN_STEPS):
         slow = i >= FIRST_STEPS + 10
         state.record_step(
             key=here,

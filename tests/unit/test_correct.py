@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from copus_ext.cost_model import correct as module
-from copus_ext.cost_model.correct import Correction, PartSpread, Spread, Steps, most_telling
+from copus_ext.cost_model.correct import Correction, PartSpread, Spread, Steps, most_informative
 from copus_ext.cost_model.step import shown_s
 
 KEYS = [(t, p, b) for t in (1, 2, 4) for p in (1, 2) for b in (1, 2)]
@@ -231,7 +231,7 @@ def test_the_two_to_time_say_most() -> None:
         return float(np.sum(got.relative_sd**2))
 
     def chosen(number: int, **how: Any) -> list[int]:
-        return most_telling(steps, number, samples=steps.step_s, **how)
+        return most_informative(steps, number, samples=steps.step_s, **how)
 
     assert doubt(chosen(1)) == pytest.approx(min(doubt([i]) for i in range(5)), rel=0.02)
     first, second = chosen(2)
@@ -241,7 +241,7 @@ def test_the_two_to_time_say_most() -> None:
     assert chosen(1, known=steps.take([first])) == [second]
     assert sorted(chosen(9)) == [0, 1, 2, 3, 4]
     slow = np.where(np.arange(5) == 1, 0.05, 1.0) * steps.step_s
-    assert 1 not in most_telling(steps, 2, samples=slow), "nobody would run it"
+    assert 1 not in most_informative(steps, 2, samples=slow), "nobody would run it"
 
 
 def test_further_columns_tell_configurations_apart() -> None:

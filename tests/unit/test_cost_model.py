@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec, here, kind_of, preset
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.layer_time import hop_s, tp_collective_s
+from copus_ext.cost_model.layer_time import p2p_time_s, tp_collective_s
 from copus_ext.cost_model.megatron_flags import spec_of_arguments, spec_of_flags
 from copus_ext.cost_model.memory import (
     layer_activation_bytes,
@@ -26,12 +26,12 @@ from copus_ext.cost_model.memory import (
 )
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.peak_correction import KINDS, PeakCorrection, fit_probability
-from copus_ext.cost_model.rows import RECOMPUTE_FULL, Rows
+from copus_ext.cost_model.rows import RECOMPUTE_FULL, ConfigBatch
 from copus_ext.cost_model.spec_file import SpecError, quantity
-from copus_ext.cost_model.step import PARTS, least_step_s, step_time
+from copus_ext.cost_model.step import PARTS, min_step_s, step_time
 from copus_ext.monitor import summary
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.space import LEGAL, Limits, enumerate_points, points_of, to_rows
+from copus_ext.planner.space import LEGAL, Limits, enumerate_points, points_of, to_config_batch
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common.device import Device, use_device
 from megatron.training.config.arguments import parse_args, resolve
@@ -47,10 +47,10 @@ from tests.helpers.jobs import FURTHER, LATENT, MOE, TINY, TINY_GPT2
 MODEL, CLUSTER = PRESETS["llama-2-13b"], preset("h100-80g:32")
 
 
-def some_rows() -> Rows:
+def some_rows() -> ConfigBatch:
     points = enumerate_points(MODEL, CLUSTER, 96, Limits(max_micro_batch=4))
     legal = points.take(points.code == LEGAL)
-    return to_rows(MODEL, CLUSTER, legal).full()
+    return to_config_batch(MODEL, CLUSTER, legal).full()
 
 
 ROWS = some_rows()
@@ -130,7 +130,7 @@ def test_parts_add_up_and_none_is_negative() -> None:
 
 
 def test_a_step_takes_at_least_its_lower_bound() -> None:
-    exact, least = step_time(ROWS, Constants()).step_s, least_step_s(ROWS, Constants())
+    exact, least = step_time(ROWS, Constants()).step_s, min_step_s(ROWS, Constants())
     assert (least <= exact * (1 + 1e-12)).all()
     assert np.median(least / exact) > 0.85
 
@@ -155,7 +155,7 @@ def test_activations_follow_the_published_formula() -> None:
         fused_attention=False,
     )
     points = enumerate_points(model, preset("a100-80g:8"), 8, Limits(recompute=("none",)))
-    rows = to_rows(model, preset("a100-80g:8"), points.take(points.code == LEGAL))
+    rows = to_config_batch(model, preset("a100-80g:8"), points.take(points.code == LEGAL))
     rows = rows.change(sequence_parallel=False).full()
     n, h, t = rows.tokens, rows.hidden_size, rows.tp
     want = n * h * (10 + 24 / t + 5 * 16 * 512 / (h * t))
@@ -180,7 +180,7 @@ def test_memory_adds_up_and_recomputation_saves() -> None:
 def test_static_bytes_of_one_gpu_are_18_per_parameter() -> None:
     model, cluster = PRESETS["llama-2-7b"], preset("h100-80g:1")
     points = enumerate_points(model, cluster, 1, Limits(recompute=("none",)))
-    stages = memory(to_rows(model, cluster, points).full()).stages
+    stages = memory(to_config_batch(model, cluster, points).full()).stages
     held = sum(stages[kind][0, 0] for kind in ("weights", "grads", "optimizer"))
     assert held == 18 * model.num_parameters
 
@@ -202,7 +202,7 @@ def test_gradients_have_the_width_that_the_flags_give_them(flags: str, width: in
     spec = spec_of_flags(text.split())
     assert spec.gradient_bytes == width
     layout = Configuration(layout=Layout(dp=2), micro_batch_size=1, global_batch_size=8)
-    rows = to_rows(spec, preset("a100-80g:2"), points_of([layout]))
+    rows = to_config_batch(spec, preset("a100-80g:2"), points_of([layout]))
     held = float(stage_parameters(rows).sum())
     assert float(memory(rows).stages["grads"].sum()) == width * held
     assert float(rows.gradient_bytes) == width
@@ -216,7 +216,7 @@ def test_the_probability_to_fit_is_a_half_at_the_limit() -> None:
 
 
 def _peaked(correction: PeakCorrection, configurations: list[Configuration]) -> tuple[Any, Any]:
-    rows = to_rows(PRESETS["llama-2-13b"], preset("a100-80g:8"), points_of(configurations))
+    rows = to_config_batch(PRESETS["llama-2-13b"], preset("a100-80g:8"), points_of(configurations))
     return peaks(rows, correction=correction)
 
 
@@ -238,7 +238,7 @@ def _of_ways(*ways: str) -> list[Configuration]:
 def test_measured_peaks_are_met_and_others_stay_uncertain(factor: float) -> None:
     cheap, dear = _of_ways("full"), _of_ways("none")
     both = points_of([*cheap, *dear])
-    rows = to_rows(PRESETS["llama-2-13b"], preset("a100-80g:8"), both).full()
+    rows = to_config_batch(PRESETS["llama-2-13b"], preset("a100-80g:8"), both).full()
     predicted = memory(rows)
     truth = predicted.peak_bytes + (factor - 1) * predicted.moving_bytes
     every = PeakCorrection.of(predicted, truth)
@@ -300,7 +300,9 @@ def test_a_fit_finds_the_constants_that_made_the_times() -> None:
 def test_the_peak_is_on_the_first_or_the_last_stage() -> None:
     model = PRESETS["llama-3-70b"]
     points = enumerate_points(model, preset("h100-80g:256"), 128, Limits())
-    rows = to_rows(model, preset("h100-80g:256"), points.take(np.flatnonzero(points.code == LEGAL)))
+    rows = to_config_batch(
+        model, preset("h100-80g:256"), points.take(np.flatnonzero(points.code == LEGAL))
+    )
     assert len(rows) > 1000
     np.testing.assert_allclose(peaks(rows)[0], memory(rows).peak_bytes, rtol=1e-12)
     here = rows.change(on_cpu=np.ones(len(rows), dtype=bool))
@@ -339,11 +341,11 @@ def test_better_hardware_is_never_slower() -> None:
 
 def test_scattered_messages_are_parts_that_are_gathered() -> None:
     rows = ROWS.take(np.flatnonzero((ROWS.tp == 4) & (ROWS.pp == 2) & (ROWS.vpp == 1)))
-    parts = hop_s(rows, CONSTANTS)[0]
+    parts = p2p_time_s(rows, CONSTANTS)[0]
     legacy = dataclasses.replace(MODEL, implementation="legacy")
     whole, scattered, before = (
-        hop_s(rows.change(sequence_parallel=0 * rows.tp > 0, **more), CONSTANTS)[0]
-        for more in ({}, {"scatter_gather": True}, legacy.row_fields(4))
+        p2p_time_s(rows.change(sequence_parallel=0 * rows.tp > 0, **more), CONSTANTS)[0]
+        for more in ({}, {"scatter_gather": True}, legacy.batch_fields(4))
     )
     gather = tp_collective_s(rows, CONSTANTS, 2.0 * rows.tokens * rows.hidden_size)
     np.testing.assert_allclose(scattered, parts + gather)

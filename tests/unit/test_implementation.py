@@ -22,13 +22,13 @@ from copus_ext.cost_model.memory import (
     process_bytes,
 )
 from copus_ext.cost_model.model_spec import ATTENTION, PRESETS, ModelSpec, llama_ffn
-from copus_ext.cost_model.rows import RECOMPUTE_FULL, Rows
+from copus_ext.cost_model.rows import RECOMPUTE_FULL, ConfigBatch
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.layers import price_partition, problem_of
 from copus_ext.planner.request import notes_on
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 from megatron.training.config.layout import Layout
 
 MODEL = PRESETS["llama-13b"]
@@ -44,7 +44,7 @@ def rows_of(
     sequence_parallel: bool = True,
     recompute: Any = "none",
     **model: Any,
-) -> Rows:
+) -> ConfigBatch:
     """One configuration of a changed model."""
     what = preset(cluster)
     c = Configuration(
@@ -54,7 +54,7 @@ def rows_of(
         recompute=recompute,
         sequence_parallel=sequence_parallel,
     )
-    return to_rows(dataclasses.replace(MODEL, **model), what, points_of([c])).full()
+    return to_config_batch(dataclasses.replace(MODEL, **model), what, points_of([c])).full()
 
 
 def kept(**how: Any) -> float:
@@ -162,7 +162,7 @@ def test_an_even_partition_counts_copies_of_gradients() -> None:
     spec, cluster = dataclasses.replace(MODEL, gradient_bytes=2, seq_length=128), preset("cpu:2")
     c = Configuration(layout=Layout(pp=2), micro_batch_size=1, global_batch_size=2)
     even = price_partition(problem_of(spec, cluster, c, limit_bytes=1e15), [20, 20])
-    found = memory(to_rows(spec, cluster, points_of([c])))
+    found = memory(to_config_batch(spec, cluster, points_of([c])))
     assert found.stages["optimizer"][0, 0] > 12.5 * MODEL.num_parameters / 2
     stages = np.sum(list(found.stages.values()), axis=0)[:, 0]
     np.testing.assert_allclose(even.peak_bytes, stages, rtol=1e-9)

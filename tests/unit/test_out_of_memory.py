@@ -25,7 +25,7 @@ from copus_ext.controller.out_of_memory import (
 )
 from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
 from copus_ext.planner.plan import Ranked
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 from megatron.training.common.errors import Relaunch
 from megatron.training.config.layout import Layout
 from megatron.training.train.callbacks import Callback, Callbacks
@@ -117,7 +117,7 @@ def test_it_bounds_what_other_layouts_need(tmp_path: Path) -> None:
         planner = ThroughputTable(run, flags(), gpu=gpu, memory=memory).planner
         assert planner is not None
         able = [configuration_of_run(run, micro, 16) for micro in (1, 2, 4)]
-        rows = to_rows(planner.model, planner.cluster, points_of(able))
+        rows = to_config_batch(planner.model, planner.cluster, points_of(able))
         peaks.append(dict(zip((1, 2, 4), map(float, planner.peak_bytes_of(rows)))))
         fits = [isinstance(planner.explain(c), Ranked) for c in able]
         assert fits == ([True] * 3 if memory is None else [True, True, False])

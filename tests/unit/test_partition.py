@@ -31,7 +31,7 @@ from copus_ext.planner.partition.problem import PartitionProblem
 from copus_ext.planner.partition.search import branch_and_bound, search
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 from megatron.training.config.layout import Layout
 
 SOME = settings(max_examples=20, deadline=None)
@@ -77,7 +77,9 @@ def brute(p: PartitionProblem) -> tuple[float, float]:
         lacks = min(lacks, (peak - p.limit_bytes).max())
         if (peak <= p.limit_bytes).all():
             count = np.array([p.num_microbatches])
-            x = pipeline_time(f[..., None], g[..., None], p.hop_s[:, None], count, vpp=p.vpp)[:, 0]
+            x = pipeline_time(f[..., None], g[..., None], p.p2p_time_s[:, None], count, vpp=p.vpp)[
+                :, 0
+            ]
             best = min(best, (x + end).max() + p.fixed_s)
     return best, lacks
 
@@ -136,7 +138,7 @@ def problems(draw: Any, most_layers: int = 12, vpp: int = 1) -> PartitionProblem
         vpp=vpp,
         num_microbatches=count * pp if vpp > 1 else count,
         blocks=blocks(work, kept=draw(st.sampled_from([0.1, 1.0]))),
-        hop_s=draw(st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=pp, max_size=pp)),
+        p2p_time_s=draw(st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=pp, max_size=pp)),
         limit_bytes=limit * np.array(share),
         speed=draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=pp, max_size=pp)),
         fixed_bytes=1.0,
@@ -155,7 +157,7 @@ def test_a_search_of_all_equals_brute_force(problem: PartitionProblem) -> None:
     assert found.proved
     if np.isfinite(best):
         assert found.step_s == pytest.approx(best, rel=1e-9) and found.excess_bytes <= 0
-        assert found.least_step_s <= best * (1 + 1e-9)
+        assert found.min_step_s <= best * (1 + 1e-9)
     else:
         assert found.excess_bytes == pytest.approx(lacks, rel=1e-9, abs=1e-9) and lacks > 0
 
@@ -171,7 +173,7 @@ def test_branch_and_bound_equals_looking_at_all(problem: PartitionProblem) -> No
     few = branch_and_bound(problem, 3)
     if np.isfinite(every.step_s):
         assert few.step_s >= every.step_s * (1 - 1e-9)
-        assert few.least_step_s <= every.step_s * (1 + 1e-9)
+        assert few.min_step_s <= every.step_s * (1 + 1e-9)
         assert not few.proved or few.step_s == pytest.approx(every.step_s, rel=1e-8)
     else:
         assert found.excess_bytes == pytest.approx(every.excess_bytes, rel=1e-9, abs=1e-9)
@@ -182,7 +184,7 @@ def test_branch_and_bound_equals_looking_at_all(problem: PartitionProblem) -> No
 def test_no_cut_beats_its_lower_bound(problem: PartitionProblem) -> None:
     partitions = problem.all_partitions()[:500]
     priced = problem.price(partitions)
-    assert (problem.least_step_s(priced) <= problem.step_s(priced) * (1 + 1e-9)).all()
+    assert (problem.min_step_s(priced) <= problem.step_s(priced) * (1 + 1e-9)).all()
 
 
 @SOME
@@ -192,7 +194,7 @@ def test_balanced_cuts_of_chunks_fit_and_are_near_the_best(problem: PartitionPro
     if np.isfinite(near.step_s):
         # Random problems reach 1.504; the search says that it has proved nothing there.
         assert every.step_s * (1 - 1e-9) <= near.step_s <= every.step_s * 1.75
-        assert near.least_step_s <= every.step_s * (1 + 1e-9)
+        assert near.min_step_s <= every.step_s * (1 + 1e-9)
         assert near.excess_bytes <= 0
     else:
         assert not near.proved
@@ -209,9 +211,9 @@ def test_a_search_cut_short_is_no_worse_than_its_start(
     if not len(fits):
         return
     start = fits[len(fits) // 2]
-    found = search(problem, max_partitions=0, most_work=work, starts=[start])
+    found = search(problem, max_partitions=0, max_work=work, starts=[start])
     assert found.step_s <= problem.step_s(problem.price(start[None]))[0] * (1 + 1e-9)
-    assert found.least_step_s <= best.step_s * (1 + 1e-9)
+    assert found.min_step_s <= best.step_s * (1 + 1e-9)
     assert not found.proved or found.step_s == pytest.approx(best.step_s, rel=1e-8)
 
 
@@ -231,10 +233,10 @@ def test_a_search_of_many_chunks_simulates_few(monkeypatch: pytest.MonkeyPatch) 
         vpp=3,
         num_microbatches=64,
         blocks=blocks(work),
-        hop_s=0.1,
+        p2p_time_s=0.1,
         limit_bytes=1e9,
     )
-    found = search(problem, most_work=1e7)
+    found = search(problem, max_work=1e7)
     assert not found.proved and found.excess_bytes <= 0
     assert found.num_simulated < 2000 and passes < 1e5
 
@@ -251,7 +253,7 @@ def test_chunks_in_flight_are_those_of_the_schedule(pp: int, vpp: int, groups: i
             vpp=vpp,
             num_microbatches=groups * pp,
             blocks=blocks(np.ones(pp * vpp + 2)),
-            hop_s=0.0,
+            p2p_time_s=0.0,
             limit_bytes=1e9,
         )
         for _ in range(20):
@@ -282,7 +284,7 @@ def test_an_even_cut_costs_what_the_cost_model_says(
     c = dataclasses.replace(c, sequence_parallel=c.layout.tp > 1)
     problem = problem_of(spec, cluster, c, limit_bytes=1e15)
     even = price_partition(problem, [spec.num_layers // problem.num_chunks] * problem.num_chunks)
-    rows = to_rows(spec, cluster, points_of([c])).full()
+    rows = to_config_batch(spec, cluster, points_of([c])).full()
     assert even.step_s == pytest.approx(
         step_time(rows, cluster.load_constants()).step_s[0], rel=1e-9
     )
@@ -321,7 +323,7 @@ def test_an_even_cut_needs_what_measured_peaks_say(
 
 
 def even_problem(num_layers: int, pp: int, **values: Any) -> PartitionProblem:
-    given = {"num_microbatches": 16, "hop_s": 0.01, "limit_bytes": 1e9, **values}
+    given = {"num_microbatches": 16, "p2p_time_s": 0.01, "limit_bytes": 1e9, **values}
     layers = np.ones(num_layers + 2)
     layers[[0, -1]] = 0.0, given.pop("head", 0.0)
     return PartitionProblem(pp=pp, blocks=blocks(layers), **given)
@@ -342,7 +344,7 @@ def test_why_there_is_no_cut() -> None:
     [
         ({"vpp": 2, "num_microbatches": 5}, "multiple of pp 2"),
         ({"speed": [1.0, 0.0]}, "speed"),
-        ({"hop_s": [1.0, 2.0, 3.0]}, "hop_s"),
+        ({"p2p_time_s": [1.0, 2.0, 3.0]}, "p2p_time_s"),
         ({"limit_bytes": -1.0}, "limit_bytes"),
         ({"num_microbatches": 0}, "num_microbatches 0"),
     ],
@@ -367,7 +369,7 @@ def test_blocks_must_agree() -> None:
 def flags_of(layers: tuple[int, ...], pp: int) -> list[str]:
     vpp = len(layers) // pp
     partition = LayerPartition(
-        pp=pp, vpp=vpp, layers=layers, step_s=1.0, least_step_s=1.0, proved=True, peak_bytes=()
+        pp=pp, vpp=vpp, layers=layers, step_s=1.0, min_step_s=1.0, proved=True, peak_bytes=()
     )
     return partition.to_flags()[2:]
 
@@ -394,7 +396,7 @@ def test_megatron_core_reads_the_layout_as_we_mean_it(pp: int, vpp: int, data: A
     if len(layers) > 1 and data.draw(st.booleans()):
         layers = (0, *layers[1:])
     partition = LayerPartition(
-        pp=pp, vpp=vpp, layers=layers, step_s=1.0, least_step_s=1.0, proved=True, peak_bytes=()
+        pp=pp, vpp=vpp, layers=layers, step_s=1.0, min_step_s=1.0, proved=True, peak_bytes=()
     )
     read = core.PipelineParallelLayerLayout(partition.layout, pp)
     read.validate_layer_layout(num_layers=sum(layers), mtp_num_layers=None)
@@ -452,7 +454,7 @@ def test_a_large_search_is_never_worse_than_even_stages(
     each = spec.num_layers // (pp * vpp)
     partition, even = best_partition(problem), price_partition(problem, [each] * (pp * vpp))
     assert isinstance(partition, LayerPartition) and max(partition.peak_bytes) <= limit
-    assert partition.least_step_s <= partition.step_s <= even.step_s
+    assert partition.min_step_s <= partition.step_s <= even.step_s
     assert partition.proved or vpp > 1 or pp > 4
     if speed is not None:
         totals = [sum(stage) for stage in partition.stages]

@@ -14,7 +14,7 @@ from copus_ext.cost_model.peak_correction import (
     Memory,
     PeakCorrection,
     fit_probability,
-    most_bytes,
+    max_bytes,
 )
 
 GB = 1e9
@@ -164,5 +164,5 @@ def test_nobody_needs_less_than_nothing() -> None:
 
 def test_a_candidate_fits_with_the_probability_asked_for() -> None:
     sd = np.array([0.05, 0.1, 0.3])
-    largest = SIZE / most_bytes(1.0, sd, 1.2816)
+    largest = SIZE / max_bytes(1.0, sd, 1.2816)
     assert fit_probability(largest, SIZE, sd) == pytest.approx([0.9] * 3, abs=1e-4)

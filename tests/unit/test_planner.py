@@ -23,7 +23,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Ranked, Rejected
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import DOMINATED, Planner
-from copus_ext.planner.space import Limits, enumerate_points, points_of, to_rows
+from copus_ext.planner.space import Limits, enumerate_points, points_of, to_config_batch
 from megatron.training.config.layout import Layout
 
 MODEL = PRESETS["llama-2-13b"].with_seq_length(2048)
@@ -34,14 +34,16 @@ def test_the_best_are_those_of_brute_force(gpus: int, batch: int) -> None:
     planner = Planner(MODEL, preset(f"h100-80g:{gpus}"))
     space = planner._judged([batch])
     every = space.candidates
-    rows = to_rows(MODEL, planner.cluster, every).full()
+    rows = to_config_batch(MODEL, planner.cluster, every).full()
     seconds = np.sort(step_time(rows, planner.constants).step_s)
     found = planner.rank([batch], top=12)[0]
     assert found.num_ranked == len(every)
     got = [r.prediction.step_s for r in found.ranked]
     assert got == pytest.approx(list(seconds[:12]), rel=1e-12)
     rest = space.points.take(np.flatnonzero(space.points.code == DOMINATED))
-    beaten = step_time(to_rows(MODEL, planner.cluster, rest).full(), planner.constants).step_s
+    beaten = step_time(
+        to_config_batch(MODEL, planner.cluster, rest).full(), planner.constants
+    ).step_s
     assert len(rest) > 100 and beaten.min() >= seconds[0]
 
 
@@ -52,7 +54,7 @@ def test_what_is_dominated_has_a_kin_that_fits_and_is_no_slower() -> None:
     names += ("use_distributed_optimizer",)
 
     def by_kin(points: Any) -> dict[Any, list[tuple[float, int]]]:
-        rows = to_rows(MODEL, planner.cluster, points).full()
+        rows = to_config_batch(MODEL, planner.cluster, points).full()
         seconds = step_time(rows, planner.constants).step_s
         found: dict[Any, list[tuple[float, int]]] = {}
         for i in range(len(points)):
@@ -361,7 +363,7 @@ def test_a_configuration_may_use_the_memory_that_its_own_doubt_leaves() -> None:
     planner = Planner(MODEL, cluster)
     c = planner.rank([64], top=1)[0].ranked[0].configuration
     before = planner.safe_bytes(c)
-    rows = to_rows(MODEL, cluster, points_of([c]))
+    rows = to_config_batch(MODEL, cluster, points_of([c]))
     predicted = memory(rows)
     planner.set_peaks(PeakCorrection.of(predicted, predicted.peak_bytes))
     assert before < planner.safe_bytes(c) < planner.limit_bytes

@@ -20,7 +20,7 @@ from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import memory, peaks, static_bytes
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
-from copus_ext.cost_model.step import least_step_s, step_time
+from copus_ext.cost_model.step import min_step_s, step_time
 from copus_ext.planner import sharing
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Ranked, Rejected
@@ -33,7 +33,7 @@ from copus_ext.planner.space import (
     Limits,
     enumerate_points,
     points_of,
-    to_rows,
+    to_config_batch,
 )
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
@@ -73,7 +73,7 @@ def configuration(text: str, form: str = "p2p", batch: int = 64, **more: Any) ->
 
 
 def rows_of(model: ModelSpec, *configurations: Configuration, cluster: Any = CLUSTER) -> Any:
-    return to_rows(model, cluster, points_of(configurations)).full()
+    return to_config_batch(model, cluster, points_of(configurations)).full()
 
 
 # MB that a rank receives of a layer, forward and backward, in bf16: shared/design/context.md.
@@ -194,7 +194,7 @@ def test_replicas_and_ranks_of_a_sample_reduce_the_same_gradients() -> None:
         one, other = (layer_time.ring_s(r, c, size) for r in (apart, together))
         assert one == other
     # Messages of the pipeline are of a rank's own tokens, over the same distance.
-    whole, part = (layer_time.hop_s(r, c)[0, 0] - c.exchange_s for r in (apart, together))
+    whole, part = (layer_time.p2p_time_s(r, c)[0, 0] - c.exchange_s for r in (apart, together))
     assert part == pytest.approx(whole / 4)
     counts = [configuration(x).num_microbatches for x in ("tp2.pp2.dp16", "tp2.cp4.pp2.dp4")]
     assert counts == [4, 16], "B / (b dp)"
@@ -257,7 +257,7 @@ def test_at_long_samples_attention_and_the_exchange_cost_what_they_should() -> N
     times = step_time(rows, c)
     assert sum(times.parts.values()) == pytest.approx(times.step_s)
     assert times.parts["cp"][0] == 0 < times.parts["cp"][1]
-    assert (least_step_s(rows, c) <= times.step_s * (1 + 1e-12)).all()
+    assert (min_step_s(rows, c) <= times.step_s * (1 + 1e-12)).all()
     alone = rows.take(np.array([0]))
     assert step_time(alone, c).step_s[0] == pytest.approx(times.step_s[0], rel=1e-12)
 
@@ -367,7 +367,7 @@ def test_what_is_left_out_is_never_faster_nor_smaller(
     assert best[0] == again[0]
     assert best == [r for r in again if str(r.configuration) in kept][: len(best)]
     legal = np.flatnonzero(every.code == LEGAL)
-    rows = to_rows(model, cluster, every.take(legal)).full()
+    rows = to_config_batch(model, cluster, every.take(legal)).full()
     seconds, bytes_ = step_time(rows, c).step_s, peaks(rows.unevenly_loaded())[0]
     found = {str(every.configuration(int(i))): k for k, i in enumerate(legal)}
     gone = [name for name in found if name not in kept]
@@ -405,7 +405,7 @@ def test_nothing_of_the_kin_of_measured_layouts_is_left_out() -> None:
 def test_the_best_are_those_of_brute_force(length: int, batch: int) -> None:
     planner = Planner(llama("8B", length), preset("h100-80g:32"))
     every = planner._judged([batch]).candidates
-    rows = to_rows(planner.model, planner.cluster, every).full()
+    rows = to_config_batch(planner.model, planner.cluster, every).full()
     seconds = np.sort(step_time(rows, planner.constants).step_s)
     found = planner.rank([batch], top=12)[0]
     assert found.num_ranked == len(every) and {int(x) for x in every.cp} >= {1, 2, 4}

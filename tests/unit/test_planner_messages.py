@@ -20,7 +20,7 @@ from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.request import configuration_of
 from copus_ext.planner.search import MEMORY, Planner
-from copus_ext.planner.space import LEGAL, Limits, Points, points_of, to_rows
+from copus_ext.planner.space import LEGAL, Candidates, Limits, points_of, to_config_batch
 from megatron.training.config.layout import Layout
 
 # Much vocabulary on few layers: the logits decide what fits.
@@ -35,7 +35,7 @@ def cluster() -> ClusterSpec:
     return replace(spec, gpu=replace(spec.gpu, memory_bytes=24e9))
 
 
-def _kin(points: Points) -> list[Any]:
+def _kin(points: Candidates) -> list[Any]:
     """One key for each point, whatever its parts."""
     some = [replace(points.configuration(i), logits_chunks=1) for i in range(len(points))]
     return [str(c) for c in some]
@@ -89,7 +89,8 @@ def test_logits_in_parts_cost_one_more_forward_pass_of_the_head() -> None:
     c = Configuration(layout=Layout(dp=8), micro_batch_size=1, global_batch_size=BATCH)
     planner = Planner(MODEL, preset("a100-40g:8"))
     one, two = (
-        to_rows(MODEL, planner.cluster, points_of([replace(c, logits_chunks=n)])) for n in (1, 2)
+        to_config_batch(MODEL, planner.cluster, points_of([replace(c, logits_chunks=n)]))
+        for n in (1, 2)
     )
     assert head_bytes(two)[0] < 0.6 * head_bytes(one)[0]
     assert peaks(two)[0][0] < peaks(one)[0][0]
@@ -107,7 +108,7 @@ def test_messages_that_hide_take_time_from_the_core_of_a_cpu_rank(
 ) -> None:
     model, machine = replace(MODEL, tied=False, vocab_size=32_000), preset(kind)
     c = Configuration(layout=Layout(pp=2, vpp=vpp), micro_batch_size=1, global_batch_size=16)
-    rows = to_rows(model, machine, points_of([c]))
+    rows = to_config_batch(model, machine, points_of([c]))
     constants = machine.load_constants()
     slower = replace(constants, tp_latency_s=3 * constants.tp_latency_s)
     before, after = (step_time(rows, one) for one in (constants, slower))

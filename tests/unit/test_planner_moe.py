@@ -26,7 +26,7 @@ from copus_ext.cost_model.memory import (
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.rows import concatenate
 from copus_ext.cost_model.spec_file import SpecError
-from copus_ext.cost_model.step import PARTS, least_step_s, step_time
+from copus_ext.cost_model.step import PARTS, min_step_s, step_time
 from copus_ext.launch.layout_fit import LayoutFit, layouts_for
 from copus_ext.monitor import journal, run_status
 from copus_ext.planner.configuration import Configuration
@@ -40,7 +40,7 @@ from copus_ext.planner.space import (
     Limits,
     enumerate_points,
     points_of,
-    to_rows,
+    to_config_batch,
 )
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.relaunch import Request, merged
@@ -80,7 +80,7 @@ def configuration(layout: Layout, micro_batch_size: int = 1, batch: int = 256) -
 
 
 def rows_of(model: ModelSpec, *layouts: Layout, cluster: Any = CLUSTER) -> Any:
-    return to_rows(model, cluster, points_of([configuration(x) for x in layouts])).full()
+    return to_config_batch(model, cluster, points_of([configuration(x) for x in layouts])).full()
 
 
 # Recorded before there were mixtures or ranks that share samples. Since then changed: the backward
@@ -101,7 +101,7 @@ def test_dense_models_are_priced_as_before(
     cluster = preset(kind)
     what = points_of([configuration(Layout.from_text(layout), batch=batch)])
     length = {"copus-quickstart": 128}.get(name, 2048)
-    rows = to_rows(PRESETS[name].with_seq_length(length), cluster, what)
+    rows = to_config_batch(PRESETS[name].with_seq_length(length), cluster, what)
     step_s = float(step_time(rows, cluster.load_constants()).step_s[0])
     assert (step_s, float(peaks(rows)[0][0])) == recorded
 
@@ -194,7 +194,7 @@ def test_stages_with_experts_weigh_more_than_the_mean_stage() -> None:
     c = CLUSTER.load_constants()
     seconds = {name: float(step_time(r, c).step_s[0]) for name, r in rows.items()}
     assert seconds["even"] < seconds["late"] <= seconds["all"]
-    assert least_step_s(rows["late"], c)[0] <= seconds["late"]
+    assert min_step_s(rows["late"], c)[0] <= seconds["late"]
     # Two chunks of a stage, one early and one late, have as many as others.
     chunks = rows_of(late, Layout(tp=2, pp=2, vpp=2, dp=8, ep=4, etp=1))
     assert chunks.experts.stage_shares is None and chunks.experts.share == pytest.approx(0.5)
@@ -216,13 +216,15 @@ def test_uneven_stages_of_several_models_stand_in_one_table() -> None:
 
 def test_parts_add_up_and_a_step_takes_at_least_its_bound() -> None:
     points = enumerate_points(MODEL, CLUSTER, 96, Limits(max_micro_batch=2))
-    rows = to_rows(MODEL, CLUSTER, points.take(np.flatnonzero(points.code == LEGAL)[::5])).full()
+    rows = to_config_batch(
+        MODEL, CLUSTER, points.take(np.flatnonzero(points.code == LEGAL)[::5])
+    ).full()
     c = CLUSTER.load_constants()
     times = step_time(rows, c)
     assert set(times.parts) == set(PARTS)
     assert sum(times.parts.values()) == pytest.approx(times.step_s)
     assert min(float(part.min()) for part in times.parts.values()) >= 0
-    assert (least_step_s(rows, c) <= times.step_s * (1 + 1e-9)).all()
+    assert (min_step_s(rows, c) <= times.step_s * (1 + 1e-9)).all()
     assert rows.experts is not None
     alone = rows.experts.ep * rows.experts.etp == 1
     assert (times.parts["ep"][alone] == 0).all() and (times.parts["ep"][~alone] > 0).all()
@@ -307,7 +309,7 @@ def test_a_candidate_fits_with_twice_the_usual_rows_on_one_rank() -> None:
     found = [r for r in planner.rank([256], top=400)[0].ranked if r.configuration.layout.ep > 1]
     assert found
     for r in found:
-        rows = to_rows(MODEL, CLUSTER, points_of([r.configuration]))
+        rows = to_config_batch(MODEL, CLUSTER, points_of([r.configuration]))
         even, uneven = (float(planner.peaks_of(x)[0][0]) for x in (rows, rows.unevenly_loaded()))
         assert r.prediction.peak_bytes == pytest.approx(even) and even < uneven
         assert uneven <= planner.safe_bytes(r.configuration)
@@ -325,7 +327,7 @@ def test_a_candidate_fits_with_twice_the_usual_rows_on_one_rank() -> None:
 def test_the_best_are_those_of_brute_force(model: ModelSpec, limits: Limits) -> None:
     planner = Planner(model, CLUSTER, limits=limits)
     every = planner._judged([256]).candidates
-    rows = to_rows(model, CLUSTER, every).full()
+    rows = to_config_batch(model, CLUSTER, every).full()
     seconds = np.sort(step_time(rows, planner.constants).step_s)
     found = planner.rank([256], top=12)[0]
     assert found.num_ranked == len(every)

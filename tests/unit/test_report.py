@@ -382,7 +382,7 @@ def test_a_running_mean_is_that_of_the_last_values(values: list[float | None], w
 
 def test_lines_come_once_and_start_over_with_another_file(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    tail = Tail(path, most_bytes=None)
+    tail = Tail(path, max_bytes=None)
     assert list(tail.lines()) == []
     path.write_text('{"a": 1}\nnot json\n{"a": 3}\n{"a": 4')
     found = list(tail.lines())

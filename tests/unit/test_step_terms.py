@@ -16,11 +16,11 @@ from copus_ext.cost_model.correct import Steps
 from copus_ext.cost_model.kernels import collective_s, hidden_s
 from copus_ext.cost_model.layer_time import MicroBatch, boundaries_between_nodes, tied_s
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.cost_model.rows import Rows, bucket_parameters
+from copus_ext.cost_model.rows import ConfigBatch, bucket_parameters
 from copus_ext.cost_model.step import end_of_step, stage_work, step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import steps_of
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 from megatron.training.config.layout import Layout
 
 MODEL, C = PRESETS["llama-2-13b"], Constants()
@@ -33,7 +33,7 @@ def rows_of(
     *,
     parallel: bool = True,
     **model: Any,
-) -> Rows:
+) -> ConfigBatch:
     """A row for each (tp, pp)."""
     what = preset(cluster)
     some = [
@@ -45,7 +45,7 @@ def rows_of(
         )
         for tp, pp in layouts
     ]
-    return to_rows(dataclasses.replace(MODEL, **model), what, points_of(some)).full()
+    return to_config_batch(dataclasses.replace(MODEL, **model), what, points_of(some)).full()
 
 
 EVERY = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4)]
@@ -256,7 +256,7 @@ def test_weights_of_experts_come_over_their_own_copies(overlap: bool) -> None:
     layout = Layout(tp=1, pp=2, dp=16, ep=4)
     what = Configuration(layout=layout, micro_batch_size=1, global_batch_size=256)
     model = PRESETS["mixtral-8x7b"]
-    rows = to_rows(model, preset("a100-80g:32"), points_of([what])).full()
+    rows = to_config_batch(model, preset("a100-80g:32"), points_of([what])).full()
     rows = rows.change(overlap_param_gather=np.array([overlap]))
     bucket, of_experts = bucket_parameters(rows.copies), bucket_parameters(rows.expert_copies)
     routed = np.broadcast_to(3 * of_experts, (2, 1))
@@ -295,7 +295,7 @@ def test_a_correction_of_replicas_is_the_model_with_slower_ones(
         layout=what, micro_batch_size=1, global_batch_size=256, sequence_parallel=what.tp > 1
     )
     points = points_of([one])
-    rows = to_rows(PRESETS[name], preset(cluster), points)
+    rows = to_config_batch(PRESETS[name], preset(cluster), points)
     usual = step_time(rows, C)
     steps = steps_of(points, usual)
     theta = np.zeros(len(correct._NAMES) + 1)

@@ -10,7 +10,7 @@ import pytest
 
 from copus_ext.goodput.step_time_watch import (
     FIRST_STEPS,
-    LEAST_STEPS,
+    MIN_STEPS,
     StepTimeShift,
     StepTimeWatch,
 )
@@ -49,13 +49,13 @@ def test_a_change_is_noticed_within_sixty_steps(factor: float) -> None:
         found = first(seconds)
         assert found is not None and start <= found[0] < start + 60
         assert found[1].ratio == pytest.approx(factor, rel=0.06)
-        assert found[1].steps >= 2 * LEAST_STEPS // 3
+        assert found[1].steps >= 2 * MIN_STEPS // 3
 
 
 def test_a_short_disturbance_is_no_change() -> None:
     for seed in range(20):
         seconds = noisy(seed, 600)
-        seconds[300 : 300 + LEAST_STEPS // 3] *= 2.5
+        seconds[300 : 300 + MIN_STEPS // 3] *= 2.5
         assert first(seconds) is None
 
 

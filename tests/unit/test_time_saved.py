@@ -495,7 +495,7 @@ def test_a_run_without_a_controller_has_no_line(tmp_path: Path) -> None:
 def test_of_a_journal_whose_beginning_was_not_read_nothing_is_claimed(tmp_path: Path) -> None:
     run = grown(tmp_path)
     size = (tmp_path / "journal.jsonl").stat().st_size
-    reader = RunReader(run.path, most_bytes=size - 100)
+    reader = RunReader(run.path, max_bytes=size - 100)
     reader.refresh()
     line, _ = so_far(reader.history())
     assert line == "not known: the journal is too long to read here; the report reads all of it"

@@ -30,8 +30,6 @@ _TRIED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How a run goes on."""
-
     flags: list[str]
     """Of the program."""
     config: Config

@@ -26,7 +26,7 @@ from megatron.training.common.collectives import broadcast_from_rank0, first_pro
 from megatron.training.config.layout import Layout
 from megatron.training.config.model_shape import ModelShape
 from megatron.training.distributed.sharding import Record
-from megatron.training.model.shards import KINDS, Shards, own_shards
+from megatron.training.model.shards import KINDS, Shards, local_shards
 from megatron.training.train.callbacks import Callback, CallbackContext
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,6 @@ class Piece:
     @classmethod
     @torch.no_grad()
     def of(cls, rank: int, live: Shards) -> Piece:
-        """A copy of live shards."""
         piece = cls.empty(rank, live.records)
         for row, kind in zip(piece.buffer, KINDS):
             for record, flat in zip(live.records, piece.records):
@@ -86,14 +85,11 @@ class Piece:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The rows of the buffer by kind."""
         return dict(zip(KINDS, self.buffer))
 
 
 @dataclass(kw_only=True)
 class CopySet:
-    """What this process holds of one moment."""
-
     layout: Layout
     """Of the ranks that took it."""
     common: dict[str, Any]
@@ -111,28 +107,23 @@ class HeldCopies:
 
     def __init__(self) -> None:
         self.sets: dict[Moment, CopySet] = {}
-        """By moment."""
 
     def keep_only(self, moment: Moment) -> None:
-        """Drops all other moments."""
         self.sets = {moment: self.sets[moment]}
 
     def drop(self, moment: Moment) -> None:
-        """Drops one moment."""
         self.sets.pop(moment, None)
 
     def clear(self) -> None:
-        """Drops all."""
         self.sets.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all copies."""
         pieces = [piece for one in self.sets.values() for piece in one.pieces]
         return sum(piece.buffer.numel() * piece.buffer.element_size() for piece in pieces)
 
 
-def keepers_of_released(generation: Generation, following: Generation) -> list[int | None]:
+def backup_ranks_of_released(generation: Generation, following: Generation) -> list[int | None]:
     """By rank, the rank that keeps its copy while ranks leave: one that stays, for those that do
     not."""
     members, released = generation.members, set(following.released)
@@ -143,7 +134,7 @@ def keepers_of_released(generation: Generation, following: Generation) -> list[i
     ]
 
 
-def keepers(generation: Generation) -> list[int | None]:
+def backup_ranks(generation: Generation) -> list[int | None]:
     """By rank, the rank that keeps its copy; None where it is alone.
 
     Nodes keep each other's in pairs, and in a ring of three where their number is odd. So one
@@ -194,7 +185,7 @@ class PeerCopies(Callback):
     ) -> None:
         self.held, self._membership, self._interval = held, membership, interval
         self._generation = generation
-        self._keepers = keepers(self._generation)
+        self._backup_ranks = backup_ranks(self._generation)
         self._shape: ModelShape | None = None
         self._group: Any = None
         self._flags: Any = None
@@ -226,7 +217,7 @@ class PeerCopies(Callback):
             self._pending, self._state = moment, _UNDER_WAY
             self._sending = threading.Thread(
                 target=self._exchange,
-                args=(self.held.sets[moment], self._keepers),
+                args=(self.held.sets[moment], self._backup_ranks),
                 name="copies",
                 daemon=True,
             )
@@ -267,15 +258,18 @@ class PeerCopies(Callback):
     def _hand_over(self, moment: Moment, following: Generation) -> None:
         """Sends the copies of ranks that leave to ranks that stay. Where that fails, older copies
         or the checkpoint have to do. Collective."""
-        copies, keepers = self.held.sets[moment], keepers_of_released(self._generation, following)
+        copies, backup_ranks = (
+            self.held.sets[moment],
+            backup_ranks_of_released(self._generation, following),
+        )
         pieces, problem = [], ""
         try:
-            pieces = self._pieces_for(copies, keepers)
+            pieces = self._pieces_for(copies, backup_ranks)
         except RuntimeError as error:  # no memory: nobody may wait for this rank
             problem = str(error)
         problem = first_problem(problem)
         if not problem:
-            self._exchange(copies, keepers, pieces)
+            self._exchange(copies, backup_ranks, pieces)
             problem = first_problem("" if self._state == _COMPLETE else "a message failed")
         if problem:
             self.held.drop(moment)
@@ -286,7 +280,7 @@ class PeerCopies(Callback):
         """Copies this rank's shard, between two steps; the copy's place among those held."""
         config = context.config
         moment = Moment(self._generation.number, context.state.iteration)
-        live = own_shards(_Chunks(context.model), context.optimizer, context.groups)
+        live = local_shards(_Chunks(context.model), context.optimizer, context.groups)
         self.held.sets[moment] = CopySet(
             layout=config.layout,
             common=common_state(config, context.state, context.scheduler, context.data_identity),
@@ -296,27 +290,27 @@ class PeerCopies(Callback):
         )
         return moment
 
-    def _pieces_for(self, copies: CopySet, keepers: Sequence[int | None]) -> list[Piece]:
+    def _pieces_for(self, copies: CopySet, backup_ranks: Sequence[int | None]) -> list[Piece]:
         """Room for the copies that this rank keeps."""
         assert self._shape is not None
         rank, records = dist.get_rank(), all_of_layout(self._shape, copies.layout)
-        wards = [ward for ward, keeper in enumerate(keepers) if keeper == rank]
+        wards = [ward for ward, keeper in enumerate(backup_ranks) if keeper == rank]
         return [Piece.empty(ward, records[ward]) for ward in wards]
 
     def _exchange(
         self,
         copies: CopySet,
-        keepers: Sequence[int | None],
+        backup_ranks: Sequence[int | None],
         pieces: list[Piece] | None = None,
     ) -> None:
         """Sends the own copy to its keeper and receives those that this rank keeps."""
         try:
-            pieces = self._pieces_for(copies, keepers) if pieces is None else pieces
+            pieces = self._pieces_for(copies, backup_ranks) if pieces is None else pieces
             work: list[Any] = [
                 dist.irecv(piece.buffer, group=self._group, group_src=piece.rank)
                 for piece in pieces
             ]
-            if (keeper := keepers[dist.get_rank()]) is not None:
+            if (keeper := backup_ranks[dist.get_rank()]) is not None:
                 own = copies.pieces[0].buffer
                 work.append(dist.isend(own, group=self._group, group_dst=keeper))
             for one in work:
@@ -333,7 +327,6 @@ class PeerCopies(Callback):
             self._sending = None
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Waits for the messages under way."""
         self.close()
 
     def close(self) -> None:

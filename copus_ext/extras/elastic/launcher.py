@@ -5,24 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
+from copus_ext.extras.elastic.environment import (
+    COPY_INTERVAL,
+    COPY_INTERVAL_VARIABLE,
+    PIPE_VARIABLE,
+    RESIZE_VARIABLE,
+)
 from copus_ext.launch.launchers import Launcher, Runner
 from megatron.training.common.errors import UsageError
 
-PIPE_VARIABLE = "COPUS_ELASTIC_PIPE"
-"""Environment variable of a rank: file number of its connection with the launcher, and its place,
-as FD:NODE:LOCAL:RUN."""
-RESIZE_VARIABLE = "COPUS_RESIZE_COMMAND"
-"""Environment variable: the command that asks the cluster for more or fewer ranks."""
-COPY_INTERVAL_VARIABLE = "COPUS_COPY_INTERVAL"
-"""Environment variable: steps between two copies of the state."""
-COPY_INTERVAL = 25
-"""Steps between two copies of the state in memory (docs/decisions/043)."""
 _MAX_COPY_INTERVAL = 1 << 20
 
 
 class Elastic:
-    """See `LauncherKind`."""
-
     flag = "--elastic"
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from copus_ext.extras.elastic.messages import FROM_LAUNCHER, Generation, Lines, Member
+from copus_ext.extras.elastic.messages import FROM_LAUNCHER, Generation, JsonSocket, Member
 from megatron.training.common.control import GENERATION_VARIABLE
 from megatron.training.common.device import use_own_gpu
 from megatron.training.common.errors import Relaunch
@@ -61,7 +61,7 @@ class Membership:
 
     def __init__(self, connection: socket.socket, member: Member, launch: str) -> None:
         self.member, self._launch = member, launch
-        self._lines = Lines(connection, FROM_LAUNCHER)
+        self._lines = JsonSocket(connection, FROM_LAUNCHER)
         self._changed = threading.Condition()
         self.latest: Generation | None = None
         """The newest generation that is known."""

@@ -24,15 +24,14 @@ from megatron.training.common.outside import parse_json
 
 Kind = Literal["start", "loss", "join", "resize"]
 _READ_BYTES = 1 << 16
-_MOST_BYTES = 1 << 22
-_MOST_MEMBERS = 1 << 20
+_MAX_BYTES = 1 << 22
+_MAX_MEMBERS = 1 << 20
 
 
 class Member(NamedTuple):
     """A rank by where it runs; its rank in the world changes with every generation."""
 
     node: int
-    """Number of its node."""
     local: int
     """Number on the node."""
     run: int = 0
@@ -41,8 +40,6 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Who trains together."""
-
     number: int
     """Grows by one with each."""
     members: tuple[Member, ...]
@@ -57,7 +54,6 @@ class Generation:
     """Members of the one before that live and leave, since the run asks for fewer ranks."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return dict(vars(self))
 
     @classmethod
@@ -86,7 +82,6 @@ class Generation:
 
     @property
     def nodes(self) -> list[int]:
-        """Nodes with a member."""
         return sorted({member.node for member in self.members})
 
 
@@ -96,7 +91,7 @@ def members_of(data: Any) -> tuple[Member, ...]:
     Raises:
         ValueError: it is not a list of them.
     """
-    if not isinstance(data, (list, tuple)) or len(data) > _MOST_MEMBERS:
+    if not isinstance(data, (list, tuple)) or len(data) > _MAX_MEMBERS:
         raise ValueError(f"{shown(data)} is not a list of ranks")
     for one in data:
         if not isinstance(one, (list, tuple)) or len(one) not in (2, 3):
@@ -137,7 +132,7 @@ FROM_PEER: Vocabulary = {
 }
 
 
-class Lines:
+class JsonSocket:
     """Messages as lines of JSON on a connected socket."""
 
     def __init__(self, connection: socket.socket, takes: Vocabulary) -> None:
@@ -171,8 +166,8 @@ class Lines:
         self.heard_s = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
-            if len(self._rest) > _MOST_BYTES:
-                raise ValueError(f"a message of more than {_MOST_BYTES} bytes")
+            if len(self._rest) > _MAX_BYTES:
+                raise ValueError(f"a message of more than {_MAX_BYTES} bytes")
             return [self._checked(parse_json(line)) for line in lines]
         except ValueError as error:
             self.end = f"it has sent what is not a message: {error}"
@@ -184,6 +179,5 @@ class Lines:
         return message
 
     def close(self) -> None:
-        """Closes the connection."""
         with contextlib.suppress(OSError), self._sending:
             self.connection.close()

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from copus_ext.extras.elastic.messages import Generation, Kind, Member
-from copus_ext.extras.elastic.peers import BEAT_S, Fenced, NotMet, Peers, own_address
+from copus_ext.extras.elastic.peers import BEAT_S, Fenced, NotMet, Peers, local_address
 from copus_ext.extras.elastic.rank_process import Place, RankProcess, failure_of
 from copus_ext.extras.elastic.resize import (
     RANKS_FILE,
@@ -51,7 +51,7 @@ _MINORITY_S = 3.0
 """A part of less than half of the ranks waits so long before it claims, where a node was silent."""
 _BROKEN_S = 1.0
 """A death is noticed within this after a rank has seen a broken world."""
-_LINGER_S = 60.0
+_DRAIN_S = 60.0
 """Ranks may run so long after the first has left with the run."""
 _END_S = 1.0
 """The store of the last generation stays so long while ranks of other nodes leave."""
@@ -121,14 +121,14 @@ class Agent:
         with no_collection():
             from copus_ext.launch.store import serve
 
-        host = own_address(self.launch)
+        host = local_address(self.launch)
         self._peers = Peers(self.launch, self.folder, self._select, host)
         store = serve(host)
         self._store = f"{host}:{store.port}"
         self._peers.publish()
         try:
             if self._first_run:
-                self._come_late()
+                self._join_running()
             else:
                 self._meet()
             self._loop()
@@ -214,7 +214,7 @@ class Agent:
         """Ends ranks that have come too late for any generation, and those that hang as they
         leave."""
         since_s = self._ending_s or self._released_s
-        is_late = since_s is not None and time.monotonic() - since_s > _LINGER_S
+        is_late = since_s is not None and time.monotonic() - since_s > _DRAIN_S
         now = self.generation
         members = () if now is None else (*now.members, *now.released)
         for place in self._places:
@@ -277,7 +277,7 @@ class Agent:
             if own := sorted(m for m in members if m.node == self.launch.node):
                 self._peers.tell(**{kind: own})
 
-    def _come_late(self) -> None:
+    def _join_running(self) -> None:
         """Connects with the nodes that are there, in a launch that goes on.
 
         Raises:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from copus_ext.extras.elastic.messages import FROM_PEER, Lines
+from copus_ext.extras.elastic.messages import FROM_PEER, JsonSocket
 from copus_ext.launch.listen import LOOPBACK, listen_at
 from copus_ext.launch.rendezvous import MAX_LOCAL_RANKS, MAX_NODES
 from copus_ext.launch.workers import Launch
@@ -37,10 +37,10 @@ _CONNECT_S = 1.0
 _TOKEN_BYTES = 16
 _HELLO_S = 5.0
 """A connection without a whole hello is closed after so long."""
-_MOST_STRANGERS = 64
+_MAX_STRANGERS = 64
 """Connections that may owe their hello at the same time. One more closes the oldest: the hello of
 a launcher follows its connection at once, so the oldest is the least likely to be one."""
-_MOST_ACCEPTED = 256
+_MAX_ACCEPTED = 256
 """Connections that are taken at once, so that a flood of them does not keep the loop."""
 
 
@@ -115,7 +115,7 @@ class Peers:
         """By file number, the oldest first."""
         select.register(self._server, selectors.EVENT_READ, ("server", None))
         self._turned_s = time.monotonic()
-        self.lines: dict[int, Lines] = {}
+        self.lines: dict[int, JsonSocket] = {}
         """By node, of those that are connected."""
 
     def publish(self) -> None:
@@ -164,13 +164,13 @@ class Peers:
             Those whose hello has come already, as `greet` returns them.
         """
         found = []
-        for _ in range(_MOST_ACCEPTED):
+        for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._server.accept()
             except OSError:  # no more, or one that has gone again
                 break
             connection.setblocking(False)
-            if len(self._strangers) >= _MOST_STRANGERS:
+            if len(self._strangers) >= _MAX_STRANGERS:
                 self._dismiss(next(iter(self._strangers)))
             until_s = time.monotonic() + _HELLO_S
             self._strangers[connection.fileno()] = _Stranger(connection, until_s)
@@ -232,22 +232,19 @@ class Peers:
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # it may have gone again, which reading will show
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.lines[node] = Lines(connection, FROM_PEER)
+        self.lines[node] = JsonSocket(connection, FROM_PEER)
         self._select.register(connection, selectors.EVENT_READ, ("peer", node))
 
     def drop(self, node: int) -> None:
-        """Closes the connection with a node."""
         lines = self.lines.pop(node)
         self._select.unregister(lines.connection)
         lines.close()
 
     def tell(self, **message: Any) -> None:
-        """Sends all of them a message."""
         for lines in self.lines.values():
             lines.send(**message)
 
     def turn(self) -> None:
-        """Notes that the launcher's loop goes round."""
         self._turned_s = time.monotonic()
 
     def start_to_beat(self) -> None:
@@ -271,7 +268,7 @@ class Peers:
         return [node for node, lines in self.lines.items() if now_s - lines.heard_s > limit_s]
 
 
-def own_address(launch: Launch) -> str:
+def local_address(launch: Launch) -> str:
     """The address at which other nodes reach this one: that from which it reaches the first."""
     if not launch.endpoint:
         return LOOPBACK

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from copus_ext.extras.elastic.launcher import PIPE_VARIABLE
-from copus_ext.extras.elastic.messages import FROM_RANK, Lines, Member
+from copus_ext.extras.elastic.environment import PIPE_VARIABLE
+from copus_ext.extras.elastic.messages import FROM_RANK, JsonSocket, Member
 from copus_ext.launch.failure import Failure, error_line, traceback_end
 from copus_ext.launch.workers import Launch
 from megatron.training.common.outside import parse_json
@@ -22,11 +22,9 @@ from megatron.training.common.outside import parse_json
 
 @dataclass
 class RankProcess:
-    """A process of this node."""
-
     member: Member
     process: subprocess.Popen[bytes]
-    lines: Lines
+    lines: JsonSocket
     """The connection with it; it does not block."""
     error_file: Path
     """Where it leaves its error."""
@@ -55,7 +53,7 @@ class RankProcess:
         )
         theirs.close()
         ours.setblocking(False)
-        return cls(member, process, Lines(ours, FROM_RANK), error_file)
+        return cls(member, process, JsonSocket(ours, FROM_RANK), error_file)
 
     def failure(self, code: int, rank: int) -> Failure:
         """How it failed; `rank` is -1 if it had no number in the world."""

@@ -21,7 +21,7 @@ from megatron.training.config import Config
 from megatron.training.config.layout import Layout
 from megatron.training.config.model_shape import ModelShape
 from megatron.training.distributed.sharding import Record
-from megatron.training.model.shards import Shards, own_shards
+from megatron.training.model.shards import Shards, local_shards
 
 _MESSAGE_S = 60.0
 _PLACE = Path("memory of the ranks")
@@ -101,7 +101,7 @@ def _restore(
         RuntimeError: a message failed.
     """
     shape = shape_of(config)
-    target = own_shards(model, optimizer, groups)
+    target = local_shards(model, optimizer, groups)
     records = all_of_layout(shape, config.layout)
     if target.records != records[dist.get_rank()]:
         raise ValueError(f"the state of this model is not cut as planned for {config.layout}")

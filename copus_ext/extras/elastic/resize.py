@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from copus_ext.extras.elastic.launcher import RESIZE_VARIABLE
+from copus_ext.extras.elastic.environment import RESIZE_VARIABLE
 from copus_ext.extras.elastic.messages import Generation, Member
 from megatron.training.common.control import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE, text_of
 from megatron.training.common.program import tell

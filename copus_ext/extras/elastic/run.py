@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from copus_ext.extras.elastic.choice import Choice, choose
 from copus_ext.extras.elastic.copies import HeldCopies, PeerCopies
-from copus_ext.extras.elastic.launcher import (
+from copus_ext.extras.elastic.environment import (
     COPY_INTERVAL,
     COPY_INTERVAL_VARIABLE,
     PIPE_VARIABLE,
@@ -36,7 +36,7 @@ from megatron.training.common.errors import Relaunch, TrainingFailure, UsageErro
 from megatron.training.resilience.exit_status import RunOutcome
 from megatron.training.resilience.watchdog import exit_immediately
 
-_MOST_FRUITLESS = 5
+_MAX_FRUITLESS = 5
 """So many generations in a row may end before a copy of the state was begun."""
 _TIMEOUT_MINUTES = 10.0
 
@@ -87,7 +87,7 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
             sys.stdout.flush()
             exit_immediately(0)
         fruitless = fruitless + 1 if max(held.sets, default=None) == newest else 0
-        if fruitless >= _MOST_FRUITLESS:
+        if fruitless >= _MAX_FRUITLESS:
             raise Relaunch(f"{fruitless} generations in a row have ended before their first step")
         generation = membership.wait_newer(AGREE_S)
 

@@ -26,7 +26,7 @@ from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.spec_file import SpecError, read_json
 from copus_ext.extras.graph_stages.search import GIB, GraphPartition, GraphProblem
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 from megatron.training.config.layout import Layout
 
 SCHEMA = "copus.graph/1"
@@ -40,7 +40,7 @@ _OF_MODEL = (
 _OF_FILE = ("num_stages", "num_microbatches", "memory_gib", "link_bytes_per_s")
 _OF_FILE += ("costs", "nodes", "edges")
 _PARTS = ("embedding", "layer", "head")
-_MOST, _LARGEST = 1 << 12, 1e30
+_MAX, _LARGEST = 1 << 12, 1e30
 """Largest whole number, such as of layers, and largest number of a file."""
 _SHOWN = 9
 """Passes of a stage in the table."""
@@ -121,8 +121,8 @@ def problem_of_json(raw: Any, **given: Any) -> GraphProblem:
 
 
 def _whole(value: Any, name: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
-        found = f"a whole number of at least 1 and at most {_MOST}, not {_short_of(value)}"
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX:
+        found = f"a whole number of at least 1 and at most {_MAX}, not {_short_of(value)}"
         raise ValueError(f'"{name}" must be {found}')
     return value
 
@@ -206,7 +206,7 @@ def _of_model(raw: dict[str, Any], what: str) -> dict[str, float]:
         if type(length) is not int:
             raise ValueError(f"seq_length of {what} must be a whole number, not {length!r:.60}")
         model = model.with_seq_length(length)
-    rows = to_rows(model, cluster, points_of([c]))
+    rows = to_config_batch(model, cluster, points_of([c]))
     costs = costs_by_block(rows, cluster.load_constants(), context_bytes=0.0)
     at = {"embedding": 0, "layer": 1, "head": -1}[part]
     found = {
@@ -215,7 +215,7 @@ def _of_model(raw: dict[str, Any], what: str) -> dict[str, float]:
         if key != "message_s"
     }
     sent = {"message_bytes": raw["message_bytes"]} if "message_bytes" in raw else {}
-    return found | (sent or {"message_s": float(costs.hop_s[0])})
+    return found | (sent or {"message_s": float(costs.p2p_time_s[0])})
 
 
 def _in_order(names: list[str], edges: list[tuple[int, int]]) -> list[int]:
@@ -264,7 +264,7 @@ def lines(problem: GraphProblem, found: GraphPartition, plain: GraphPartition | 
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     text = ["  ".join(f"{x:{w}}" for x, w in zip(row, widths)).rstrip() for row in rows]
-    surely = "" if found.proved else f"; no partition takes less than {found.least_step_s:.4g} s"
+    surely = "" if found.proved else f"; no partition takes less than {found.min_step_s:.4g} s"
     text.append(f"as a graph: {found.step_s:.4g} s a step{surely}")
     if plain is None:
         return [*text, "as a plain pipeline: no partition fits"]
@@ -320,7 +320,7 @@ def _partition_json(problem: GraphProblem, found: GraphPartition) -> dict[str, A
     graph, timeline = found.graph, problem.timeline(found.graph)
     return {
         "step_s": found.step_s,
-        "least_step_s": found.least_step_s,
+        "min_step_s": found.min_step_s,
         "proved": found.proved,
         "stages": [
             {

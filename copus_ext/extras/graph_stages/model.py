@@ -50,12 +50,9 @@ def _check_sizes(shape: Any, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """One encoder."""
-
     name: str
     """Of the branch, and of its input in a batch."""
     num_layers: int
-    """Layers."""
     seq_length: int
     """Patches or tokens of a sample."""
     reads: str = "patches"
@@ -91,7 +88,6 @@ class BranchedShape:
     branches: tuple[Branch, ...]
     """In the order in which the decoder reads them."""
     decoder_layers: int
-    """Layers of the decoder."""
     seq_length: int
     """Tokens of the text of a sample."""
     decoder_nodes: int = 1

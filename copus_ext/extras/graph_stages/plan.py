@@ -19,7 +19,6 @@ NOTHING_FITS = 4
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
     p = CommandParser(
         prog=program_name(_SCRIPT),
         description="Lay the nodes of a graph out over stages that run at the same time.",

@@ -25,13 +25,13 @@ from copus_ext.planner.partition.layers import LayerPartition, NoPartition, best
 from copus_ext.planner.partition.problem import PartitionProblem
 
 GIB = 2.0**30
-MOST_SETS = 2_000
+MAX_SETS = 2_000
 """Sets of nodes that a search looks at; beyond them nodes that follow each other are joined."""
-MOST_PASSES = 600_000
+MAX_PASSES = 600_000
 """Passes that a search simulates: a second or two."""
 _EDGES_OF_A_PASS = 32
 """Looks at an edge of a stage that take as long as a pass."""
-_MOST_NODES = 60
+_MAX_NODES = 60
 """So many fit the bits of a number."""
 _SAME = 1e-9
 _COSTS = (
@@ -107,7 +107,6 @@ class GraphProblem:
         return set(self.edges) == {(n, n + 1) for n in range(len(self.names) - 1)}
 
     def graph(self, stage_of: Sequence[int], *, is_sequential: bool = False) -> StageGraph:
-        """The stages of a partition."""
         return StageGraph(
             num_nodes=len(self.names),
             edges=self.edges,
@@ -146,7 +145,7 @@ class GraphProblem:
             pp=self.num_stages,
             num_microbatches=self.num_microbatches,
             blocks=blocks,
-            hop_s=float(self.message_s[0]),
+            p2p_time_s=float(self.message_s[0]),
             # Beyond all sums of bytes, so that the arithmetic stays finite.
             limit_bytes=min(self.limit_bytes, 1e30),
             bare_ends=True,
@@ -165,7 +164,7 @@ class GraphPartition:
     """Of a step."""
     step_s: float
     """Seconds of a step, simulated."""
-    least_step_s: float
+    min_step_s: float
     """No partition that fits is faster than this; `step_s` where `proved`."""
     proved: bool
     """Whether surely none is faster."""
@@ -183,14 +182,14 @@ class GraphPartition:
 
 
 def best_graph_partition(
-    problem: GraphProblem, *, is_sequential: bool = False, most_passes: int = MOST_PASSES
+    problem: GraphProblem, *, is_sequential: bool = False, max_passes: int = MAX_PASSES
 ) -> GraphPartition | NoPartition:
     """The partition with the shortest simulated step among those that fit on every stage.
 
     Args:
         problem: nodes, edges and limits.
         is_sequential: the plain pipeline over the nodes in the order in which they are given.
-        most_passes: what may be simulated.
+        max_passes: what may be simulated.
 
     Raises:
         ValueError: more branches beside each other than a search can look at.
@@ -201,14 +200,14 @@ def best_graph_partition(
         small, sets = problem, _in_order(problem)
     else:
         small, sets = _reduced(problem)
-    search = _Search(small, sets, is_sequential=is_sequential, most_passes=most_passes)
+    search = _Search(small, sets, is_sequential=is_sequential, max_passes=max_passes)
     found = search.run()
     if small is problem:
         return found
     if not isinstance(found, NoPartition):
         return _spread(found, problem, small)
     # Nodes were joined: cut between them something may fit.
-    last = _Search(problem, _in_order(problem), is_sequential=False, most_passes=most_passes).run()
+    last = _Search(problem, _in_order(problem), is_sequential=False, max_passes=max_passes).run()
     if isinstance(last, NoPartition):
         return replace(last, proved=False)
     own = tuple((n,) for n in range(len(problem.names)))
@@ -234,7 +233,7 @@ def _of_chain(
         names=problem.names,
         num_microbatches=problem.num_microbatches,
         step_s=found.step_s,
-        least_step_s=found.least_step_s,
+        min_step_s=found.min_step_s,
         proved=found.proved,
         peak_bytes=found.peak_bytes,
         num_simulated=found.num_simulated,
@@ -271,8 +270,8 @@ def _reduced(problem: GraphProblem) -> tuple[GraphProblem, list[int]]:
     """The problem with nodes joined until the search can look at all its sets, and these sets."""
     while True:
         num = len(problem.names)
-        if num <= _MOST_NODES:
-            sets = closed_sets(num, problem.edges, MOST_SETS)
+        if num <= _MAX_NODES:
+            sets = closed_sets(num, problem.edges, MAX_SETS)
             if sets is not None:
                 return problem, sets
         joined = _join_one(problem)
@@ -334,7 +333,7 @@ def _spread(found: GraphPartition, problem: GraphProblem, small: GraphProblem) -
         graph=graph,
         names=problem.names,
         step_s=step_s,
-        least_step_s=min(least, step_s),
+        min_step_s=min(least, step_s),
         proved=step_s <= least * (1 + _SAME),
         peak_bytes=tuple(problem.peak_bytes(graph)),
     )
@@ -344,29 +343,29 @@ class _Search:
     """Branch and bound over chains of sets.
 
     Args:
-        problem: of at most `_MOST_NODES` nodes where it is not sequential.
+        problem: of at most `_MAX_NODES` nodes where it is not sequential.
         sets: as bits, from the empty one to that of all nodes.
         is_sequential: as for `best_graph_partition`.
-        most_passes: what may be simulated.
+        max_passes: what may be simulated.
     """
 
     def __init__(
-        self, problem: GraphProblem, sets: list[int], *, is_sequential: bool, most_passes: int
+        self, problem: GraphProblem, sets: list[int], *, is_sequential: bool, max_passes: int
     ) -> None:
         self.problem, self.sets = problem, sets
-        self.is_sequential, self.most, self.left = is_sequential, most_passes, most_passes
+        self.is_sequential, self.most, self.left = is_sequential, max_passes, max_passes
         self.best: GraphPartition | None = None
         self.spent: tuple[float, int] = np.inf, 0
         self.seen: set[tuple[int, ...]] = set()
         self.unseen_s = np.inf
-        self.least_lack = np.inf
+        self.min_lack = np.inf
         work = problem.forward_s + problem.backward_s
         members = [[n for n in range(len(problem.names)) if s >> n & 1] for s in sets]
         self.work = np.array([work[m].sum() for m in members])
         self.held = np.array(
             [(problem.static_bytes[m] + problem.saved_bytes[m]).sum() for m in members]
         )
-        self.bottleneck, self.fullest = self._least_of_most(self.work, self.held)
+        self.bottleneck, self.fullest = self._min_of_max(self.work, self.held)
 
     @functools.cached_property
     def contained(self) -> list[Any]:
@@ -376,7 +375,7 @@ class _Search:
         bits = np.array(self.sets, dtype=np.uint64)
         return [np.flatnonzero(((bits & one) == one) & (bits != one)) for one in bits]
 
-    def _least_of_most(self, *amounts: Any) -> list[Any]:
+    def _min_of_max(self, *amounts: Any) -> list[Any]:
         """[stages + 1, sets] for each amount of the sets, the least that the stage with most of it
         has, of so many stages that hold what a set lacks."""
         shape = self.problem.num_stages + 1, len(self.sets)
@@ -391,7 +390,6 @@ class _Search:
         return results
 
     def run(self) -> GraphPartition | NoPartition:
-        """Searches."""
         self._follow(0, (), 0.0)
         if self.best is None:
             return self._nothing()
@@ -399,7 +397,7 @@ class _Search:
         return replace(
             self.best,
             proved=not self.unseen_s < self.best.step_s * (1 - _SAME),
-            least_step_s=least,
+            min_step_s=least,
             num_simulated=len(self.seen),
         )
 
@@ -421,7 +419,7 @@ class _Search:
         held = np.maximum(self.held[more] - self.held[at], self.fullest[left - 1, more])
         ok = np.isfinite(bound) & (held <= p.limit_bytes)
         lacks = held[np.isfinite(bound) & ~ok] - p.limit_bytes
-        self.least_lack = min([self.least_lack, *lacks])
+        self.min_lack = min([self.min_lack, *lacks])
         more, bound = more[ok], bound[ok]
         # Ways on that lead to no partition count, too: one edge of one takes so much less.
         self.left -= len(more) * len(p.edges) // _EDGES_OF_A_PASS
@@ -440,7 +438,6 @@ class _Search:
                 self._follow(int(more[i]), (*stages, own), busiest)
 
     def _cut(self, own: int) -> int:
-        """Edges between a stage and others."""
         return sum((own >> a & 1) != (own >> b & 1) for a, b in self.problem.edges)
 
     def _is_first(self, stages: tuple[int, ...], own: int) -> bool:
@@ -465,7 +462,7 @@ class _Search:
         peaks = p.peak_bytes(graph)
         lacks = max(peaks) - p.limit_bytes
         if lacks > 0:
-            self.least_lack = min(self.least_lack, lacks)
+            self.min_lack = min(self.min_lack, lacks)
             return
         step_s = p.step_s(graph)
         limit = np.inf if self.best is None else self.best.step_s
@@ -479,7 +476,7 @@ class _Search:
                 names=p.names,
                 num_microbatches=p.num_microbatches,
                 step_s=step_s,
-                least_step_s=0.0,
+                min_step_s=0.0,
                 proved=False,
                 peak_bytes=tuple(peaks),
                 num_simulated=0,
@@ -494,7 +491,7 @@ class _Search:
                 f"{p.limit_bytes / GIB:.1f} GiB"
             ),
             fix=(
-                f"{self.least_lack / GIB:.1f} GiB too much at least; use more stages or a "
+                f"{self.min_lack / GIB:.1f} GiB too much at least; use more stages or a "
                 "smaller micro-batch"
             ),
             proved=not np.isfinite(self.unseen_s),

@@ -78,7 +78,6 @@ class StageGraph:
 
     @property
     def num_stages(self) -> int:
-        """Stages."""
         return max(self.stage_of) + 1
 
     @functools.cached_property
@@ -117,7 +116,6 @@ class StageGraph:
 
     @functools.cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes whose outputs every node takes."""
         return tuple(tuple(a for a, b in self.edges if b == n) for n in range(self.num_nodes))
 
     @functools.cached_property

@@ -194,7 +194,6 @@ class BranchedTraining:
             g.copy_(mean.view_as(g))
 
     def close(self) -> None:
-        """Destroys the groups of its messages."""
         if self._link is not None:
             self._link.close()
         dist.destroy_process_group(self._alike)
@@ -219,7 +218,6 @@ def config_of(flags: Sequence[str]) -> Config:
 
 @contextlib.contextmanager
 def on_device(kind: str) -> Iterator[Device]:
-    """Joins the world that torchrun described."""
     backend = "nccl" if kind == "cuda" else "gloo"
     with use_device(
         kind, local_rank=int(os.environ.get("LOCAL_RANK", "0")), backend=backend

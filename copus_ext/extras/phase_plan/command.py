@@ -128,13 +128,13 @@ def _held_by(planner: Any) -> Callable[[Any], int]:
         stage_routed_parameters,
     )
     from copus_ext.planner.configuration import Configuration
-    from copus_ext.planner.space import points_of, to_rows
+    from copus_ext.planner.space import points_of, to_config_batch
     from copus_ext.reshard.plan import BYTES_PER_ELEMENT
 
     @functools.cache
     def held(layout: Any) -> int:
         c = Configuration(layout=layout, micro_batch_size=1, global_batch_size=layout.dp)
-        rows = to_rows(planner.model, planner.cluster, points_of([c])).full()
+        rows = to_config_batch(planner.model, planner.cluster, points_of([c])).full()
         own = owned_parameters(rows, stage_parameters(rows), stage_routed_parameters(rows))
         return int(BYTES_PER_ELEMENT * own.max())
 

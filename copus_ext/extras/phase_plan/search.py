@@ -16,7 +16,7 @@ import numpy as np
 
 from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
-from copus_ext.planner.space import LAYOUT, Points
+from copus_ext.planner.space import LAYOUT, Candidates
 from megatron.training.common.errors import UsageError
 from megatron.training.config.batch_schedule import BatchSchedule, make_schedule
 from megatron.training.config.layout import Layout
@@ -43,7 +43,6 @@ class Stage:
 
     @property
     def tokens(self) -> int:
-        """Of its steps."""
         return self.num_steps * self.global_batch_size * self.seq_length
 
 
@@ -140,7 +139,7 @@ Choices = dict[Layout, Choice]
 """The fastest micro-batch of each layout, in one stage."""
 
 
-def choices_of(points: Points, seconds: Any) -> dict[RunWide, Choices]:
+def choices_of(points: Candidates, seconds: Any) -> dict[RunWide, Choices]:
     """The fastest micro-batch of every layout, by what stays through a run. A layout whose ranks
     share no samples goes with every exchange.
 
@@ -175,7 +174,6 @@ class StagePlan:
 
     @property
     def seconds(self) -> float:
-        """Of its steps."""
         return self.stage.num_steps * self.choice.step_s
 
 
@@ -186,7 +184,6 @@ class PhasePlan:
 
     @property
     def seconds(self) -> float:
-        """Of all steps and moves."""
         return sum(s.seconds + s.pause_s for s in self.stages)
 
 

@@ -17,23 +17,23 @@ import numpy as np
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.context import CP_COMM_TYPES
-from copus_ext.cost_model.correct import correct, most_telling
+from copus_ext.cost_model.correct import correct, most_informative
 from copus_ext.cost_model.memory import memory, peaks
 from copus_ext.cost_model.model_spec import ATTENTION, PRESETS, ModelSpec
 from copus_ext.cost_model.peak_correction import (
     AS_PREDICTED,
     PeakCorrection,
     fit_probability,
-    most_bytes,
+    max_bytes,
 )
-from copus_ext.cost_model.rows import Rows, concatenate
+from copus_ext.cost_model.rows import ConfigBatch, concatenate
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.cost_model.step import StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.profile import steps_of
 from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
 from copus_ext.planner.sharing import cp_comm_types_of
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import (
     ContextExchange,
@@ -66,9 +66,7 @@ class MeasuredRun:
     model: ModelSpec
     """What was trained."""
     cluster: ClusterSpec
-    """Where."""
     configuration: Configuration
-    """How."""
     step_s: float | None
     """Seconds of a step; None if it was not timed."""
     out_of_memory: bool
@@ -76,9 +74,9 @@ class MeasuredRun:
     peak_bytes: float | None
     """Memory that the GPU that needed most had in use at most; None if it was not measured."""
     scatter_gather: bool | None = None
-    """As in `Rows`; None: by the model's implementation."""
+    """As in `ConfigBatch`; None: by the model's implementation."""
     tp_overlap: bool = True
-    """As in `Rows`."""
+    """As in `ConfigBatch`."""
     known: bool = False
     """Whether its outcome may correct the others in any case."""
 
@@ -88,7 +86,6 @@ class LayersDoNotDivide(SpecError):
 
 
 def columns() -> tuple[str, ...]:
-    """All columns that a table may have."""
     return (*_OWN, *(f.name for f in fields(ModelSpec) if f.name not in _NO_COLUMNS))
 
 
@@ -322,7 +319,7 @@ def predict(
         steps = dataclasses.replace(steps, keys=np.column_stack([steps.keys, kinds[at]]))
         timed = [j for j, i in enumerate(at) if runs[i].step_s is not None]
         chosen, others = ([j for j in timed if runs[at[j]].known is way] for way in (True, False))
-        told = most_telling(steps.take(others), num_known, known=steps.take(chosen))
+        told = most_informative(steps.take(others), num_known, known=steps.take(chosen))
         chosen += [others[j] for j in told]
         some = [at[j] for j in chosen]
         known[some] = True
@@ -373,7 +370,7 @@ def _memory(runs: Sequence[MeasuredRun], known: Any) -> dict[str, Any]:
         if rows.experts is not None:
             uneven = rows.unevenly_loaded()
             most, sd = peaks(uneven, correction=correction)
-        fits[at] = most_bytes(most, sd, Z_SURE) <= limit
+        fits[at] = max_bytes(most, sd, Z_SURE) <= limit
         likely[at] = fit_probability(peak, limit, doubt)
     ran = np.array([not run.out_of_memory for run in runs])
     return {
@@ -384,16 +381,18 @@ def _memory(runs: Sequence[MeasuredRun], known: Any) -> dict[str, Any]:
     }
 
 
-def rows_of(runs: Sequence[MeasuredRun]) -> Rows:
+def rows_of(runs: Sequence[MeasuredRun]) -> ConfigBatch:
     """Runs as the cost model sees them, in their order."""
     alike = list(_alike(runs).values())
     rows = concatenate([_rows([runs[i] for i in at]) for at in alike])
     return rows.take(np.argsort(np.concatenate(alike)))
 
 
-def _rows(runs: Sequence[MeasuredRun]) -> Rows:
+def _rows(runs: Sequence[MeasuredRun]) -> ConfigBatch:
     """Runs of one model and cluster as the cost model sees them."""
-    rows = to_rows(runs[0].model, runs[0].cluster, points_of([run.configuration for run in runs]))
+    rows = to_config_batch(
+        runs[0].model, runs[0].cluster, points_of([run.configuration for run in runs])
+    )
     usual = bool(rows.scatter_gather)
     scatter = [usual if run.scatter_gather is None else run.scatter_gather for run in runs]
     overlap = np.array([run.tp_overlap for run in runs])
@@ -410,7 +409,6 @@ def _alike(runs: Sequence[MeasuredRun]) -> dict[Any, list[int]]:
 
 
 def groups(runs: Sequence[MeasuredRun]) -> dict[str, list[int]]:
-    """Indices of the runs by group."""
     found: dict[str, list[int]] = {}
     for i, run in enumerate(runs):
         found.setdefault(run.group, []).append(i)

@@ -37,7 +37,7 @@ _SIZES = {
     "gloo": "8,4KiB,64KiB,1MiB,4MiB,16MiB",
     "nccl": "8,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB",
 }
-_MOST_BYTES = 1 << 32
+_MAX_BYTES = 1 << 32
 _LEAVE_S = 5.0
 
 
@@ -97,7 +97,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         sizes = [quantity(part) for part in text.split(",")]
     except SpecError as error:
         raise UsageError(f"--sizes {text}: {error}") from error
-    whole = all(size == int(size) and 1 <= size <= _MOST_BYTES for size in sizes)
+    whole = all(size == int(size) and 1 <= size <= _MAX_BYTES for size in sizes)
     if not whole or len(sizes) < 2 or sizes != sorted(set(sizes)):
         raise UsageError(f"--sizes {text}: give 2 or more that grow, from 1 to 4GiB")
     for flag in ("repeats", "pair_seconds", "timeout"):
@@ -163,8 +163,8 @@ def lead(args: argparse.Namespace, store: Any, place: Place) -> int:
         say(f"note: {path.with_suffix('.jsonl')} is of an earlier version; the probe starts again")
     record.begin(resume=args.resume)
     rounds = session.without(session.tournament(len(hosts)), record.pairs)
-    most_s = len(rounds) * settings.most_s
-    say(f"{len(hosts)} nodes, {settings.backend}, {len(rounds)} rounds, {most_s:.0f} s at most")
+    max_s = len(rounds) * settings.max_s
+    say(f"{len(hosts)} nodes, {settings.backend}, {len(rounds)} rounds, {max_s:.0f} s at most")
     session.announce(store, ranks, settings)
     leads = session.Lead(store=store, settings=settings, place=place, record=record, say=say)
     try:

@@ -14,9 +14,9 @@ FAR = 4.0
 """A link is far if its latency is above the usual one times this: latency scatters more."""
 FAR_S = 2e-4
 """And if it is more than this above it: less is nothing beside a step."""
-MOST_LINES = 20
+MAX_LINES = 20
 """Links that are named one by one."""
-MOST_COLUMNS = 12
+MAX_COLUMNS = 12
 """Nodes up to which the table shows every link; beyond them one line per node."""
 _WIDTH = 9
 _NAME = 24
@@ -157,7 +157,6 @@ class _Words:
     show: Any
 
     def of(self, found: Culprits) -> list[str]:
-        """Lines on what was found."""
         lines = []
         for i in found.nodes:
             both = np.stack([self.values[i], self.values[:, i]])
@@ -186,8 +185,8 @@ class _Words:
             else:
                 continue
             lines.append(f"{self.name} link: {way}; {self.than}")
-        more = len(lines) - MOST_LINES
-        return [*lines[:MOST_LINES], *([f"{self.name} links: {more} more"] if more > 0 else [])]
+        more = len(lines) - MAX_LINES
+        return [*lines[:MAX_LINES], *([f"{self.name} links: {more} more"] if more > 0 else [])]
 
     def _of(self, values: np.ndarray, node: int) -> str:
         return f"{self.show(_median(np.delete(values, node, 1)))} in the median; {self.than}"
@@ -224,7 +223,7 @@ def table(bytes_per_s: Any, latency_s: Any, hosts: Sequence[str]) -> str:
     if np.isnan(speeds).all():
         return "no link was timed"
     known = delays[~np.isnan(delays)]
-    lines = _matrix(speeds, hosts) if len(hosts) <= MOST_COLUMNS else _per_node(speeds, hosts)
+    lines = _matrix(speeds, hosts) if len(hosts) <= MAX_COLUMNS else _per_node(speeds, hosts)
     lines.append(
         f"bandwidth {rate(usual(speeds))} as a rule, {rate(np.nanmin(speeds))} to "
         f"{rate(np.nanmax(speeds))}; latency {duration(float(np.median(known)))} in the median, "

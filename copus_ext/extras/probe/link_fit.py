@@ -16,12 +16,12 @@ _LARGEST_BYTES, _LONGEST_S = 1 << 53, 1e6
 ROBUST_SCALE = 0.1
 """Relative error above which a size counts by its distance and not by its square: a network sends
 messages of some sizes in another way, or lets some through before it holds them back."""
-_LEAST_SHARE = 0.1
+_MIN_SHARE = 0.1
 """Of the time of the largest message, what its bytes take at the least."""
 _BURST = 4.0
 """Where the largest message takes so much longer than the others let expect, a limited link let
 those through at once, and the time of the largest counts."""
-_LEAST_DUPLEX = 0.25
+_MIN_DUPLEX = 0.25
 """Two directions that share everything leave a half to each; less is a disturbed timing."""
 _TRUST_LAST = 0.8
 """Then the bandwidth is at most that between the two largest sizes over this."""
@@ -29,8 +29,6 @@ _TRUST_LAST = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """One direction between two nodes."""
-
     num_bytes: tuple[int, ...]
     """[sizes] of the messages, growing."""
     seconds: tuple[float, ...]
@@ -72,18 +70,15 @@ class Timed:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         timed = {"num_bytes": list(self.num_bytes), "seconds": list(self.seconds)}
         return timed if self.both_ways is None else {**timed, "both_ways": list(self.both_ways)}
 
     @property
     def latency_s(self) -> float:
-        """Time of the smallest message."""
         return self.seconds[0]
 
     @functools.cached_property
     def bytes_per_s(self) -> float:
-        """Bandwidth of the line through all times."""
         return fit_line(self.num_bytes, self.seconds)[1]
 
 
@@ -117,8 +112,8 @@ def fit_line(num_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float,
     # In units of the largest message, so that both numbers are of the size of 1.
     x, y = sizes / sizes[-1], measured / measured[-1]
     last, before = (y[-1] - y[-2]) / (x[-1] - x[-2]), (y[-2] - y[0]) / max(x[-2] - x[0], 1e-12)
-    is_burst = len(x) > 2 and last > _BURST * max(before, 0.0) and last > _LEAST_SHARE
-    least = min(max(_TRUST_LAST * last, _LEAST_SHARE), 1.0) if is_burst else _LEAST_SHARE
+    is_burst = len(x) > 2 and last > _BURST * max(before, 0.0) and last > _MIN_SHARE
+    least = min(max(_TRUST_LAST * last, _MIN_SHARE), 1.0) if is_burst else _MIN_SHARE
     slope = min(max((y[-1] - y[0]) / (1 - x[0]), least), 1.0)
     start = np.log([max(y[0] - slope * x[0], 1e-9), slope])
 
@@ -169,4 +164,4 @@ def duplex(there: Timed, back: Timed) -> float | None:
         return None
     size, seconds = there.both_ways
     alone = max(one.latency_s + size / one.bytes_per_s for one in (there, back))
-    return min(max(alone / seconds, _LEAST_DUPLEX), 1.0)
+    return min(max(alone / seconds, _MIN_DUPLEX), 1.0)

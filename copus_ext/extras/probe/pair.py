@@ -26,11 +26,11 @@ class Wire:
     """One end of a link: the other process of the default group of two. Every call returns when the
     message is through."""
 
-    def __init__(self, peer: int, *, device: str, most_bytes: int, timeout_s: float) -> None:
+    def __init__(self, peer: int, *, device: str, max_bytes: int, timeout_s: float) -> None:
         import torch
 
         self._peer, self._timeout_s = peer, timeout_s
-        self._message = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
+        self._message = torch.zeros(max_bytes, dtype=torch.uint8, device=device)
         self._other = torch.zeros_like(self._message)
         self._order = torch.zeros(2, dtype=torch.int64, device=device)
 
@@ -39,7 +39,6 @@ class Wire:
         self._do("send", self._message[:num_bytes])
 
     def receive(self, num_bytes: int) -> None:
-        """Waits for a message of that size."""
         self._do("recv", self._message[:num_bytes])
 
     def exchange(self, num_bytes: int) -> None:
@@ -61,7 +60,6 @@ class Wire:
         self._do("send", self._order)
 
     def next_order(self) -> tuple[int, int]:
-        """Waits for that."""
         self._do("recv", self._order)
         num_bytes, count = self._order.tolist()
         return num_bytes, count
@@ -222,7 +220,7 @@ def measure(
     trips: dict[int, list[float]] = {}
     both = sizes[0], 0.0
     try:
-        wire = Wire(1 - place, device=DEVICES[backend], most_bytes=sizes[-1], timeout_s=timeout_s)
+        wire = Wire(1 - place, device=DEVICES[backend], max_bytes=sizes[-1], timeout_s=timeout_s)
         for leader in (0, 1):
             if leader == place:
                 trips = lead(wire, sizes, repeats=repeats, budget_s=pair_s / 2)

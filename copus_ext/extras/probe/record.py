@@ -24,7 +24,7 @@ from megatron.training.common.outside import parse_json
 Pair = tuple[int, int]
 """Two nodes, the lower number first."""
 _DIGITS = 4
-_MOST_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 _LONG_WRITE_S = 0.1
 
 
@@ -69,7 +69,7 @@ class LinkRecord:
     def _read(self) -> dict[str, Any]:
         """What is in the file; nothing if it is damaged or missing."""
         try:
-            found = parse_json(read_text(self.path, most_bytes=_MOST_BYTES))
+            found = parse_json(read_text(self.path, max_bytes=_MAX_BYTES))
         except (FileNotFoundError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}

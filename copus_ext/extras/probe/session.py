@@ -41,8 +41,6 @@ class Silence(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a process runs."""
-
     rank: int
     world_size: int
     node: int
@@ -62,7 +60,7 @@ class Settings:
     timeout_s: float
 
     @property
-    def most_s(self) -> float:
+    def max_s(self) -> float:
         """Seconds after which a pair is given up."""
         return self.pair_s + self.timeout_s + _MARGIN_S / 2
 
@@ -249,7 +247,7 @@ class Lead:
             return []
         self.say(
             f"pairs that look slow or far: {len(pairs)}; rounds to run once more: {len(again)}, "
-            f"{len(again) * self.settings.most_s:.0f} s at most"
+            f"{len(again) * self.settings.max_s:.0f} s at most"
         )
         return self._run(again)
 
@@ -276,7 +274,7 @@ class Lead:
     def _answers(self, pairs: Round) -> dict[int, Any]:
         """Runs a round; returns what each of its nodes answers, by node."""
         number, self.num_run = self.num_run, self.num_run + 1
-        until = time.monotonic() + self.settings.most_s + _MARGIN_S
+        until = time.monotonic() + self.settings.max_s + _MARGIN_S
         self.store.set(f"go/{number}", json.dumps(pairs))
         answers = {0: _play(self.store, number, pairs, self.settings, self.place, 0)}
         keys = {node: f"times/{number}/{node}" for pair in pairs for node in pair if node}
@@ -309,7 +307,7 @@ def follow_rounds(store: Any, settings: Settings, place: Place, node: int) -> No
     Raises:
         Silence: the first node says nothing any more.
     """
-    patience = 2 * (settings.most_s + _MARGIN_S)
+    patience = 2 * (settings.max_s + _MARGIN_S)
     for number in itertools.count():
         if wait_for(store, [f"go/{number}"], patience):
             raise Silence("the first node has gone")
@@ -366,7 +364,7 @@ def _play(
         return None
     try:
         own = _keys_of(store, number, mine)
-        return within(settings.most_s, lambda: _measure(own, settings, place, mine, node))
+        return within(settings.max_s, lambda: _measure(own, settings, place, mine, node))
     except Silence as error:
         return {"why": str(error), "stuck": True}
     except Exception as error:

@@ -18,7 +18,7 @@ from copus_ext.cost_model.kernels import gemm_s, moved_s
 from copus_ext.cost_model.layer_time import attention_s
 from copus_ext.cost_model.memory import FRAGMENTATION
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.cost_model.rows import RECOMPUTE_NONE, Rows
+from copus_ext.cost_model.rows import RECOMPUTE_NONE, ConfigBatch
 from copus_ext.extras.serving.problem import Phase, ServingProblem, pipeline_objective
 
 WHOLE = 16
@@ -190,14 +190,16 @@ class ServingCosts:
             layer_s=np.array(layers) / speed[:, None],
             first_s=first / speed,
             last_s=last / speed,
-            hop_s=self._hop_s(_PAIR * tokens * m.hidden_size),
+            p2p_time_s=self._p2p_time_s(_PAIR * tokens * m.hidden_size),
         )
 
-    def _product_s(self, rows: Rows, c: Constants, m: int, n: int, k: int, bits: int) -> float:
+    def _product_s(
+        self, rows: ConfigBatch, c: Constants, m: int, n: int, k: int, bits: int
+    ) -> float:
         read = float(moved_s(rows, c, self.weight_bytes(float(n * k), bits)))
         return max(float(gemm_s(rows, c, max(m, _TILE_ROWS), n, k)), read)
 
-    def _attention_s(self, rows: Rows, c: Constants, prompts: int) -> float:
+    def _attention_s(self, rows: ConfigBatch, c: Constants, prompts: int) -> float:
         """One token of each prompt on all before it, at the middle of what is generated."""
         m = self.model
         keys = prompts * (self.work.prompt + self.work.generate / 2)
@@ -211,7 +213,7 @@ class ServingCosts:
         q = c.launch_sharpness
         return (work**q + (_KERNELS * each) ** q) ** (1 / q)
 
-    def _hop_s(self, num_bytes: float) -> Any:
+    def _p2p_time_s(self, num_bytes: float) -> Any:
         """[devices] seconds of a message to the next device; of the last one 0."""
         cluster, found = self.cluster, []
         c = cluster.load_constants()
@@ -225,12 +227,12 @@ class ServingCosts:
             found.append(c.exchange_s + latency + num_bytes / speed)
         return np.array([*found, 0.0])
 
-    def _rows(self, device: Device, prompts: int) -> Rows:
+    def _rows(self, device: Device, prompts: int) -> ConfigBatch:
         """The device and a prefill micro-batch, as the cost model takes them."""
         alone = replace(self.cluster, gpu=device.spec.gpu, links=None, nodes=())
-        return Rows(
-            **self.model.with_seq_length(self.work.prompt).row_fields(1),
-            **alone.row_fields("bf16"),
+        return ConfigBatch(
+            **self.model.with_seq_length(self.work.prompt).batch_fields(1),
+            **alone.batch_fields("bf16"),
             **dict.fromkeys(("tp", "pp", "vpp", "dp", "num_microbatches"), 1),
             **dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce"), False),
             **dict.fromkeys(("overlap_param_gather", "sequence_parallel"), False),

@@ -32,7 +32,6 @@ class Losses:
 
     @property
     def mean(self) -> float:
-        """Nats per token."""
         return float(self.sums.sum() / self.counts.sum())
 
     def increase_over(self, other: Losses) -> tuple[float, float]:

@@ -44,7 +44,6 @@ class ServingPlan:
         return costs.objective - objective.theta * costs.loss_increase
 
     def to_json(self, costs: ServingCosts) -> dict[str, Any]:
-        """Plain JSON types."""
         found = self.found.costs
         stages = [
             {
@@ -172,7 +171,6 @@ def _least(uniform: dict[int, ServingPlan]) -> int | None:
 
 
 def table(record: dict[str, Any]) -> list[str]:
-    """The answer in lines for people."""
     lines = [f"{'layers':>9}  {'bits':<26}  {'prefill s':>9}  {'token s':>9}  {'GB':>15}  device"]
     for stage in record["stages"]:
         last = stage["first_layer"] + stage["num_layers"] - 1
@@ -207,7 +205,6 @@ def table(record: dict[str, Any]) -> list[str]:
 
 
 def applied_line(applied: dict[str, Any]) -> str:
-    """What was written, for people."""
     return (
         f"wrote {applied['folder']}: loss {applied['loss_before']:.5f} before, "
         f"{applied['loss_after']:.5f} after, increase {applied['loss_increase']:.5f} "

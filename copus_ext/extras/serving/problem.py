@@ -27,7 +27,7 @@ class Phase:
     """[devices] of the embedding, on the device of the first layer."""
     last_s: Any
     """[devices] of the head, on the device of the last layer."""
-    hop_s: Any
+    p2p_time_s: Any
     """[devices] of the message to the next stage, on all devices but that of the last layer."""
 
 
@@ -144,8 +144,6 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a plan costs."""
-
     objective: float
     prefill_s: tuple[float, ...]
     """Of a micro-batch on each stage, in prefill."""
@@ -170,7 +168,7 @@ def costs_of(problem: ServingProblem, stages: tuple[Stage, ...]) -> Costs:
         for found, phase in zip(seconds, (problem.prefill, problem.decode)):
             own = sum(phase.layer_s[device][b] for b in chosen)
             own += phase.first_s[device] if is_first else 0.0
-            found.append(own + (phase.last_s if is_last else phase.hop_s)[device])
+            found.append(own + (phase.last_s if is_last else phase.p2p_time_s)[device])
         held = sum(problem.layer_bytes[b] for b in chosen)
         held += problem.first_bytes * is_first + problem.last_bytes * is_last
         fits &= bool(held <= problem.capacity_bytes[device])

@@ -13,8 +13,6 @@ _WORD = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Quantised:
-    """A matrix of few bits."""
-
     values: torch.Tensor
     """[rows, columns] whole numbers of `bits` bits, int8."""
     scales: torch.Tensor
@@ -74,7 +72,6 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Inverse of `pack`."""
     per_word = _WORD // bits
     shifts = torch.arange(per_word, device=words.device) * bits
     parts = (words.to(torch.int64)[..., None] >> shifts) & ((1 << bits) - 1)

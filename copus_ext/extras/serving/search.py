@@ -31,8 +31,6 @@ _WIDE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A plan and its costs."""
-
     stages: tuple[Stage, ...]
     costs: Costs
 
@@ -68,8 +66,6 @@ class _Node:
 
 @dataclass(frozen=True, kw_only=True)
 class _Path:
-    """A plan by its columns."""
-
     picked: tuple[tuple[int, int, int], ...]
     """Device, its kind, and the column, of each stage."""
     value: float
@@ -102,7 +98,7 @@ class Search:
         p, seen, kind_of = self.p, {}, []
         for j in range(p.num_devices):
             phases = (p.prefill, p.decode)
-            parts = [(*x.layer_s[j], x.first_s[j], x.last_s[j], x.hop_s[j]) for x in phases]
+            parts = [(*x.layer_s[j], x.first_s[j], x.last_s[j], x.p2p_time_s[j]) for x in phases]
             kind_of.append(seen.setdefault((*parts, p.capacity_bytes[j]), (len(seen), j))[0])
         return [j for _, j in seen.values()], kind_of
 
@@ -169,7 +165,7 @@ class Search:
             row, choice = np.nonzero((held <= p.capacity_bytes[j]) & np.isfinite(least))
             seconds = [
                 (counts @ np.asarray(x.layer_s)[j])[choice]
-                + (x.first_s[j] * first + np.where(last, x.last_s[j], x.hop_s[j]))[row]
+                + (x.first_s[j] * first + np.where(last, x.last_s[j], x.p2p_time_s[j]))[row]
                 for x in (p.prefill, p.decode)
             ]
             loss = least[row, choice]
@@ -476,7 +472,6 @@ class Search:
 
 
 def _columns(parts: dict[str, Any]) -> _Columns:
-    """Orders columns by range."""
     order = np.lexsort((parts["length"], parts["start"]))
     parts = {name: values[order] for name, values in parts.items()}
     start, length = parts["start"], parts["length"]

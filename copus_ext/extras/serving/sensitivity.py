@@ -22,8 +22,6 @@ _FIELDS = ("group_size", "loss", "loss_16", "loss_increase", "settings", "standa
 
 @dataclass(kw_only=True)
 class Sensitivity:
-    """Measured loss increases of one checkpoint."""
-
     settings: dict[str, Any]
     """What was measured: checkpoint, data, groups."""
     group_size: int

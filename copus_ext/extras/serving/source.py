@@ -86,7 +86,6 @@ class Source:
         )
 
     def settings(self, group_size: int) -> dict[str, Any]:
-        """What a measurement depends on."""
         manifest = self.archive.folder / files.MANIFEST
         data = manifest.read_bytes() if manifest.is_file() else b""
         return {

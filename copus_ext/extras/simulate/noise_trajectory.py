@@ -35,7 +35,6 @@ class NoiseTrajectory:
 
 
 def power_law(*, end: float, phi_end: float, exponent: float) -> NoiseTrajectory:
-    """phi = phi_end (progress / end)^exponent."""
     start = end / 1e4
     phi = phi_end * (start / end) ** exponent
     return NoiseTrajectory(progress=(start, end), phi=(phi, phi_end))

@@ -23,8 +23,8 @@ GROWTH = 0.2
 """Most of the samples so far over which they do."""
 FIRST = 1e-4
 """Share of the run from which that counts."""
-_MOST_LOG = 60.0
-_LEAST_GAIN = 1e-12
+_MAX_LOG = 60.0
+_MIN_GAIN = 1e-12
 _STIFF = 0.5
 """Gain times the sharpest curvature from which r is solved for."""
 _IMPLICIT = 0.6
@@ -71,7 +71,6 @@ class NoisyQuadratic:
         return self.loss_floor + self.loss_scale * (squares @ self.curvatures) / 2.0
 
     def grad_norm_sq(self, squares: Any) -> Any:
-        """|G|^2 there."""
         return squares @ self.curvatures**2
 
     def norm(self, squares: Any, batch: Any, *, start: int = 0) -> Any:
@@ -88,9 +87,9 @@ class NoisyQuadratic:
     def _moved(self, squares: Any, drop: Any, added: Any, steps: Any) -> Any:
         """After steps of x' = (1 - drop) x + noise of variance `added`."""
         logs = 2.0 * steps * np.log(np.maximum(np.abs(1.0 - drop), _TINY))
-        kept = np.exp(np.minimum(logs, _MOST_LOG))  # Much faster than a power.
+        kept = np.exp(np.minimum(logs, _MAX_LOG))  # Much faster than a power.
         gap = drop * (2.0 - drop)
-        near = np.abs(gap) < _LEAST_GAIN
+        near = np.abs(gap) < _MIN_GAIN
         terms = np.where(near, steps, (1.0 - kept) / np.where(near, 1.0, gap))
         return kept * squares + added * terms
 
@@ -103,7 +102,7 @@ class NoisyQuadratic:
         before, sharpest = self.norm(squares, batch), self.curvatures[0]
         first = np.minimum(rate / before, 1.0 / sharpest)
         moved = self.moved(squares, first, steps, batch)
-        gain = np.maximum(2.0 * rate / (before + self.norm(moved, batch)), _LEAST_GAIN)
+        gain = np.maximum(2.0 * rate / (before + self.norm(moved, batch)), _MIN_GAIN)
         stiff = rate * sharpest > _STIFF * before
         if np.any(stiff):
             rest = self.norm(moved[..., 1:], batch, start=1)
@@ -150,7 +149,6 @@ class QuadraticTraining:
 
     @property
     def progress(self) -> float:
-        """The loss."""
         return self.loss()
 
     def train(self, batch: int, steps: int = 1, *, lr_factor: float = 1.0) -> None:

@@ -42,8 +42,6 @@ class Change:
 
 @dataclass(kw_only=True)
 class Run:
-    """The result of a run."""
-
     name: str
     times_s: dict[str, float | None]
     """Seconds to each target; None where it was not reached."""
@@ -276,8 +274,8 @@ class Runner:
         if to.global_batch_size != before.global_batch_size:
             start = self._lr_factor
             batch = self.state.batch_of_rate(to.global_batch_size)
-            most = rules.most_ramp_samples(self.flags, self.config)
-            ramp = self.rates.ramp(batch, iteration=self.out.steps, start=start, most_samples=most)
+            most = rules.max_ramp_samples(self.flags, self.config)
+            ramp = self.rates.ramp(batch, iteration=self.out.steps, start=start, max_samples=most)
             self.lr_factor = self.rates.lr_factor(batch)
         if decision.kind == "relayout":
             pair = before.layout, to.layout

@@ -49,8 +49,6 @@ BEYOND = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One machine, one model, one recipe."""
-
     name: str
     model: str
     """Name of the model's preset."""
@@ -111,7 +109,6 @@ class Scenario:
         )
 
     def training(self) -> Training:
-        """A run at its start."""
         if self.quadratic is not None:
             return QuadraticTraining(self.quadratic, self.schedule, peak=self.peak)
         return ProgressTraining(self.dynamics, self.schedule, loss_curve(self.targets))
@@ -180,7 +177,6 @@ class Scenario:
 
 
 def presets() -> list[str]:
-    """Names of the scenarios that ship."""
     return sorted(path.stem for path in _DATA.glob("*.json"))
 
 

@@ -24,7 +24,6 @@ _ASKED = 400
 
 
 def _order(layout: Layout) -> tuple[int, ...]:
-    """What layouts are sorted by."""
     return *layout.sizes, layout.ep, layout.expert_tensor_parallel_size, layout.cp
 
 

@@ -16,7 +16,7 @@ from copus_ext.extras.simulate.training_dynamics import RateSchedule, TrainingDy
 
 _EXPONENT = 0.2
 """Of a loss curve that no targets tell."""
-_LEAST = 1e-4
+_MIN = 1e-4
 """Progress below which it stands still, over that of the last target."""
 
 
@@ -80,9 +80,9 @@ def loss_curve(targets: dict[str, float]) -> LossCurve:
     except ValueError:
         logs = np.array([])
     if len(logs) < 2:
-        return LossCurve(scale=last**_EXPONENT, exponent=_EXPONENT, least=_LEAST * last)
+        return LossCurve(scale=last**_EXPONENT, exponent=_EXPONENT, least=_MIN * last)
     slope, at_one = np.polyfit(np.log(list(targets.values())), logs, 1).tolist()
-    return LossCurve(scale=math.exp(at_one), exponent=-slope, least=_LEAST * last)
+    return LossCurve(scale=math.exp(at_one), exponent=-slope, least=_MIN * last)
 
 
 class ProgressTraining:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-_LEAST = 1e-4
+_MIN = 1e-4
 """Lower bound of the progress of a sample."""
 _INTERVALS = 600
 _SCHEDULE_POINTS = 8192
@@ -42,7 +42,7 @@ class GroundTruth:
             phi: noise scale as measured, samples.
         """
         noise = self.noise_scale_multiplier * np.asarray(phi, dtype=float)
-        return np.maximum(noise / (noise + batch), _LEAST)
+        return np.maximum(noise / (noise + batch), _MIN)
 
 
 @dataclass(kw_only=True)
@@ -83,7 +83,6 @@ class TrainingDynamics:
         return min(bisect.bisect_right(self.edges, progress), len(self.phis)) - 1
 
     def phi(self, progress: float) -> float:
-        """Noise scale as measured there, samples."""
         return self.phis[self.interval(progress)]
 
     def samples(self, batch: int, progress: float) -> float:

@@ -26,8 +26,6 @@ _COLUMNS += ["given,s", "order,s", "partition,s", "both,s", "nodes", "layers"]
 
 
 class _OfNodes(PlanCommand):
-    """What both commands share."""
-
     name = ""
 
     def add_flags(self, group: Any) -> None:

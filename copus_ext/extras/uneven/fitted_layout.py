@@ -34,7 +34,7 @@ class FittedLayout:
     """The same with the best partition alone; None where none fits."""
     step_s: float
     """With both."""
-    least_s: float
+    min_s: float
     """No order of nodes with any partition is faster than this."""
     measured_factor: float
     """Measured seconds over predicted ones, the nodes as given; all seconds here have it. 1 where
@@ -60,7 +60,6 @@ class FittedLayout:
 
     @property
     def names(self) -> list[str]:
-        """The nodes in their order."""
         return [self.name(node) for node in self.order]
 
     @property
@@ -73,21 +72,18 @@ class FittedLayout:
 
     @property
     def flags(self) -> list[str]:
-        """Megatron's flags."""
         return self.repartitioned.to_flags()
 
     def name(self, node: int) -> str:
-        """What a node is called."""
         return self.hosts[node] if self.hosts else str(node)
 
     def lines(self) -> list[str]:
-        """What was found and why, for people."""
         alone = "" if self.recut_s is None else f", the best partition alone {self.recut_s:.4g} s"
         lines = [
             f"nodes as given and even stages take {self.given_s:.4g} s"
             f"{'' if self.fits_as_given else ' and do not fit'}, the best order alone "
             f"{self.ordered_s:.4g} s{alone}, both {self.step_s:.4g} s: "
-            f"{100 * self.gain:.1f} % less; surely no less than {self.least_s:.4g} s",
+            f"{100 * self.gain:.1f} % less; surely no less than {self.min_s:.4g} s",
             f"  nodes: {','.join(self.names)}",
         ]
         if self.measured_factor != 1:
@@ -113,7 +109,6 @@ class FittedLayout:
         return [*lines, f"  flags: {shlex.join(self.flags)}"]
 
     def to_json(self, rank: int) -> dict[str, Any]:
-        """Plain JSON types."""
         return {
             "rank": rank,
             "configuration": {**self.repartitioned.to_json(), "node_order": self.names},
@@ -124,7 +119,7 @@ class FittedLayout:
             "ordered_s": self.ordered_s,
             "recut_s": self.recut_s,
             "step_s": self.step_s,
-            "least_s": self.least_s,
+            "min_s": self.min_s,
             "measured_factor": self.measured_factor,
             "gain": self.gain,
             "fits_as_given": self.fits_as_given,

@@ -30,7 +30,7 @@ from copus_ext.extras.uneven.orders import (
 )
 from copus_ext.extras.uneven.pricing import Job, Network, Placement
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 
 EXACT_NODES = 8
 """Up to so many nodes every order is priced, if there are no more than may be looked at."""
@@ -49,8 +49,6 @@ _NO_GAIN = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A link that others wait for."""
-
     kind: Literal["pipeline", "replicas"]
     """What goes over it: messages between stages, or the reduction of gradients."""
     stage: int
@@ -62,15 +60,12 @@ class Limit:
     bytes_per_s: float
     """Bandwidth of the link."""
     latency_s: float
-    """Its latency."""
     seconds: float
     """Of one pipeline message, or of a whole reduction, over it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOrder:
-    """The order found for one layout."""
-
     order: tuple[int, ...]
     """Node at every place, by its number in the matrix; ranks are numbered along it."""
     before_s: float
@@ -79,7 +74,7 @@ class NodeOrder:
     """The same in this order; never more."""
     exact: bool
     """Whether no order is better; otherwise it is the best that a search of bounded length saw."""
-    least_s: float
+    min_s: float
     """No order is faster than this; `after_s` where `exact`."""
     num_priced: int
     """Orders that were looked at."""
@@ -87,7 +82,6 @@ class NodeOrder:
     """What limits the given order: the slowest hop of the slowest replica and the slowest link of a
     ring, for the stage that is through last; those between nodes only."""
     limits_after: tuple[Limit, ...]
-    """What limits this one."""
     hosts: tuple[str, ...] = ()
     """Names of the nodes in this order; empty if they have none."""
 
@@ -107,25 +101,22 @@ class NodeOrder:
         return self.order == tuple(range(len(self.order)))
 
     def name(self, node: int) -> str:
-        """What a node is called."""
         return self.names[self.order.index(node)]
 
     def times(self, factor: float) -> NodeOrder:
         """The same with steps so many times as long; what one message takes stays."""
-        names = ("before_s", "after_s", "least_s")
+        names = ("before_s", "after_s", "min_s")
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
         data = asdict(self)
         return {n: list(v) if isinstance(v, tuple) else v for n, v in data.items()}
 
     def lines(self) -> list[str]:
-        """What was found and why, for people."""
         seen = "no order is better"
         if not self.exact:
             seen = f"the best of {self.num_priced} looked at, and none takes less than "
-            seen += f"{self.least_s:.4g} s"
+            seen += f"{self.min_s:.4g} s"
         if self.is_given:
             lines = [f"node order: as given, step {self.before_s:.4g} s over these links; {seen}"]
         else:
@@ -195,7 +186,7 @@ def find_order(
         before_s=found.before_s,
         after_s=found.after_s,
         exact=found.exact,
-        least_s=found.after_s if found.exact else float(placement.least_s(None)[0]),
+        min_s=found.after_s if found.exact else float(placement.min_s(None)[0]),
         num_priced=found.num_priced,
         limits_before=limits(placement, given),
         limits_after=limits(placement, np.array(found.order)),
@@ -249,7 +240,7 @@ def search_orders(
         )
     exact = orders is not None and len(orders) <= max(evaluations, _FEW)
     if orders is not None and exact:
-        at, after, _ = cheapest(placement.step_s, placement.least_s, orders)
+        at, after, _ = cheapest(placement.step_s, placement.min_s, orders)
         best, priced = orders[at], len(orders)
     else:
         first = [given, np.array(starts, dtype=np.int64).reshape(-1, placement.num_nodes)]
@@ -261,7 +252,7 @@ def search_orders(
         order=tuple(int(node) for node in best),
         before_s=before,
         after_s=after,
-        exact=exact or after <= float(placement.least_s(None)[0]) * (1 + _NO_GAIN),
+        exact=exact or after <= float(placement.min_s(None)[0]) * (1 + _NO_GAIN),
         num_priced=priced,
     )
 
@@ -283,7 +274,7 @@ def _anneal(
     layout = placement.job.layout
     return anneal(
         placement.step_s,
-        placement.least_s,
+        placement.min_s,
         strain,
         np.concatenate([*first, *([greedy_orders(traffic, seconds)] if greedy else [])]),
         evaluations=evaluations,
@@ -381,7 +372,7 @@ def network_of(cluster: ClusterSpec, c: Constants, slowness: Sequence[float] = (
 
 def job_of(model: ModelSpec, cluster: ClusterSpec, what: Configuration, c: Constants) -> Job:
     """What a configuration computes and sends, as the cost model has it."""
-    rows = to_rows(model, cluster, points_of([what])).full()
+    rows = to_config_batch(model, cluster, points_of([what])).full()
     forward, backward, end = stage_work(rows, c, what.layout.pp, what.layout.vpp)
     return Job(
         layout=what.layout,

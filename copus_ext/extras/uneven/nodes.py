@@ -35,10 +35,10 @@ from copus_ext.extras.uneven.pricing import Job, Placement
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.layers import LayerPartition, best_partition, price_partition
 from copus_ext.planner.partition.problem import PartitionProblem, measured_costs
-from copus_ext.planner.partition.search import MOST_WORK, least_of_all
+from copus_ext.planner.partition.search import MAX_WORK, min_of_all
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 
 EVERY_ORDER_NODES = 5
 """Up to so many nodes the best partition of every order is searched."""
@@ -63,7 +63,7 @@ class Effort:
     refined: int = 1_000
     """Orders for each partition found, about."""
     work: float = 1e8
-    """What may be computed to find partitions, in all; see `partition.search.MOST_WORK`."""
+    """What may be computed to find partitions, in all; see `partition.search.MAX_WORK`."""
     rounds: int = 2
     """Times that order and partition are improved in turn, from every start."""
     starts: int = 3
@@ -98,7 +98,7 @@ class Site:
         self.planner, self.configuration, self.factor = planner, configuration, factor
         model, cluster, self.constants = planner.model, planner.cluster, planner.constants
         self._base = dataclasses.replace(cluster, nodes=())
-        self.rows = to_rows(model, self._base, points_of([configuration])).full()
+        self.rows = to_config_batch(model, self._base, points_of([configuration])).full()
         self.slowness = slowness_of(model, cluster, configuration, self.constants)
         linked = self._base
         if cluster.links is None:
@@ -118,7 +118,6 @@ class Site:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the cluster."""
         return self.planner.cluster.num_nodes
 
     @functools.cached_property
@@ -156,7 +155,7 @@ class Site:
         return PartitionProblem.of(
             costs,
             c,
-            hop_s=hops,
+            p2p_time_s=hops,
             limit_bytes=self._limit_bytes[orders[0][places.places]].min(axis=1),
             speed=1.0 / slow[:, 0],
             end_of_step=end,
@@ -180,7 +179,6 @@ class Site:
         )
 
     def placement(self, layers: Sequence[int]) -> Placement:
-        """Prices orders for a partition."""
         key = tuple(layers)
         if key not in self._priced:
             self._priced[key] = Placement(self._job(key), self.network)
@@ -200,7 +198,7 @@ class Site:
         return bool(problem.excess(problem.price([list(layers)]))[0] <= 0)
 
     @functools.cached_property
-    def least_s(self) -> float:
+    def min_s(self) -> float:
         """Seconds that no order of nodes with any partition beats.
 
         All work at the pace of all stages together, each with the fastest nodes it could have, over
@@ -210,7 +208,7 @@ class Site:
         c, places = self.configuration, self._places
         pp, count = c.layout.pp, c.num_microbatches
         if pp == 1:
-            return float(places.least_s(None)[0])
+            return float(places.min_s(None)[0])
         blocks = self._costs.blocks
         forward, backward = float(blocks.forward_s.sum()), float(blocks.backward_s.sum())
         total = float(self._stage_speeds().sum())
@@ -251,12 +249,12 @@ class Site:
         return np.full(pp, speeds[0])
 
     def best_layers(
-        self, order: Any, *, work: float = MOST_WORK, starts: Sequence[Sequence[int]] = ()
+        self, order: Any, *, work: float = MAX_WORK, starts: Sequence[Sequence[int]] = ()
     ) -> tuple[int, ...] | None:
         """The fastest partition for an order of the nodes; None where none fits."""
         if self.configuration.layout.pp == 1:
             return self.layers if self.fits(order, self.layers) else None
-        found = best_partition(self.problem(order), most_work=work, starts=[self.layers, *starts])
+        found = best_partition(self.problem(order), max_work=work, starts=[self.layers, *starts])
         return found.layers if isinstance(found, LayerPartition) else None
 
     def fit(
@@ -335,7 +333,7 @@ class Site:
             ordered_s=factor * ordered_s,
             recut_s=None,
             step_s=factor * step_s,
-            least_s=factor * self.least_s,
+            min_s=factor * self.min_s,
             measured_factor=factor,
             fits_as_given=self.fits(tuple(range(self.num_nodes)), self.layers),
             slowness=tuple(float(x) for x in slow),
@@ -346,7 +344,6 @@ class Site:
     def _tried(
         self, first: tuple[tuple[int, ...], ...], effort: Effort, every: bool
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Orders with partitions that fit."""
         if every and self.num_nodes <= EVERY_ORDER_NODES:
             yield from self._every_order(effort.work)
             return
@@ -391,7 +388,7 @@ class Site:
             if len(set(self._limit_bytes[list(g)].tolist())) == 1
         )
         orders = every_order(self.num_nodes, equivalent=same, turning=self._places.turning)
-        bounds = [least_of_all(self.problem(order)) for order in orders]
+        bounds = [min_of_all(self.problem(order)) for order in orders]
         fastest = float("inf")
         for i in np.argsort(bounds, kind="stable"):
             order = tuple(int(n) for n in orders[i])
@@ -420,7 +417,7 @@ def slowness_of(
 
     def layer_s(kind: ClusterSpec, fitted: Constants) -> float:
         blocks = costs_by_block(
-            to_rows(model, kind, points_of([configuration])).full(), fitted
+            to_config_batch(model, kind, points_of([configuration])).full(), fitted
         ).blocks
         return float(blocks.forward_s[1] + blocks.backward_s[1])
 
@@ -465,12 +462,12 @@ def rank_on_nodes(planner: Planner, batch: int, *, top: int = 10) -> list[Fitted
     # Imported where it is needed, as every `plan` imports this file.
     from tqdm import tqdm
 
-    sites = sorted(_proposed(planner, batch), key=_least_sample_s)
+    sites = sorted(_proposed(planner, batch), key=_min_sample_s)
     found: list[tuple[FittedLayout, Site]] = []
     # No thread for one bar: a program that uses this function may mind signals.
     tqdm.monitor_interval = 0
     for site in tqdm(sites, unit="layout", delay=2, leave=False):
-        if len(found) >= top and _least_sample_s(site) > found[top - 1][0].sample_s:
+        if len(found) >= top and _min_sample_s(site) > found[top - 1][0].sample_s:
             break
         if len(found) == _FITTED:
             break
@@ -480,7 +477,7 @@ def rank_on_nodes(planner: Planner, batch: int, *, top: int = 10) -> list[Fitted
             found.append((fitted, site))
             found.sort(key=lambda x: x[0].sample_s)
     for i, (fitted, site) in enumerate(found[: max(_CLOSELY, top)]):
-        if i < _CLOSELY and _least_sample_s(site) <= min(x.sample_s for x, _ in found):
+        if i < _CLOSELY and _min_sample_s(site) <= min(x.sample_s for x, _ in found):
             again = site.fit(starts=[fitted.order, *_orders_for(site, found)])
             if again is not None and again.step_s < fitted.step_s:
                 fitted = again
@@ -498,8 +495,8 @@ def _orders_for(site: Site, found: Sequence[tuple[FittedLayout, Site]]) -> list[
     return list(dict.fromkeys(orders))[:_KNOWN]
 
 
-def _least_sample_s(site: Site) -> float:
-    return site.factor * site.least_s / site.configuration.global_batch_size
+def _min_sample_s(site: Site) -> float:
+    return site.factor * site.min_s / site.configuration.global_batch_size
 
 
 def _proposed(planner: Planner, batch: int) -> list[Site]:

@@ -26,7 +26,7 @@ _LONGEST = 0.25
 """Part of an order that a reversed or moved block may have, at most."""
 _AT_FIRST, _AT_ONCE = 48, 4096
 """Orders that are priced together where most may turn out not to need it."""
-_A_PRICE, _LEAST_PRICED = 50, 8
+_A_PRICE, _MIN_PRICED = 50, 8
 """Orders that are looked at for each that is priced, and how many are priced at least."""
 _ROUNDING = 1e-12
 """Relative difference of two costs that is none."""
@@ -39,7 +39,6 @@ class Found:
     order: NDArray[np.int64]
     """[n] what is at every place."""
     cost: float
-    """Of this order."""
     num_priced: int
     """Orders that were priced."""
 
@@ -216,7 +215,7 @@ def anneal(
             for values in (now, current, hint):
                 values[order[half:]] = values[order[: _CHAINS - half]]
     told = np.unique(np.concatenate([starts[ranked[: _CHAINS // 4]], seen, now]), axis=0)
-    most = max(evaluations // _A_PRICE, _LEAST_PRICED)
+    most = max(evaluations // _A_PRICE, _MIN_PRICED)
     told = told[np.argsort(least(told), kind="stable")[:most]]
     costs = cost(told)
     looked = len(starts) + rounds * _CHAINS + len(told)

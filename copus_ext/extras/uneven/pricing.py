@@ -50,8 +50,6 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """How the ranks are linked."""
-
     gpus_per_node: int
     """Ranks of a node."""
     inside_bytes_per_s: float
@@ -144,12 +142,12 @@ class Placement:
         self._across_inverse = inverse
         # A ring through all ranks also runs inside the nodes.
         self._ring_inverse = np.maximum(inverse, 1.0 / inside)
-        hop_s = self.network.exchange_s + self._latency + job.hop_bytes * inverse
-        self._hop_s = np.maximum(hop_s, hop_s.transpose(0, 2, 1))
+        p2p_time_s = self.network.exchange_s + self._latency + job.hop_bytes * inverse
+        self._p2p_time_s = np.maximum(p2p_time_s, p2p_time_s.transpose(0, 2, 1))
         # The best link of all, where not one order but all of them are asked for.
         self._away = ~own if self.num_nodes > 1 else own
-        self._least_hop_s = self._hop_s[:, self._away].min(axis=1)
-        self._least_latency = float(self._latency[self._away].min())
+        self._min_p2p_time_s = self._p2p_time_s[:, self._away].min(axis=1)
+        self._min_latency = float(self._latency[self._away].min())
 
     def _ring_edges(self) -> dict[str, Any] | None:
         job = self.job
@@ -220,7 +218,7 @@ class Placement:
         parts = [self.stages_s(orders[i : i + size]) for i in range(0, len(orders), size)]
         return np.concatenate([part.max(axis=0) for part in parts])
 
-    def least_s(self, orders: Orders | None) -> Array:
+    def min_s(self, orders: Orders | None) -> Array:
         """Lower bounds of the seconds of a step, for much less than `step_s`.
 
         Args:
@@ -237,7 +235,7 @@ class Placement:
             hop = np.zeros((job.layout.pp, *hops.shape[1:]))
             hop[: len(hops)] = hops
         end = self._end_s(orders)[..., None]
-        least = bound.least_step_s(forward, backward, hop, end, job.num_microbatches)
+        least = bound.min_step_s(forward, backward, hop, end, job.num_microbatches)
         if orders is None and self._slowness is not None:
             # The slowest node is somewhere, and does the passes of some stage.
             work = (forward + backward).sum(axis=1).min() / self._slowness.min()
@@ -294,11 +292,14 @@ class Placement:
         if orders is None:
             following = self.paths[:, self._following]
             same = self.paths[:, : following.shape[1]] == following
-            inside, away = self._hop_s[self._hop_kind, 0, 0], self._least_hop_s[self._hop_kind]
+            inside, away = (
+                self._p2p_time_s[self._hop_kind, 0, 0],
+                self._min_p2p_time_s[self._hop_kind],
+            )
             return np.where(same, inside, away)[None]
         nodes = orders[:, self.paths]
         following = nodes[..., self._following]
-        return self._hop_s[self._hop_kind, nodes[..., : following.shape[2]], following]
+        return self._p2p_time_s[self._hop_kind, nodes[..., : following.shape[2]], following]
 
     def ring_s(self, orders: Orders | None, num_bytes: Any) -> Array:
         """[pp, m] seconds to reduce-scatter or all-gather [pp, 1 or m] bytes over the replicas; of
@@ -347,7 +348,7 @@ class Placement:
             away = (edges.source != edges.target)[:, None]
             best = inverse[:, self._away].min(axis=1)[edges.kind, None]
             per_byte = np.where(away, best, inverse[edges.kind, 0, 0, None])
-            return np.where(away, self._least_latency, 0.0), per_byte
+            return np.where(away, self._min_latency, 0.0), per_byte
         a, b = orders[:, edges.source].T, orders[:, edges.target].T
         return self._latency[a, b], inverse[edges.kind[:, None], a, b]
 

@@ -52,7 +52,7 @@ def turn_s(forward: Any, backward: Any, hop: Any, num_microbatches: int) -> Any:
     return np.maximum(before, behind) + more * hops
 
 
-def least_step_s(forward: Any, backward: Any, hop: Any, end: Any, num_microbatches: int) -> Any:
+def min_step_s(forward: Any, backward: Any, hop: Any, end: Any, num_microbatches: int) -> Any:
     """[...] seconds that no step is shorter than.
 
     The own work and exchanges of any stage, behind the first micro-batch on its way down to it,

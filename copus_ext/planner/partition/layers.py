@@ -21,15 +21,15 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.peak_correction import AS_PREDICTED, PeakCorrection
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.problem import PartitionProblem, measured_costs
-from copus_ext.planner.partition.search import MAX_PARTITIONS, MOST_WORK, search
+from copus_ext.planner.partition.search import MAX_PARTITIONS, MAX_WORK, search
 from copus_ext.planner.plan import Plan
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 from megatron.training.config.layer_partition import text_of_partition
 
 GIB = 2.0**30
 _ALL_WORK = 2e9
-"""What may be computed for all pipelines of a plan together; see `search.MOST_WORK`."""
+"""What may be computed for all pipelines of a plan together; see `search.MAX_WORK`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class LayerPartition:
     """Layers of every chunk in the order of the model: chunk k runs on stage k mod pp."""
     step_s: float
     """Seconds of a step, simulated."""
-    least_step_s: float
+    min_step_s: float
     """No partition that fits is faster than this; `step_s` where `proved`."""
     proved: bool
     """Whether surely none is faster."""
@@ -88,14 +88,14 @@ class LayerPartition:
 
     def times(self, factor: float) -> LayerPartition:
         """The same with all seconds so many times as long."""
-        return replace(self, step_s=factor * self.step_s, least_step_s=factor * self.least_step_s)
+        return replace(self, step_s=factor * self.step_s, min_step_s=factor * self.min_step_s)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "layers": list(self.layers),
             "layout": self.layout,
             "step_s": self.step_s,
-            "least_step_s": self.least_step_s,
+            "min_step_s": self.min_step_s,
             "proved": self.proved,
             "peak_bytes": list(self.peak_bytes),
         }
@@ -119,7 +119,7 @@ def best_partition(
     problem: PartitionProblem,
     *,
     max_partitions: int = MAX_PARTITIONS,
-    most_work: float = MOST_WORK,
+    max_work: float = MAX_WORK,
     starts: Sequence[Sequence[int]] = (),
 ) -> LayerPartition | NoPartition:
     """The partition with the shortest simulated step among those that fit on every stage.
@@ -129,7 +129,7 @@ def best_partition(
     Args:
         problem: layers, stages and limits.
         max_partitions: up to so many are all looked at.
-        most_work: what may be computed beyond that; see `search`.
+        max_work: what may be computed beyond that; see `search`.
         starts: partitions to start from, besides balanced ones.
     """
     layers, chunks = problem.blocks.num_layers, problem.num_chunks
@@ -141,7 +141,7 @@ def best_partition(
             ),
             fix=f"use at most {layers} chunks",
         )
-    found = search(problem, max_partitions=max_partitions, most_work=most_work, starts=list(starts))
+    found = search(problem, max_partitions=max_partitions, max_work=max_work, starts=list(starts))
     peaks = problem.price(found.partition[None]).peak_bytes[:, 0]
     if found.excess_bytes > 0:
         worst = int(np.argmax(peaks - problem.limit_bytes))
@@ -165,7 +165,7 @@ def best_partition(
         vpp=problem.vpp,
         layers=tuple(int(n) for n in found.partition),
         step_s=found.step_s,
-        least_step_s=found.least_step_s,
+        min_step_s=found.min_step_s,
         proved=found.proved,
         peak_bytes=tuple(float(x) for x in peaks),
         num_simulated=found.num_simulated,
@@ -195,7 +195,7 @@ def price_partition(
         vpp=problem.vpp,
         layers=tuple(given),
         step_s=step_s,
-        least_step_s=float(problem.least_step_s(priced)[0]),
+        min_step_s=float(problem.min_step_s(priced)[0]),
         proved=False,
         peak_bytes=tuple(float(x) for x in priced.peak_bytes[:, 0]),
     )
@@ -225,7 +225,7 @@ def problem_of(
     Raises:
         ValueError: recompute `block`, or a size that makes no sense.
     """
-    rows = to_rows(model, cluster, points_of([configuration]))
+    rows = to_config_batch(model, cluster, points_of([configuration]))
     costs = measured_costs(
         rows,
         constants or cluster.load_constants(),
@@ -263,7 +263,7 @@ class Repartition:
         return [*flags[:2], *own, *flags[2:]]
 
     def __str__(self) -> str:
-        surely = "" if self.partition.proved else f", at best {self.partition.least_step_s:.4g} s"
+        surely = "" if self.partition.proved else f", at best {self.partition.min_step_s:.4g} s"
         return (
             f"rank {self.rank} partition {self.partition}: {self.partition.step_s:.4g} s instead "
             f"of {self.even_step_s:.4g} s ({100 * self.gain:.1f} % less{surely}): "
@@ -299,7 +299,7 @@ def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
         for i, ranked in enumerate(plan.ranked)
         if ranked.configuration.layout.pp > 1 and ranked.configuration.recompute != "block"
     ]
-    share = min(MOST_WORK, _ALL_WORK / max(len(pipelines), 1))
+    share = min(MAX_WORK, _ALL_WORK / max(len(pipelines), 1))
     for i, c in pipelines:
         # Measured times say how much longer, or shorter, all of it takes.
         factor = planner.measured_factor(c)
@@ -315,7 +315,7 @@ def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
         even = price_partition(problem, [each] * problem.num_chunks)
         # What suits one layout is near what suits another of as many chunks.
         starts = known.setdefault((problem.pp, problem.vpp), {})
-        partition = best_partition(problem, most_work=share, starts=list(starts))
+        partition = best_partition(problem, max_work=share, starts=list(starts))
         # The even one fits. Only a peak that is the limit to the last digit may come out without.
         if isinstance(partition, LayerPartition):
             better = partition if partition.step_s < even.step_s else even

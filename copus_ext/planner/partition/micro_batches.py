@@ -15,7 +15,7 @@ from copus_ext.cost_model.step import stage_work
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Plan
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 
 _NO_GAIN = 1e-9
 _LARGEST = 64
@@ -107,7 +107,7 @@ def seconds_by_size(planner: Planner, configuration: Configuration, most: int) -
             micro_batch_size=size,
             global_batch_size=size * configuration.layout.dp,
         )
-        rows = to_rows(planner.model, planner.cluster, points_of([one])).full()
+        rows = to_config_batch(planner.model, planner.cluster, points_of([one])).full()
         if float(planner.peak_bytes_of(rows)[0]) > planner.safe_bytes(one):
             break
         forward, backward, _ = stage_work(rows, planner.constants, 1, 1)

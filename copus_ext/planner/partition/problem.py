@@ -23,14 +23,14 @@ from copus_ext.cost_model.blocks import (
 )
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.peak_correction import AS_PREDICTED, PeakCorrection
-from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.rows import ConfigBatch
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition import bound
 
 
 def measured_costs(
-    rows: Rows,
+    rows: ConfigBatch,
     c: Constants,
     *,
     correction: PeakCorrection = AS_PREDICTED,
@@ -102,7 +102,7 @@ class PartitionProblem:
     """Of a replica and step."""
     blocks: Blocks
     """Costs of embedding, layers and head, on a GPU of speed 1."""
-    hop_s: Any
+    p2p_time_s: Any
     """[pp] seconds of a message from stage r to r + 1; the last from the last to the first."""
     limit_bytes: Any
     """[pp] bytes that a stage may use."""
@@ -152,13 +152,13 @@ class PartitionProblem:
                 f"vpp {self.vpp} needs pp of at least 2 and num_microbatches "
                 f"{self.num_microbatches} a multiple of pp {self.pp}; change one or use vpp 1"
             )
-        for name in ("hop_s", "limit_bytes", "speed"):
+        for name in ("p2p_time_s", "limit_bytes", "speed"):
             given = 1.0 if getattr(self, name) is None else getattr(self, name)
             values = np.asarray(given, dtype=float)
             if values.shape not in ((), (self.pp,)) or not (values >= 0).all():
                 raise ValueError(f"{name} must be {self.pp} numbers of at least 0, one per stage")
             object.__setattr__(self, name, np.broadcast_to(values, self.pp))
-            if name != "hop_s" and not (values > 0).all():
+            if name != "p2p_time_s" and not (values > 0).all():
                 raise ValueError(f"{name} {values.tolist()} must be positive on every stage")
         for name in ("forward_s", "backward_s", "parameters", "static_bytes", "saved_bytes"):
             values = self.of_stages(name)
@@ -259,7 +259,7 @@ class PartitionProblem:
     def step_s(self, priced: Priced) -> Any:
         """[n] seconds of a step, simulated exactly."""
         num = priced.end_s.shape[1]
-        hop = np.repeat(self.hop_s[:, None], num, axis=1)
+        hop = np.repeat(self.p2p_time_s[:, None], num, axis=1)
         count = np.full(num, self.num_microbatches)
         clocks = pipeline_time(priced.forward_s, priced.backward_s, hop, count, vpp=self.vpp)
         return (clocks + priced.end_s).max(axis=0) + self.fixed_s
@@ -283,11 +283,11 @@ class PartitionProblem:
         stages and back."""
         return bound.turn_s(forward, backward, self._hop(forward.ndim), self.num_microbatches)
 
-    def least_step_s(self, priced: Priced) -> Any:
+    def min_step_s(self, priced: Priced) -> Any:
         """[n] a lower bound of `step_s`."""
         f, g, end = priced.forward_s, priced.backward_s, priced.end_s
-        return bound.least_step_s(f, g, self._hop(2), end, self.num_microbatches) + self.fixed_s
+        return bound.min_step_s(f, g, self._hop(2), end, self.num_microbatches) + self.fixed_s
 
     def _hop(self, dimensions: int) -> Any:
         """[pp, 1, ...]"""
-        return self.hop_s.reshape(-1, *[1] * (dimensions - 1))
+        return self.p2p_time_s.reshape(-1, *[1] * (dimensions - 1))

@@ -7,7 +7,7 @@ bounds start a branch and bound, prune its branches, and prove where nothing fit
 Chunks of one stage depend on each other. Beyond `MAX_PARTITIONS` the search climbs from balanced
 partitions, moves one layer at a time, and proves little.
 
-`MOST_WORK` bounds what a search computes, counted and not timed: every machine answers the same.
+`MAX_WORK` bounds what a search computes, counted and not timed: every machine answers the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from copus_ext.planner.partition.problem import PartitionProblem, Priced
 
 MAX_PARTITIONS = 50_000
 """Up to so many partitions are all priced, and so many branches are kept."""
-MOST_WORK = 4e8
+MAX_WORK = 4e8
 """Numbers that a search moves, about: a second or two."""
 _AT_FIRST, _AT_ONCE = 64, 2_000
 """Partitions that are simulated together, where the first ones may rule out the others."""
@@ -42,7 +42,7 @@ class Found:
     """Seconds of a step; NaN where nothing fits."""
     excess_bytes: float
     """Bytes that its worst stage lacks; at most 0 where it fits."""
-    least_step_s: float
+    min_step_s: float
     """No partition that fits is faster than this."""
     proved: bool
     """Whether no other partition is faster (or, where none fits, whether surely none does)."""
@@ -76,7 +76,7 @@ class _Best:
         priced = p.price(partitions)
         self.work -= _PRICED * partitions.size
         fits = np.flatnonzero(p.excess(priced) <= 0)
-        least = p.least_step_s(priced.take(fits))
+        least = p.min_step_s(priced.take(fits))
         order = fits[np.argsort(least, kind="stable")]
         least = np.sort(least, kind="stable")
         start, size = 0, _AT_FIRST
@@ -143,15 +143,15 @@ class _Best:
                 float(shares[i]),
             )
 
-    def found(self, least_step_s: float, proved: bool) -> Found:
-        """What is told of a search that left out nothing faster than `least_step_s`."""
-        least_step_s = min(least_step_s, self.unseen_s)
+    def found(self, min_step_s: float, proved: bool) -> Found:
+        """What is told of a search that left out nothing faster than `min_step_s`."""
+        min_step_s = min(min_step_s, self.unseen_s)
         proved = proved and not self.unseen_s < self.step_s * (1 - _SAME)
         return Found(
             partition=self.partition,
             step_s=self.step_s,
             excess_bytes=float(self.problem.excess(self.problem.price(self.partition[None]))[0]),
-            least_step_s=min(least_step_s, self.step_s),
+            min_step_s=min(min_step_s, self.step_s),
             proved=proved,
             num_simulated=self.num_simulated,
         )
@@ -161,7 +161,7 @@ def search(
     problem: PartitionProblem,
     *,
     max_partitions: int = MAX_PARTITIONS,
-    most_work: float = MOST_WORK,
+    max_work: float = MAX_WORK,
     starts: Any = (),
 ) -> Found:
     """The fastest partition within every stage's memory.
@@ -169,10 +169,10 @@ def search(
     Args:
         problem: with at least one partition (`PartitionProblem.num_partitions`).
         max_partitions: up to so many are all looked at, and so many branches are kept at a time.
-        most_work: what may be computed, about, in numbers that are moved.
+        max_work: what may be computed, about, in numbers that are moved.
         starts: [n, chunks] partitions to climb from, besides balanced ones.
     """
-    best = _Best(problem=problem, work=most_work)
+    best = _Best(problem=problem, work=max_work)
     more = np.asarray(starts, dtype=np.int64).reshape(-1, problem.num_chunks)
     if problem.num_partitions <= max_partitions:
         return _exhaustive(problem, best)
@@ -181,7 +181,7 @@ def search(
     return _from_balanced(problem, best, more)
 
 
-def least_of_all(problem: PartitionProblem) -> float:
+def min_of_all(problem: PartitionProblem) -> float:
     """Seconds of a step that no partition beats; infinity where surely none fits."""
     if problem.vpp > 1 or not problem.num_partitions:
         return float(_min_of_all(problem))
@@ -200,7 +200,7 @@ def _exhaustive(problem: PartitionProblem, best: _Best) -> Found:
 
 
 def _nothing(problem: PartitionProblem, partition: Any, proved: bool) -> Found:
-    best = _Best(problem=problem, work=MOST_WORK)
+    best = _Best(problem=problem, work=MAX_WORK)
     best.try_all(partition[None])
     if best.partition is not None:
         # Sums in another order: it was a rounding error that lacked.
@@ -209,7 +209,7 @@ def _nothing(problem: PartitionProblem, partition: Any, proved: bool) -> Found:
         partition=partition,
         step_s=np.nan,
         excess_bytes=float(problem.excess(problem.price(partition[None]))[0]),
-        least_step_s=np.inf,
+        min_step_s=np.inf,
         proved=proved,
         num_simulated=0,
     )
@@ -252,7 +252,7 @@ class _Tables:
             self.end = np.broadcast_to(found, held.shape).reshape(shape)
         # Of stage r: its work and messages but one there and back with r - 1, so that every stage
         # before it counts with its own boundary.
-        self.before = np.append(0.0, p.hop_s[:-1])
+        self.before = np.append(0.0, p.p2p_time_s[:-1])
         self.own = p.own_s(self.forward, self.backward) - 2 * self.before[:, None, None]
         self.turn = p.turn_s(self.forward, self.backward)
         shape = (p.pp + 1, num + 1)
@@ -272,7 +272,7 @@ class _Tables:
 
     def passed(self, r: int) -> Any:
         """[i, k] what stage r adds to those after it: one micro-batch, there and back."""
-        hop = self.problem.hop_s[r] if r < self.problem.pp - 1 else 0.0
+        hop = self.problem.p2p_time_s[r] if r < self.problem.pp - 1 else 0.0
         return self.forward[r] + self.backward[r] + 2 * hop
 
     def start(self) -> Any:
@@ -319,7 +319,7 @@ def branch_and_bound(
     Args:
         problem: with vpp 1 and at least one partition.
         max_branches: how many are kept at a time; where more could still hold the best, the answer
-            is not proved, but `Found.least_step_s` counts those left out.
+            is not proved, but `Found.min_step_s` counts those left out.
         best: says what may be computed.
         starts: [n, chunks] partitions to climb from, too.
     """
@@ -327,7 +327,7 @@ def branch_and_bound(
     tables = _Tables(problem)
     if not np.isfinite(tables.ahead[0, 0]):
         return _nothing(problem, tables.min_excess(), proved=True)
-    best = best or _Best(problem=problem, work=MOST_WORK)
+    best = best or _Best(problem=problem, work=MAX_WORK)
     best.work -= _TABLE * tables.fits.size
     first = [_balanced_partitions(problem), tables.start()[None]]
     best.climb(np.concatenate(first if starts is None else [*first, starts]))
@@ -358,7 +358,7 @@ def branch_and_bound(
         places = np.concatenate([places[at], to[:, None]], axis=1)
         low, turn = bound[at, to], turns[at, to]
         end = np.broadcast_to(first, promise.shape)[at, to]
-        down = down[at] + tables.forward[r, i[at], to] + problem.hop_s[r]
+        down = down[at] + tables.forward[r, i[at], to] + problem.p2p_time_s[r]
         shift = shift[at] + way[at, to]
     best.try_all(_layers(places))
     if best.partition is None:

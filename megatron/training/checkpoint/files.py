@@ -70,7 +70,7 @@ def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_text(path: Path, *, most_bytes: int) -> str:
+def read_text(path: Path, *, max_bytes: int) -> str:
     """The text of a small file; bytes that are no UTF-8 become U+FFFD.
 
     Raises:
@@ -78,9 +78,9 @@ def read_text(path: Path, *, most_bytes: int) -> str:
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"{path} is larger than {most_bytes} bytes")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"{path} is larger than {max_bytes} bytes")
     return data.decode(errors="replace")
 
 
@@ -91,7 +91,7 @@ def read_latest(root: Path) -> int | None:
         ValueError: the tracker holds something else than a number.
     """
     try:
-        text = read_text(root / TRACKER, most_bytes=_TRACKER_BYTES).strip()
+        text = read_text(root / TRACKER, max_bytes=_TRACKER_BYTES).strip()
     except FileNotFoundError:
         return None
     if not (text.isascii() and text.isdecimal()):
@@ -247,7 +247,7 @@ def read_manifest(folder: Path) -> dict[str, tuple[int, int]] | None:
     """
     path = folder / MANIFEST
     try:
-        files = parse_json(read_text(path, most_bytes=_MANIFEST_BYTES))["files"]
+        files = parse_json(read_text(path, max_bytes=_MANIFEST_BYTES))["files"]
         sums = {name: (int(f["bytes"]), int(f["crc32"])) for name, f in files.items()}
     except FileNotFoundError:
         return None

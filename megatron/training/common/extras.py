@@ -57,8 +57,9 @@ class Extra:
     They must change neither the memory nor what is legal."""
     cost_terms: str | None = None
     """Reference to a function (candidates) -> `CostTerms`, which the planner calls where a flag of
-    the extra is not its default. Candidates have the columns of `copus_ext.cost_model.rows.Rows`,
-    each [n] or a scalar, and in `extras` those of the flags that are numbers. No torch."""
+    the extra is not its default. Candidates have the columns of `ConfigBatch`
+    (`copus_ext.cost_model.rows`), each [n] or a scalar, and in `extras` those of the flags that are
+    numbers. No torch."""
     step_period: str | None = None
     """Reference to a function (arguments) -> steps after which its work repeats. The time of a step
     is judged by the mean of so many."""

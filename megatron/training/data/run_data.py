@@ -72,7 +72,6 @@ class RunData:
         )
 
     def order(self) -> dict[str, int]:
-        """See `fingerprint.order_of`."""
         found: dict[str, int] = {}
         for source in (*self.train, *self.valid.values(), *self.test.values()):
             found |= order_of(source)

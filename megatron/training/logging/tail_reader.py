@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from megatron.training.logging.metrics import decode
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _LONGEST_LINE = 1 << 26
 
 
@@ -43,13 +43,13 @@ class Tail:
 
     Args:
         path: need not be there yet.
-        most_bytes: how far before the end to begin, and how much to take in at once; None reads
+        max_bytes: how far before the end to begin, and how much to take in at once; None reads
             everything from the beginning.
     """
 
-    def __init__(self, path: Path, *, most_bytes: int | None = _MOST_BYTES) -> None:
-        self.path, self._max_bytes = path, most_bytes
-        self._at: int | None = None if most_bytes else 0
+    def __init__(self, path: Path, *, max_bytes: int | None = _MAX_BYTES) -> None:
+        self.path, self._max_bytes = path, max_bytes
+        self._at: int | None = None if max_bytes else 0
         self._inode = -1
         self.is_whole = True
         """Whether reading began at the beginning of the file."""
@@ -112,9 +112,9 @@ class Tail:
             return b""
 
 
-def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
+def last_lines(path: Path, max_bytes: int) -> Iterator[bytes]:
     """The lines among the last bytes of a file, undecoded, for those who need few of them; none if
     it cannot be read. The first may lack its beginning."""
     with contextlib.suppress(OSError):
-        for _, line in Tail(path, most_bytes=most_bytes).lines():
+        for _, line in Tail(path, max_bytes=max_bytes).lines():
             yield line

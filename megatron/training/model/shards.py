@@ -49,7 +49,7 @@ def parts_of(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def own_shards(model: HasChunks, optimizer: Any, groups: Any) -> Shards:
+def local_shards(model: HasChunks, optimizer: Any, groups: Any) -> Shards:
     """This rank's shards of the live model; nothing is copied. Not collective.
 
     Args:

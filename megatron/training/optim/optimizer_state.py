@@ -15,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.training.distributed.sharding import Record
 from megatron.training.model.gpt import Model
-from megatron.training.model.shards import KINDS, own_shards, parts_of
+from megatron.training.model.shards import KINDS, local_shards, parts_of
 
 _TYPE = "fully_reshardable"
 
@@ -52,7 +52,7 @@ def sharded_optimizer_state(
 
 
 def _tensors(model: Model, optimizer: Any, groups: Any) -> dict[str, ShardedTensor]:
-    shards = own_shards(model, optimizer, groups)
+    shards = local_shards(model, optimizer, groups)
     return {
         f"{kind}.{number}": _tensor(record, kind, shards.tensors[record.shard][kind])
         for number, record in enumerate(shards.records)

@@ -17,7 +17,7 @@ from copus_ext.extras.elastic.messages import (
     FROM_PEER,
     FROM_RANK,
     Generation,
-    Lines,
+    JsonSocket,
     Member,
 )
 from copus_ext.extras.elastic.node import Agent
@@ -70,7 +70,7 @@ def _said(data: bytes, takes: Any) -> list[dict[str, Any]]:
         ours.settimeout(10)
         ours.sendall(data[: 1 << 16])
         ours.shutdown(socket.SHUT_WR)
-        lines, found = Lines(theirs, takes), []
+        lines, found = JsonSocket(theirs, takes), []
         while (messages := lines.read()) is not None:
             found += messages
         return found

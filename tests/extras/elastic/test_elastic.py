@@ -23,16 +23,16 @@ from copus_ext.extras.elastic.copies import (
     HeldCopies,
     Moment,
     Piece,
-    keepers,
-    keepers_of_released,
+    backup_ranks,
+    backup_ranks_of_released,
 )
-from copus_ext.extras.elastic.launcher import (
+from copus_ext.extras.elastic.environment import (
     COPY_INTERVAL,
     COPY_INTERVAL_VARIABLE,
     PIPE_VARIABLE,
     RESIZE_VARIABLE,
 )
-from copus_ext.extras.elastic.messages import Generation, Lines, Member
+from copus_ext.extras.elastic.messages import Generation, JsonSocket, Member
 from copus_ext.extras.elastic.node import Agent
 from copus_ext.extras.elastic.resize import RANKS_FILE, ask_cluster, ranks_asked, staying
 from copus_ext.launch.launchers import Start
@@ -68,7 +68,7 @@ def test_a_generation_survives_its_json() -> None:
 @pytest.mark.parametrize("ranks", [(2,), (4,), (2, 2), (1, 1, 1), (8, 4), (2, 1, 1), (1,) * 5])
 def test_every_copy_has_one_keeper_and_leaves_its_node(ranks: tuple[int, ...]) -> None:
     one = generation(*ranks)
-    for rank, keeper in enumerate(keepers(one)):
+    for rank, keeper in enumerate(backup_ranks(one)):
         assert keeper is not None and keeper != rank
         if len(ranks) > 1:
             assert one.members[keeper].node != one.members[rank].node
@@ -77,7 +77,7 @@ def test_every_copy_has_one_keeper_and_leaves_its_node(ranks: tuple[int, ...]) -
 @pytest.mark.parametrize("ranks", [(2, 2), (1, 1, 1, 1), (2,) * 6])
 def test_one_second_node_is_fatal_and_no_other(ranks: tuple[int, ...]) -> None:
     one = generation(*ranks)
-    found = keepers(one)
+    found = backup_ranks(one)
     for node in one.nodes:
         with_copies = {
             one.members[keeper].node for r in one.ranks_of(node) if (keeper := found[r]) is not None
@@ -86,13 +86,13 @@ def test_one_second_node_is_fatal_and_no_other(ranks: tuple[int, ...]) -> None:
 
 
 def test_a_rank_alone_has_no_keeper() -> None:
-    assert keepers(generation(1)) == [None]
+    assert backup_ranks(generation(1)) == [None]
 
 
 def test_messages_of_two_threads_stay_whole() -> None:
     ours, theirs = socket.socketpair()
     takes = {"of": int, "text": str}
-    sender, receiver = Lines(ours, takes), Lines(theirs, takes)
+    sender, receiver = JsonSocket(ours, takes), JsonSocket(theirs, takes)
     threads = [
         threading.Thread(target=lambda i=i: [sender.send(of=i, text="x" * 500) for _ in range(200)])
         for i in range(4)
@@ -134,7 +134,7 @@ def test_those_that_stay_keep_what_those_that_leave_hold() -> None:
     kept = staying(now.members, 3)
     released = tuple(m for m in now.members if m not in kept)
     following = generation(2, 1, kind="resize", number=2, released=released)
-    assert keepers_of_released(now, following) == [None, None, None, 0, 1]
+    assert backup_ranks_of_released(now, following) == [None, None, None, 0, 1]
     assert Generation.from_json(json.loads(json.dumps(following.to_json()))) == following
 
 
@@ -410,7 +410,7 @@ def test_a_fallback_to_fewer_steps_is_newer() -> None:
 def test_lines_come_whole() -> None:
     ours, theirs = socket.socketpair()
     takes = {"a": int, "b": int}
-    lines = Lines(theirs, takes)
+    lines = JsonSocket(theirs, takes)
     ours.sendall(b'{"a": 1}\n{"b"')
     assert lines.read() == [{"a": 1}]
     ours.sendall(b": 2}\n")
@@ -418,7 +418,7 @@ def test_lines_come_whole() -> None:
     ours.sendall(b"[1]\n")
     assert lines.read() is None, "a launcher sends objects"
     ours.close()
-    assert Lines(theirs, takes).read() is None
+    assert JsonSocket(theirs, takes).read() is None
 
 
 # Layout and batch.

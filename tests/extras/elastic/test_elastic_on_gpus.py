@@ -211,7 +211,7 @@ def test_a_loss_scale_leaves_its_gpu_before_it_goes_to_other_ranks(
     with FakeTensorMode():
         scale = torch.ones(1, device="cuda")
     monkeypatch.setattr(copies, "scaler_state", lambda _: {"scale": scale, "growth_tracker": 3})
-    monkeypatch.setattr(copies, "own_shards", lambda *_: Shards(records=[], tensors=[]))
+    monkeypatch.setattr(copies, "local_shards", lambda *_: Shards(records=[], tensors=[]))
     monkeypatch.setattr(copies, "common_state", lambda *_: {})
     monkeypatch.setattr(copies, "adam_steps", lambda _: 1)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

@@ -20,7 +20,7 @@ import pytest
 
 from copus_ext.extras.elastic import membership, peers
 from copus_ext.extras.elastic.membership import Membership
-from copus_ext.extras.elastic.messages import FROM_PEER, Generation, Lines, Member
+from copus_ext.extras.elastic.messages import FROM_PEER, Generation, JsonSocket, Member
 from copus_ext.extras.elastic.node import Agent
 from copus_ext.extras.elastic.peers import Contact, NotMet, Peers, hello
 from copus_ext.extras.elastic.resize import RANKS_FILE, ranks_asked
@@ -183,8 +183,8 @@ def test_strangers_who_say_nothing_are_bounded_and_hold_up_nobody(
         silent += [node.connect(b"copus"[: j % 5]) for j in range(10)]
     node.look()
     assert sorted(node.peers.lines) == list(friends)
-    assert len(node.peers._strangers) == peers._MOST_STRANGERS
-    assert sum(node.is_closed(one) for one in silent) == len(silent) - peers._MOST_STRANGERS
+    assert len(node.peers._strangers) == peers._MAX_STRANGERS
+    assert sum(node.is_closed(one) for one in silent) == len(silent) - peers._MAX_STRANGERS
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + peers._HELLO_S + 1)
     node.look(1)
@@ -256,8 +256,8 @@ def test_what_a_user_asks_for_is_a_message_whatever_it_is(tmp_path: Path, text: 
     asked = ranks_asked(tmp_path)
     assert asked is not None
     ours, theirs = socket.socketpair()
-    Lines(ours, FROM_PEER).send(asked=list(asked))
-    assert Lines(theirs, FROM_PEER).read() == [{"asked": list(asked)}]
+    JsonSocket(ours, FROM_PEER).send(asked=list(asked))
+    assert JsonSocket(theirs, FROM_PEER).read() == [{"asked": list(asked)}]
 
 
 def _send(connection: socket.socket, data: bytes) -> None:

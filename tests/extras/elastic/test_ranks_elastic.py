@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from copus_ext.extras.elastic.launcher import RESIZE_VARIABLE
+from copus_ext.extras.elastic.environment import RESIZE_VARIABLE
 from copus_ext.extras.elastic.resize import RANKS_FILE
 from megatron.training.common.control import write_stop
 from megatron.training.logging.metrics import read_metrics

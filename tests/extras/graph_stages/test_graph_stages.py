@@ -327,10 +327,10 @@ def test_a_large_graph_is_joined_until_the_search_can_look_at_it() -> None:
         backward_s=2.0,
         limit_bytes=1e9,
     )
-    found = best_graph_partition(problem, most_passes=5_000)
+    found = best_graph_partition(problem, max_passes=5_000)
     assert isinstance(found, GraphPartition)
     assert sum(map(len, found.stages)) == num and len(found.stages) == 6
-    assert found.step_s == problem.step_s(found.graph) and found.least_step_s <= found.step_s
+    assert found.step_s == problem.step_s(found.graph) and found.min_step_s <= found.step_s
     assert closed_sets(num, edges, 2_000) is None
 
 
@@ -347,7 +347,7 @@ def test_where_nothing_fits_nodes_are_joined_no_more() -> None:
         static_bytes=1.0,
         limit_bytes=13.0,
     )
-    found = best_graph_partition(problem, most_passes=5_000)
+    found = best_graph_partition(problem, max_passes=5_000)
     assert isinstance(found, GraphPartition) and not found.proved
     assert found.peak_bytes == (13.0,) * 6 and found.step_s == problem.step_s(found.graph)
 

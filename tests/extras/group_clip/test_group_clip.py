@@ -37,7 +37,7 @@ from copus_ext.planner.space import (
     enumerate_points,
     may_overlap,
     points_of,
-    to_rows,
+    to_config_batch,
 )
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common.device import Device, use_device
@@ -275,7 +275,7 @@ def test_the_planner_counts_the_copies_of_gradients(
     cluster = preset(f"cpu:{tp * pp}")
 
     def stages(spec: ModelSpec) -> Any:
-        return memory(to_rows(spec, cluster, points_of([c]))).stages
+        return memory(to_config_batch(spec, cluster, points_of([c]))).stages
 
     plain, own = stages(dataclasses.replace(model, extras={})), stages(model)
     np.testing.assert_allclose(own["optimizer"] - plain["optimizer"], copies * plain["grads"])
@@ -297,7 +297,7 @@ def test_rows_with_and_without_groups_can_be_fitted_together() -> None:
     c = Configuration(layout=Layout(dp=2), micro_batch_size=2, global_batch_size=16)
     model, cluster = spec_of_flags(FLAGS), preset("cpu:2")
     specs = model, dataclasses.replace(model, extras={})
-    parts = [to_rows(spec, cluster, points_of([c])) for spec in specs]
+    parts = [to_config_batch(spec, cluster, points_of([c])) for spec in specs]
     together = memory(concatenate(parts)).peak_bytes
     np.testing.assert_allclose(together, [memory(part).peak_bytes[0] for part in parts])
     assert together[0] > together[1]
@@ -305,7 +305,7 @@ def test_rows_with_and_without_groups_can_be_fitted_together() -> None:
 
 def test_stages_of_unlike_layers_count_the_copies_too() -> None:
     c = Configuration(layout=Layout(pp=2), micro_batch_size=2, global_batch_size=16, overlap=False)
-    rows = to_rows(spec_of_flags(FLAGS), preset("cpu:2"), points_of([c])).full()
+    rows = to_config_batch(spec_of_flags(FLAGS), preset("cpu:2"), points_of([c])).full()
     found = memory(rows).stages
     whole = sum(float(found[kind].sum()) for kind in ("weights", "grads", "optimizer"))
     costs = costs_by_block(rows, preset("cpu:2").load_constants())

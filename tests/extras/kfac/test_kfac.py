@@ -163,7 +163,7 @@ def test_the_norm_stays() -> None:
 def test_wide_sides_have_no_covariance() -> None:
     torch.manual_seed(5)
     layer = nn.Linear(9, 5, bias=False)
-    factors = Factors(layer, damping=DAMPING, most_wide=8)
+    factors = Factors(layer, damping=DAMPING, max_wide=8)
     assert factors.kinds == ["outputs"]
     grad = after_pass(layer, factors, torch.randn(12, 9))
     whole = Factors(layer, damping=DAMPING)

@@ -22,8 +22,8 @@ from copus_ext.cost_model.kernels import gemm_s
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import memory, peaks, static_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.cost_model.rows import Rows
-from copus_ext.cost_model.step import least_step_s, step_time
+from copus_ext.cost_model.rows import ConfigBatch
+from copus_ext.cost_model.step import min_step_s, step_time
 from copus_ext.goodput.state import ControllerState
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner, Rejected
@@ -33,7 +33,7 @@ from copus_ext.planner.space import (
     Limits,
     enumerate_points,
     points_of,
-    to_rows,
+    to_config_batch,
 )
 from megatron.training.common.device import use_device
 from megatron.training.common.errors import UsageError
@@ -58,25 +58,27 @@ def with_interval(interval: int) -> ModelSpec:
     return replace(MODEL, extras={**MODEL.extras, "kfac_interval": interval})
 
 
-def held_bytes(rows: Rows) -> Any:
+def held_bytes(rows: ConfigBatch) -> Any:
     """[n] bytes of a rank of any stage in a step that makes covariances."""
     return rows.num_layers / rows.pp * terms_of(rows).layer_bytes
 
 
-def sent_bytes(rows: Rows, held: Any) -> Any:
+def sent_bytes(rows: ConfigBatch, held: Any) -> Any:
     """[n] bytes that go once round the replicas, where a rank holds so many parameters."""
     terms = terms_of(rows)
     return rows.num_layers / rows.pp * terms.sent_layer_bytes + terms.sent_parameter_bytes * held
 
 
-def compute_s(rows: Rows, c: Constants) -> Any:
+def compute_s(rows: ConfigBatch, c: Constants) -> Any:
     """[n] mean seconds that a rank of any stage computes in a step."""
     products = terms_of(rows).layer_products
     seconds = sum(count * gemm_s(rows, c, *sizes) for count, *sizes in products)
     return rows.num_layers / rows.pp * seconds
 
 
-def rows_of(model: ModelSpec = MODEL, *, dp: int = 1, pp: int = 1, zero: bool = False) -> Rows:
+def rows_of(
+    model: ModelSpec = MODEL, *, dp: int = 1, pp: int = 1, zero: bool = False
+) -> ConfigBatch:
     """One configuration on CPU ranks."""
     layout = Layout(dp=dp, pp=pp)
     c = Configuration(
@@ -86,7 +88,7 @@ def rows_of(model: ModelSpec = MODEL, *, dp: int = 1, pp: int = 1, zero: bool = 
         use_distributed_optimizer=zero,
         overlap=False,
     )
-    return to_rows(model, preset(f"cpu:{layout.world_size}"), points_of([c])).full()
+    return to_config_batch(model, preset(f"cpu:{layout.world_size}"), points_of([c])).full()
 
 
 @pytest.fixture(scope="module")
@@ -169,15 +171,15 @@ def test_stages_and_shards_divide_it() -> None:
     assert held_bytes(half) == pytest.approx(held_bytes(whole) / 2)
     assert compute_s(half, FLAT) == pytest.approx(compute_s(whole, FLAT) / 2)
     one, shared = rows_of(dp=2), rows_of(dp=2, zero=True)
-    assert cost.own_share(one) == 1 and 0.5 < cost.own_share(shared) < 1
+    assert cost.local_share(one) == 1 and 0.5 < cost.local_share(shared) < 1
     assert held_bytes(shared) < held_bytes(one)
     assert compute_s(shared, FLAT) < compute_s(one, FLAT)
-    assert cost.own_share(rows_of(zero=True)) == 1, "a single replica has all"
+    assert cost.local_share(rows_of(zero=True)) == 1, "a single replica has all"
     overlapped = shared.change(overlap_grad_reduce=np.array([True]))
-    assert cost.own_share(overlapped) == cost.own_share(shared), "one bucket holds it all"
+    assert cost.local_share(overlapped) == cost.local_share(shared), "one bucket holds it all"
     wide = overlapped.change(hidden_size=np.array([4096]), ffn_hidden_size=np.array([16384]))
-    assert cost.own_share(wide) == 1, "each of many buckets is cut"
-    assert cost.own_share(wide.change(overlap_grad_reduce=np.array([False]))) < 0.7
+    assert cost.local_share(wide) == 1, "each of many buckets is cut"
+    assert cost.local_share(wide.change(overlap_grad_reduce=np.array([False]))) < 0.7
 
 
 def test_sides_that_are_too_wide_cost_nothing() -> None:
@@ -206,8 +208,8 @@ def test_a_step_is_longer_and_without_it_nothing_changes() -> None:
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2}, {"dp": 2, "pp": 2, "zero": True}])
 def test_bounds_and_parts_know_it(sizes: dict[str, Any]) -> None:
     rows, c = rows_of(**sizes), preset("cpu:4").load_constants()
-    assert (least_step_s(rows, c) <= step_time(rows, c).step_s).all()
-    assert (least_step_s(rows, c) > least_step_s(rows_of(PLAIN, **sizes), c)).all()
+    assert (min_step_s(rows, c) <= step_time(rows, c).step_s).all()
+    assert (min_step_s(rows, c) > min_step_s(rows_of(PLAIN, **sizes), c)).all()
     whole = memory(rows)
     assert static_bytes(rows) <= whole.peak_bytes
     assert peaks(rows)[0] == pytest.approx(whole.peak_bytes)

@@ -18,7 +18,7 @@ from copus_ext.extras.planner_validation import command
 from copus_ext.extras.planner_validation.validation import kendall_tau, predict, read_table
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.space import points_of, to_config_batch
 from megatron.training.config.layout import Layout
 
 BASE = {"cluster": "a100-80g:16", "model": "llama-2-7b", "global_batch_size": "64"}
@@ -116,7 +116,7 @@ def test_a_known_peak_corrects_the_memory_of_the_others(tmp_path: Path) -> None:
 
 
 def _peak_bytes(planner: Planner, configuration: Configuration) -> float:
-    rows = to_rows(planner.model, planner.cluster, points_of([configuration]))
+    rows = to_config_batch(planner.model, planner.cluster, points_of([configuration]))
     return float(planner.peak_bytes_of(rows)[0])
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.extras.probe.command import answer, base_of, expected_of, parser, settings_of
 from copus_ext.extras.probe.findings import (
-    MOST_LINES,
+    MAX_LINES,
     Culprits,
     culprits,
     duration,
@@ -250,7 +250,7 @@ def test_special_clusters() -> None:
     for i in range(20):
         many[i, [(i + 1) % 20, (i + 2) % 20]] = 1e9
     lines = find(many, np.full((20, 20), 1e-5), hosts(20)).lines
-    assert len(lines) == MOST_LINES + 1 and lines[-1] == "slow links: 20 more"
+    assert len(lines) == MAX_LINES + 1 and lines[-1] == "slow links: 20 more"
     unknown = np.full((4, 4), np.nan)
     found = find(unknown, unknown, hosts(4))
     assert not found.lines and math.isnan(found.bytes_per_s), "nothing known is nothing wrong"
@@ -345,7 +345,7 @@ def test_a_cluster_file_has_what_is_left_while_both_directions_are_used(tmp_path
     spec = ClusterSpec.from_json(record.cluster(preset("h100-80g:16")).to_json())
     assert spec.links is not None and spec.links.duplex == 0.5
     assert spec.links.both_ways().bytes_per_s[0][1] == spec.links.bytes_per_s[0][1] / 2
-    assert spec.row_fields("bf16")["nic_bytes_per_s"] == spec.nic_bytes_per_s / 2
+    assert spec.batch_fields("bf16")["nic_bytes_per_s"] == spec.nic_bytes_per_s / 2
     assert Timed.of(half.to_json()) == half
 
 

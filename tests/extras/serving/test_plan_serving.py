@@ -100,7 +100,7 @@ def test_fewer_bits_save_time_where_weights_are_read_and_a_slow_node_takes_longe
     assert np.ptp(prefill[0]) < 1e-3 * prefill[0, 0]
     assert decode[1] == pytest.approx(2 * decode[0])
     assert one.capacity_bytes[1] < one.capacity_bytes[0] < 40 * 2**30
-    assert one.decode.hop_s[0] > 0 == one.decode.hop_s[1]
+    assert one.decode.p2p_time_s[0] > 0 == one.decode.p2p_time_s[1]
 
 
 def test_all_weights_are_read_once_for_a_token() -> None:

@@ -34,7 +34,7 @@ def a_problem(seed: int) -> ServingProblem:
         first, last = draw.random(2) * 0.3
         hop = 0.05 * draw.integers(0, 3, devices)
         layer = of_bits[None] / speed[:, None]
-        return Phase(layer_s=layer, first_s=first / speed, last_s=last / speed, hop_s=hop)
+        return Phase(layer_s=layer, first_s=first / speed, last_s=last / speed, p2p_time_s=hop)
 
     sizes = {name: int(draw.integers(1, 5)) for name in ("prefill", "decode")}
     sizes |= {"prompts": int(draw.integers(1, 12)), "tokens": int(draw.integers(1, 6))}
@@ -71,7 +71,7 @@ def all_plans(p: ServingProblem) -> list[tuple[Stage, ...]]:
     return found
 
 
-def least_of_all(p: ServingProblem) -> float:
+def min_of_all(p: ServingProblem) -> float:
     costs = (costs_of(p, stages) for stages in all_plans(p))
     return min((c.objective for c in costs if c.fits), default=math.inf)
 
@@ -79,7 +79,7 @@ def least_of_all(p: ServingProblem) -> float:
 @pytest.mark.parametrize("seed", range(36))
 def test_the_plan_is_the_best_of_all(seed: int) -> None:
     problem = a_problem(seed)
-    found, least = Search(problem).run(), least_of_all(problem)
+    found, least = Search(problem).run(), min_of_all(problem)
     assert (found.costs.objective if found else math.inf) == pytest.approx(least, rel=1e-6)
     if found is not None:
         assert found.costs == costs_of(problem, found.stages) and found.costs.fits
@@ -98,7 +98,7 @@ def test_the_best_of_several_micro_batches_is_found() -> None:
     problems = [dataclasses.replace(base, objective=one) for one in objectives]
     answer = find_best(problems)
     assert answer is not None and answer[0] == 1
-    assert answer[1].costs.objective == pytest.approx(min(map(least_of_all, problems)), rel=1e-6)
+    assert answer[1].costs.objective == pytest.approx(min(map(min_of_all, problems)), rel=1e-6)
     tight = [dataclasses.replace(p, capacity_bytes=p.capacity_bytes * 0) for p in problems]
     assert find_best(tight) is None
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.layer_time import hop_bytes, hop_s
+from copus_ext.cost_model.layer_time import hop_bytes, p2p_time_s
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.planner.better_machine import what_would_help
@@ -17,7 +17,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import help_line
 from copus_ext.planner.request import notes_on
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import Limits, may_overlap, points_of, to_rows
+from copus_ext.planner.space import Limits, may_overlap, points_of, to_config_batch
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 from megatron.training.extras.slow_links.feature import SlowLinks
@@ -36,7 +36,7 @@ def _rows(model: ModelSpec, vpp: int = 1, tp: int = 1) -> Any:
         global_batch_size=BATCH,
         sequence_parallel=tp > 1,
     )
-    return to_rows(model, preset("a100-40g:8"), points_of([c])).full()
+    return to_config_batch(model, preset("a100-40g:8"), points_of([c])).full()
 
 
 @pytest.mark.parametrize(("tp", "vpp"), [(1, 1), (2, 1), (1, 2)])
@@ -56,7 +56,7 @@ def test_short_messages_pay_on_slow_links_only() -> None:
     for cluster, pays in ((fast, False), (slow, True)):
         constants = Planner(MODEL, cluster).constants
         hops = [
-            np.max(hop_s(to_rows(model, cluster, points_of([c])).full(), constants))
+            np.max(p2p_time_s(to_config_batch(model, cluster, points_of([c])).full(), constants))
             for model in (MODEL, SHORT)
         ]
         assert (hops[1] < hops[0]) == pays

@@ -68,7 +68,7 @@ def job(tp: int, pp: int, dp: int, *, vpp: int = 1, count: int = 8, seed: int = 
         end=EndOfStep(
             gradient_bytes=size,
             passes=np.ones((1, 1)),
-            least_bytes=np.where(np.arange(pp)[:, None] == 0, size / 8, 0.0),
+            min_bytes=np.where(np.arange(pp)[:, None] == 0, size / 8, 0.0),
             hidden_s=np.where(np.arange(pp)[:, None] == 0, 0.01, 0.0),
             gather_bytes=size / 2,
             first_bytes=np.where(np.arange(pp)[:, None] == 0, size / 16, 0.0),
@@ -225,17 +225,17 @@ def test_no_order_beats_its_bound_nor_that_of_all(case: tuple[Job, Network]) -> 
     work, net = case
     placement = Placement(work, net)
     every = every_order(net.links.num_nodes)
-    costs, least = placement.step_s(every), placement.least_s(every)
+    costs, least = placement.step_s(every), placement.min_s(every)
     assert (least <= costs * (1 + 1e-9)).all()
-    assert placement.least_s(None)[0] <= least.min() * (1 + 1e-9)
+    assert placement.min_s(None)[0] <= least.min() * (1 + 1e-9)
     found = find_order(work, net, evaluations=30)
-    assert found.least_s <= costs.min() * (1 + 1e-9) and found.after_s <= costs[0]
+    assert found.min_s <= costs.min() * (1 + 1e-9) and found.after_s <= costs[0]
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_what_a_search_looks_at_is_bounded(vpp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = Counter[str]()
-    for name in ("step_s", "least_s"):
+    for name in ("step_s", "min_s"):
         whole = getattr(Placement, name)
 
         def counted(self: Any, orders: Any, name: str = name, whole: Any = whole) -> Any:
@@ -247,7 +247,7 @@ def test_what_a_search_looks_at_is_bounded(vpp: int, monkeypatch: pytest.MonkeyP
     net = network(rng.uniform(1e9, 40e9, (24, 24)))
     found = find_order(job(2, 4, 12, vpp=vpp, count=8), net, evaluations=2000)
     assert found.num_priced < 4000 and found.after_s < found.before_s
-    assert looked["least_s"] < 4000, "a start, moves, and swaps of the best"
+    assert looked["min_s"] < 4000, "a start, moves, and swaps of the best"
     assert looked["step_s"] < 1000
 
 
@@ -395,7 +395,7 @@ def test_units_do_not_matter() -> None:
         work.end,
         **{
             n: getattr(work.end, n) / 1024
-            for n in ("gradient_bytes", "least_bytes", "gather_bytes", "first_bytes")
+            for n in ("gradient_bytes", "min_bytes", "gather_bytes", "first_bytes")
         },
     )
     light = replace(work, hop_bytes=work.hop_bytes / 1024, end=end)

@@ -82,7 +82,7 @@ def test_even_nodes_cost_what_they_cost_elsewhere(
     here, there = site._job(site.layers), job_of(MODEL, alike, c, planner.constants)
     assert np.asarray(here.forward_s) == pytest.approx(np.asarray(there.forward_s))
     assert np.asarray(here.backward_s) == pytest.approx(np.asarray(there.backward_s))
-    names = "gradient_bytes gather_bytes first_bytes optimizer_s least_bytes hidden_s"
+    names = "gradient_bytes gather_bytes first_bytes optimizer_s min_bytes hidden_s"
     for name in names.split():
         ours, theirs = (np.broadcast_to(getattr(j.end, name), (pp, 1)) for j in (here, there))
         assert ours == pytest.approx(theirs), name
@@ -187,7 +187,7 @@ def test_no_order_with_any_partition_beats_the_bound(data: Any) -> None:
         priced = site.placement
         for layers in problem.all_partitions()[::7].tolist():
             seconds = priced(layers).step_s(np.array([order]))[0]
-            assert site.least_s <= seconds * (1 + 1e-9), (order, layers)
+            assert site.min_s <= seconds * (1 + 1e-9), (order, layers)
 
 
 def test_a_replica_on_faster_nodes_than_its_stages_is_bounded() -> None:
@@ -198,7 +198,7 @@ def test_a_replica_on_faster_nodes_than_its_stages_is_bounded() -> None:
         Planner(model, dataclasses.replace(spec, nic_bytes_per_s=1e12)), what(1, 2, 4, batch=48)
     )
     seconds = site.step_s((1, 3, 2, 0), (20, 20))
-    assert 0.95 * seconds <= site.least_s <= seconds * (1 + 1e-9)
+    assert 0.95 * seconds <= site.min_s <= seconds * (1 + 1e-9)
 
 
 def uneven_nodes(num: int) -> ClusterSpec:
@@ -212,7 +212,7 @@ def uneven_nodes(num: int) -> ClusterSpec:
 
 def test_a_ranking_of_many_nodes_looks_at_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     orders, partitions = 0, 0
-    bounded, simulated = Placement.least_s, PartitionProblem.step_s
+    bounded, simulated = Placement.min_s, PartitionProblem.step_s
 
     def of_orders(self: Any, some: Any) -> Any:
         nonlocal orders
@@ -224,14 +224,14 @@ def test_a_ranking_of_many_nodes_looks_at_a_bounded_number(monkeypatch: pytest.M
         partitions += priced.end_s.shape[1]
         return simulated(self, priced)
 
-    monkeypatch.setattr(Placement, "least_s", of_orders)
+    monkeypatch.setattr(Placement, "min_s", of_orders)
     monkeypatch.setattr(PartitionProblem, "step_s", of_partitions)
     few = Limits(recompute=("none",), max_micro_batch=2)
     planner = Planner(MODEL, uneven_nodes(12), limits=few)
     found = rank_on_nodes(planner, 48)
     assert len(found) > 3 and orders < 200_000 and partitions < 40_000
     for x in found:
-        assert x.least_s <= x.step_s * (1 + 1e-9)
+        assert x.min_s <= x.step_s * (1 + 1e-9)
         assert not x.fits_as_given or x.step_s <= x.given_s * (1 + 1e-9)
     assert found[0].gain > 0
     assert found == rank_on_nodes(planner, 48), "counted and not timed: the same once more"
@@ -254,7 +254,7 @@ def test_a_profile_is_a_factor_on_what_the_nodes_as_given_take(times: float) -> 
         assert x.measured_factor == pytest.approx(times, rel=0.02)
         if (y := same.get(str(x.configuration))) is not None:
             assert x.given_s == pytest.approx(x.measured_factor * y.given_s)
-            assert x.least_s == pytest.approx(x.measured_factor * y.least_s)
+            assert x.min_s == pytest.approx(x.measured_factor * y.min_s)
             assert x.partition.step_s == pytest.approx(x.step_s, rel=0.05)
     said = "\n".join(measured[0].lines())
     assert ("times the predicted, as measured" in said) == (measured[0].measured_factor != 1)

@@ -41,8 +41,6 @@ _MARK_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A rectangle of a tensor."""
-
     offset: tuple[int, ...]
     """First index along each axis."""
     size: tuple[int, ...]
@@ -50,7 +48,6 @@ class Chunk:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Chunk:
-        """All of a tensor."""
         return cls(offset=(0,) * len(shape), size=shape)
 
     @classmethod
@@ -71,7 +68,6 @@ class Chunk:
 
     @property
     def volume(self) -> int:
-        """Number of elements."""
         return math.prod(self.size)
 
 
@@ -99,8 +95,6 @@ class _Into(DefaultLoadPlanner):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """What the metadata says about one tensor."""
-
     key: str
     """Its name."""
     dtype: torch.dtype
@@ -112,7 +106,6 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -157,7 +150,6 @@ class Archive:
 
     @property
     def iteration(self) -> int:
-        """Steps of the run up to here."""
         return self.common.get("iteration") or 0
 
     def storage(self) -> Mapping[MetadataIndex, Any]:
@@ -165,7 +157,6 @@ class Archive:
         return self.metadata.storage_data or {}
 
     def file_names(self) -> list[str]:
-        """The files it consists of."""
         return file_names(self.metadata)
 
     def read(
@@ -281,7 +272,7 @@ def _check_format(folder: Path) -> None:
             )
         raise Refused(f"{folder} is half-written: it has no {files.CORE_MARK}")
     try:
-        backend = parse_json(files.read_text(mark, most_bytes=_MARK_BYTES))["sharded_backend"]
+        backend = parse_json(files.read_text(mark, max_bytes=_MARK_BYTES))["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise Refused(f"{mark} is damaged ({error})") from error
     if backend != "torch_dist":

@@ -32,8 +32,6 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a checkpoint was proved to hold."""
-
     weights: dict[str, StoredTensor]
     """Weights by key."""
     optimizer: str

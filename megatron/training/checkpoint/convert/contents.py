@@ -94,7 +94,6 @@ def is_known_blob(key: str) -> bool:
 
 
 def query_groups(arguments: Mapping[str, Any]) -> int:
-    """Key-value heads of one layer."""
     heads = arguments["num_attention_heads"]
     if arguments.get("group_query_attention", True):
         return arguments.get("num_query_groups") or heads
@@ -102,7 +101,6 @@ def query_groups(arguments: Mapping[str, Any]) -> int:
 
 
 def head_width(arguments: Mapping[str, Any]) -> int:
-    """Width of one attention head."""
     return (
         arguments.get("kv_channels") or arguments["hidden_size"] // arguments["num_attention_heads"]
     )

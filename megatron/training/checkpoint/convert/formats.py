@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionResult:
-    """What a conversion did."""
-
     source: str
     """Folder read."""
     destination: str
@@ -84,7 +82,6 @@ class ModelFormat(Protocol):
 
 
 def model_formats() -> dict[str, ModelFormat]:
-    """All formats that are there, by name."""
     made = [kind() for _, kind in extras_with("model_format")]
     return {one.name: one for one in made}
 

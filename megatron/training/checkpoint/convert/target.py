@@ -68,8 +68,6 @@ class Changes:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What the checkpoint becomes."""
-
     layout: Layout
     """Layout its flags name."""
     vocab: int
@@ -83,7 +81,6 @@ class Target:
 
 
 def stored_layout(arguments: Mapping[str, Any]) -> Layout:
-    """The layout that stored flags name."""
     return Layout.of_arguments(arguments)
 
 

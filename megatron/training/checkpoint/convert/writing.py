@@ -62,7 +62,6 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data."""
         return self.part.volume * self.dtype.itemsize
 
 

@@ -57,7 +57,7 @@ class GroupClip(StepFeature):
         group_size: samples of a group, a multiple of the micro-batch size.
         limit: largest norm of the mean gradient of a group; None: all groups of a step get the
             smallest norm among them.
-        most_behind: backward passes that any rank may still have to end, of those that this rank
+        max_behind: backward passes that any rank may still have to end, of those that this rank
             has ended, at the end of one of them.
     """
 
@@ -68,7 +68,7 @@ class GroupClip(StepFeature):
         *,
         group_size: int,
         limit: float | None,
-        most_behind: int = 1,
+        max_behind: int = 1,
     ) -> None:
         self.norms: list[torch.Tensor] = []
         """Norms of the mean gradients of this replica's groups in the last step, before clipping:
@@ -77,8 +77,8 @@ class GroupClip(StepFeature):
         """Most groups of which this rank has held a whole copy at once."""
         self._size, self._limit, self._groups = group_size, limit, groups
         self.sample_block = group_size
-        self._most_behind = most_behind
-        self._micro_batches = self._num_groups = self._most_waiting = 0
+        self._max_behind = max_behind
+        self._micro_batches = self._num_groups = self._max_waiting = 0
         # Alone, a rank has the norm of a group at once and needs no copy of it.
         self._is_alone = groups.mp.size() == 1
         self._parts = [_Part(chunk) for chunk in chunks]
@@ -109,7 +109,7 @@ class GroupClip(StepFeature):
         assert self._micro_batches * micro_batch_size == self._size, micro_batch_size
         assert self._num_groups * self._micro_batches == num_microbatches, num_microbatches
         assert not self._waiting, "the step before was not finished"
-        self._most_waiting = math.ceil(self._most_behind / self._micro_batches)
+        self._max_waiting = math.ceil(self._max_behind / self._micro_batches)
         self.norms = []
         for part in self._parts:
             part.seen = part.taken = 0
@@ -158,7 +158,7 @@ class GroupClip(StepFeature):
         """
         while ended := self._num_ended():
             handle = self._waiting[0].handle
-            if ended < self._most_waiting and not handle.is_completed():
+            if ended < self._max_waiting and not handle.is_completed():
                 return
             self._add_first()
 
@@ -219,7 +219,7 @@ def group_clip_of(config: Config, model: Model, groups: Any) -> GroupClip | None
         groups,
         group_size=flags.clip_group_size,
         limit=limit_of(flags.clip_group_norm),
-        most_behind=behind,
+        max_behind=behind,
     )
     model.before_reduction(clip.finish)
     return clip

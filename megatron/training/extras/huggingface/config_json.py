@@ -188,7 +188,6 @@ def _is_full(types: Any, config: Mapping[str, Any]) -> bool:
 
 
 def head_dim_of(config: Mapping[str, Any]) -> int:
-    """Width of one attention head."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 

@@ -306,7 +306,7 @@ def load(
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = parse_json(files.read_text(path, most_bytes=_CONFIG_BYTES))
+        config = parse_json(files.read_text(path, max_bytes=_CONFIG_BYTES))
     except ValueError as error:
         raise Refused(f"{path} is damaged ({error})") from error
     if not isinstance(config, dict):
@@ -453,7 +453,6 @@ def split(key: str, data: torch.Tensor, arguments: Mapping[str, Any]) -> list[to
 
 
 def join(key: str, parts: list[torch.Tensor], arguments: Mapping[str, Any]) -> torch.Tensor:
-    """Inverse of `split`."""
     if not _is_qkv(key):
         return torch.cat(parts)
     groups, width = contents.query_groups(arguments), contents.head_width(arguments)

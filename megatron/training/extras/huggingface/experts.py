@@ -317,7 +317,6 @@ class UnstackedExperts:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
         return {*self._parts, *self._plain}
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:

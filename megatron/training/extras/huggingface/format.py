@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class HuggingFace:
-    """See `ModelFormat`."""
-
     name = "hf"
     title = "a Hugging Face model"
 

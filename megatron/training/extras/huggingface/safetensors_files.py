@@ -69,7 +69,6 @@ class SafetensorsFolder:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
         return set(self._file_of)
 
     def describe(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -119,7 +118,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        listed = parse_json(files.read_text(path, most_bytes=_INDEX_BYTES))["weight_map"]
+        listed = parse_json(files.read_text(path, max_bytes=_INDEX_BYTES))["weight_map"]
         return {str(key): str(value) for key, value in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refused(f"{path} is damaged ({error})") from error

@@ -11,7 +11,7 @@ from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.fields import option
 from megatron.training.config.layout import Layout
 
-MOST_WIDE = 8192
+MAX_WIDE = 8192
 """Inputs or outputs of a layer above which it has no such covariance: that would take more than
 0.27 GB, and its inverse as much."""
 _EXCLUDED = (

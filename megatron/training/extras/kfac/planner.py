@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron.training.common.extras import CostTerms
-from megatron.training.extras.kfac.flags import MOST_WIDE
+from megatron.training.extras.kfac.flags import MAX_WIDE
 
 _INVERSE = 3.0
 """Time of an inverse over that of a product of as many operations."""
@@ -22,10 +22,9 @@ _MATRICES = 4
 
 
 def cost_terms(candidates: Any) -> CostTerms:
-    """See `Extra.cost_terms`."""
     rows, is_on = candidates, np.asarray(candidates.extras["kfac"], dtype=float)
     often = is_on / np.maximum(rows.extras["kfac_interval"], 1)
-    elements, share = covariance_elements(rows), own_share(rows)
+    elements, share = covariance_elements(rows), local_share(rows)
     # Gradients of matrices that lie on several replicas go round twice, or those of all once.
     cut = np.minimum(2 * _buckets(rows) * (rows.copies - 1) / (_MATRICES * _layers(rows)), 1.0)
     gathered = np.where(rows.use_distributed_optimizer, rows.gradient_bytes * cut, 0.0)
@@ -40,11 +39,10 @@ def cost_terms(candidates: Any) -> CostTerms:
 
 
 def _products(rows: Any, is_on: Any, often: Any, share: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """As `CostTerms.layer_products`."""
     width = np.where(np.logical_or(rows.on_cpu, np.equal(rows.element_bytes, 4)), 1.0, 2.0)
     for inputs, outputs in _matrices(rows):
         for side in (inputs, outputs):
-            is_there = width * np.less_equal(side, MOST_WIDE)
+            is_there = width * np.less_equal(side, MAX_WIDE)
             yield is_there * is_on * share, outputs, inputs, side
             yield is_there * often * rows.num_microbatches, side, side, rows.tokens
             # An inverse takes as many operations as half a product of two such matrices.
@@ -68,10 +66,10 @@ def _layers(rows: Any) -> Any:
 def covariance_elements(rows: Any) -> Any:
     """[n] elements of all covariances of one layer. A side that is too wide has none."""
     sides = (np.asarray(w, dtype=float) for pair in _matrices(rows) for w in pair)
-    return sum(np.where(w <= MOST_WIDE, w * w, 0.0) for w in sides)
+    return sum(np.where(w <= MAX_WIDE, w * w, 0.0) for w in sides)
 
 
-def own_share(rows: Any) -> Any:
+def local_share(rows: Any) -> Any:
     """[n] part of a stage's matrices that a rank inverts and multiplies for: all of them, or those
     of which it has a part of the optimizer's state. Its piece of a bucket cuts one more."""
     some = np.minimum(1.0 / rows.copies + _buckets(rows) / (_MATRICES * _layers(rows)), 1.0)

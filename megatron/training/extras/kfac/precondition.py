@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from megatron.training.extras.kfac.flags import MOST_WIDE
+from megatron.training.extras.kfac.flags import MAX_WIDE
 from megatron.training.model.attention import SharedLinear
 from megatron.training.train.step_feature import Schedule, StepFeature
 
@@ -111,9 +111,9 @@ class SharedGradients:
         pieces = []
         for begin, end in self._cut:
             piece = torch.zeros_like(self.data[begin:end])
-            own_begin, own_end = max(begin, first), min(end, first + self._size)
-            if own_begin < own_end:
-                piece[own_begin - begin : own_end - begin] = self.data[own_begin:own_end]
+            local_begin, local_end = max(begin, first), min(end, first + self._size)
+            if local_begin < local_end:
+                piece[local_begin - begin : local_end - begin] = self.data[local_begin:local_end]
             pieces.append(piece)
         if not pieces:
             return
@@ -132,16 +132,16 @@ class Factors:
             [outputs, inputs].
         damping: above 0. Its root is added to the eigenvalues of either covariance, whose mean is
             1.
-        most_wide: inputs or outputs above which the covariance is left out.
+        max_wide: inputs or outputs above which the covariance is left out.
     """
 
-    def __init__(self, layer: Any, *, damping: float, most_wide: int = MOST_WIDE) -> None:
+    def __init__(self, layer: Any, *, damping: float, max_wide: int = MAX_WIDE) -> None:
         self.weight = layer.weight
         self.is_on = False
         """Whether the next passes of the layer count; only `begin` turns it on."""
         outputs, inputs = self.weight.shape
         self._widths = {"inputs": inputs, "outputs": outputs}
-        self.kinds = [kind for kind, width in self._widths.items() if width <= most_wide]
+        self.kinds = [kind for kind, width in self._widths.items() if width <= max_wide]
         """Which covariances there are."""
         self._damping = math.sqrt(damping)
         self.inverses: dict[str, Tensor] = {}
@@ -151,7 +151,6 @@ class Factors:
         self._hook = layer.register_forward_hook(self._on_forward)
 
     def begin(self) -> None:
-        """Lets the following passes count, from zero."""
         self.is_on, device = True, self.weight.device
         self.sums = {
             kind: torch.zeros(self._widths[kind], self._widths[kind], device=device)

@@ -33,7 +33,7 @@ class SlowLinksConfig:
 def check_slow_links(draft: Draft, environment: Environment) -> None:
     """Notes what shorter gradients and messages do not go with, and what they mean for the run;
     see `Extra.check`."""
-    most = _most_stages(draft)
+    most = _max_stages(draft)
     _check_messages(draft, most)
     rank, stages = draft["grad_compression_rank"], draft["grad_compression_stages"]
     flag = f"--grad-compression-rank {rank}"
@@ -67,7 +67,7 @@ def check_slow_links(draft: Draft, environment: Environment) -> None:
         )
 
 
-def _most_stages(draft: Draft) -> int:
+def _max_stages(draft: Draft) -> int:
     """Pipeline stages of the layout that has most, over all phases."""
     later = [Layout.from_text(text).pp for text in draft.values.get("phase_layouts", ())]
     return max(draft["pipeline_model_parallel_size"], *later, 1)

@@ -71,7 +71,6 @@ class LowRankMessages:
         return torch.cat([left.flatten(), right.flatten()]).to(tensor.dtype)
 
     def room(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Room for the message of a tensor of this shape."""
         rows, columns = _matrix(shape)
         size = self._rank_of(rows, columns) * (rows + columns)
         return torch.empty(size, dtype=dtype, device=torch.cuda.current_device())

@@ -15,7 +15,6 @@ _MOVED_BYTES, _KERNELS = 60.0, 12
 
 
 def cost_terms(candidates: Any) -> CostTerms:
-    """See `Extra.cost_terms`."""
     bits = candidates.extras.get("pipeline_message_bits", 0)
     is_on = np.greater(bits, 0)
     return CostTerms(

@@ -143,7 +143,6 @@ class _ShortGroup(_ParamAndGradBucketGroup):
 
 
 def _process_group(group: Any) -> Any:
-    """The replicas of a group of buckets."""
     if group.ddp_config.use_distributed_optimizer:
         return group.intra_distributed_optimizer_instance_group
     return group.data_parallel_group

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.p2p_communication import (
 from megatron.training.extras.slow_links.low_rank import LowRankMessages
 
 _SCALE_BYTES = 4
-_LEAST = 1e-30
+_MIN = 1e-30
 
 
 class StageLink(P2PCommunicator):
@@ -164,7 +164,6 @@ class _Pending:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Waits, and decodes what was received."""
         self._request.wait()
         if self._into is not None:
             self._into.copy_(self._codec.decode(self._message, self._into.shape, self._into.dtype))
@@ -187,7 +186,7 @@ class EightBits:
             infinity or a NaN is decoded to NaN.
         """
         rows = tensor.detach().reshape(-1, tensor.shape[-1]).float()
-        part = rows.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST) / 127.0
+        part = rows.abs().amax(dim=1, keepdim=True).clamp(min=_MIN) / 127.0
         whole = (rows / part).round().nan_to_num(0.0).to(torch.int8)
         return torch.cat([whole, part.view(torch.int8)], dim=1)
 

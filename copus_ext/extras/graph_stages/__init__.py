@@ -1,0 +1,1 @@
+"""Stages as a graph, for models with branches."""

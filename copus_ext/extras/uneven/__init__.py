@@ -1,0 +1,1 @@
+"""Uneven clusters: the order of nodes, uneven stages, mixed hardware."""
