@@ -256,7 +256,7 @@ from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.step import step_time
 from copus_ext.launch.options import read_options
-from copus_ext.planner.space import REJECTION_CODES, Limits, enumerate_points, to_rows
+from copus_ext.planner.space import REJECTION_CODES, Limits, enumerate_points, to_config_batch
 from megatron.training.checkpoint.convert.formats import format_of
 from megatron.training.common.errors import UsageError
 from megatron.training.common.extras import step_period
@@ -281,11 +281,11 @@ points = enumerate_points(planned, preset("cpu:2"), 4, Limits(overlap=False))
 codes = {(int(tp), REJECTION_CODES[code]) for tp, code in zip(points.tp, points.code) if code >= 0}
 assert (2, "extra") in codes and not any(tp == 1 and code == "extra" for tp, code in codes)
 first = points.take(points.tp == 1)
-grown, usual = (memory(to_rows(m, preset("cpu:2"), first)).stages for m in (planned, plain))
+grown, usual = (memory(to_config_batch(m, preset("cpu:2"), first)).stages for m in (planned, plain))
 held, layers = usual["weights"] / 4, (2 / first.pp) * (usual["weights"] > 0)
 assert abs(grown["optimizer"] - usual["optimizer"] - 3 * held - 1e6 * layers).max() < 1
 constants = preset("cpu:2").load_constants()
-slow, fast = (step_time(to_rows(m, preset("cpu:2"), first), constants) for m in (planned, plain))
+slow, fast = (step_time(to_config_batch(m, preset("cpu:2"), first), constants) for m in (planned, plain))
 assert (slow.parts["optimizer"] > fast.parts["optimizer"]).all()
 more = slow.parts["dp"] - fast.parts["dp"]
 copies = first.dp * first.cp
