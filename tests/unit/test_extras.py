@@ -285,7 +285,8 @@ grown, usual = (memory(to_config_batch(m, preset("cpu:2"), first)).stages for m 
 held, layers = usual["weights"] / 4, (2 / first.pp) * (usual["weights"] > 0)
 assert abs(grown["optimizer"] - usual["optimizer"] - 3 * held - 1e6 * layers).max() < 1
 constants = preset("cpu:2").load_constants()
-slow, fast = (step_time(to_config_batch(m, preset("cpu:2"), first), constants) for m in (planned, plain))
+timed = [step_time(to_config_batch(m, preset("cpu:2"), first), constants) for m in (planned, plain)]
+slow, fast = timed
 assert (slow.parts["optimizer"] > fast.parts["optimizer"]).all()
 more = slow.parts["dp"] - fast.parts["dp"]
 copies = first.dp * first.cp
