@@ -8,20 +8,23 @@ from operator import add
 from typing import Any
 
 from copus_ext.cost_model.rows import ConfigBatch
-from megatron.training.common.extras import CostTerms, defaults_of, extras_with
+from megatron.training.common.extras import CostTerms, defaults_of, extras, extras_with
 
 _NOTHING = CostTerms()
+_OF_THE_PLANNER = ("cost_terms", "layout_problems", "batch_problems")
 
 
-def priced_flags(args: Any) -> dict[str, Any]:
-    """The flags that are numbers of each extra with `cost_terms` and a flag that is not its
-    default.
+def planned_flags(args: Any) -> dict[str, Any]:
+    """The flags that are numbers of each extra that costs something or limits layouts or batches,
+    if one of its flags is not the default.
 
     Args:
         args: parsed flags, or anything with the same attributes.
     """
     found: dict[str, Any] = {}
-    for extra, _ in extras_with("cost_terms"):
+    for extra in extras():
+        if not any(getattr(extra, what) for what in _OF_THE_PLANNER):
+            continue
         defaults = defaults_of(extra)
         own = {name: getattr(args, name, default) for name, default in defaults.items()}
         if own != defaults:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from copus_ext.cost_model.extras import priced_flags
+from copus_ext.cost_model.extras import planned_flags
 from copus_ext.cost_model.model_spec import ATTENTION, EXPERT_FIELDS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from megatron.training.config.model_shape import LatentShape
@@ -73,7 +73,7 @@ def spec_of_arguments(args: Any) -> ModelSpec:
         dropout=args.hidden_dropout > 0,
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         gradient_bytes=_gradient_bytes(args),
-        extras=priced_flags(args),
+        extras=planned_flags(args),
         **ATTENTION[attention_of(args)],
         implementation="local" if args.transformer_impl == "local" else "te",
         implementation_given=True,

@@ -147,7 +147,7 @@ class ModelSpec:
     logit, and an fp32 copy, softmax and gradient."""
     extras: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """By field name, the flags of extras that are on, as far as they are numbers: those of
-    `extras.priced_flags`."""
+    `extras.planned_flags`."""
     implementation_given: bool = field(default=False, compare=False)
     """Whether somebody said how layers are implemented; else what they keep is less sure."""
 

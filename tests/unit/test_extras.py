@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from copus_ext.cost_model.extras import planned_flags
 from copus_ext.reshard import saved_state
-from megatron.training.common.extras import PACKAGES, Extra, extras
+from megatron.training.common.extras import PACKAGES, Extra, defaults_of, extras
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.train.step_feature import StepFeature
 from tests.helpers.jobs import TINY
@@ -100,6 +101,16 @@ def test_the_core_works_without_any(house: Path) -> None:
         shutil.rmtree(house / package.replace(".", "/"), ignore_errors=True)
     found = json.loads(in_house(house, ALL_CORE))
     assert not found["extras"] and not {*found["groups"]} & {*FOLDERS}
+
+
+def test_the_planner_asks_an_extra_that_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = dataclasses.replace(
+        next(extra for extra in extras() if extra.layout_problems), cost_terms=None
+    )
+    monkeypatch.setattr("copus_ext.cost_model.extras.extras", lambda: (made,))
+    name, default = next(iter(defaults_of(made).items()))
+    assert planned_flags(SimpleNamespace(**{name: 7})) == {name: 7}
+    assert planned_flags(SimpleNamespace(**{name: default})) == {}
 
 
 def test_no_extra_needs_another_that_it_does_not_name() -> None:

@@ -1,0 +1,1 @@
+"""Abilities of the plain trainer beside the core, one folder each. Nothing outside imports them."""

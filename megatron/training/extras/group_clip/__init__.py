@@ -1,0 +1,1 @@
+"""Gradients clipped by groups of samples, for runs with a few bad samples."""

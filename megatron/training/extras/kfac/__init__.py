@@ -1,0 +1,1 @@
+"""K-FAC in front of Adam."""

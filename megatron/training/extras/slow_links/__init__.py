@@ -1,0 +1,1 @@
+"""Shorter messages where links are slow: 8 bits, low rank, PowerSGD."""
