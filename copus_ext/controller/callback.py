@@ -87,7 +87,7 @@ class Controller(Callback):
         self.failed, self.keeps_settings = False, self._acts
         self._flag_layout: Layout | None = None
         self._present, self._ratio = PresentSamples(), 1
-        self._key, self._log_text, self._earlier_changes = "", UNDECIDED, 0
+        self._key, self._log_text, self._begun_at = "", UNDECIDED, 0
 
     @property
     def _acts(self) -> bool:
@@ -112,7 +112,7 @@ class Controller(Callback):
         timings = time_machine(config.runtime.device)
         self.link = link_of(timings, config)
         self._restore(context)
-        self._earlier_changes = len(self.state.changes)
+        self._begun_at = context.state.iteration
         self.state.begin_launch(timings)
         self._flag_layout = config.layout
         self.machine = on_rank0("setting up the controller", lambda: self._find_machine(context))
@@ -569,4 +569,4 @@ class Controller(Callback):
             changes, mode = self.state.changes, self.flags.copus_mode
             if not goes_on:
                 self.log.note("end", iteration=context.state.iteration, changes=len(changes))
-            print(summary(changes, mode=mode, num_earlier=self._earlier_changes), flush=True)
+            print(summary(changes, mode=mode, begun_at=self._begun_at), flush=True)

@@ -38,17 +38,18 @@ def length_line(total_samples: int, *, before: int, after: int) -> str:
     )
 
 
-def summary(changes: list[ConfigChange], *, mode: str, num_earlier: int = 0) -> str:
+def summary(changes: list[ConfigChange], *, mode: str, begun_at: int = 0) -> str:
     """The changes of a launch and their outcomes, a line for each.
 
     Args:
         changes: of the run.
         mode: `--copus-mode`.
-        num_earlier: how many of them, from the first on, ended in earlier launches.
+        begun_at: steps done when this launch began. What was changed before is only counted.
     """
     if mode != "act":
         return "copus: observed only; the journal says what it would have done"
-    here = changes[num_earlier:]
+    here = [c for c in changes if c.iteration >= begun_at]
+    num_earlier = len(changes) - len(here)
     before = f" in this launch; {counted(num_earlier, 'change')} before" if num_earlier else ""
     what = counted(len(here), "change") if here else "nothing was changed"
     lines = [f"copus: {what}{before}"]

@@ -99,7 +99,9 @@ def measure_outcome(change: ConfigChange, steps: Sequence[StepRecord]) -> None:
     since = steps[len(earlier) :]
     before = of_one_configuration(earlier, change.from_key)[-WINDOW_STEPS:]
     after = [s for s in since if s.key == change.to_key]
-    timed_before, timed = by_one_clock(before, after)
+    sides = by_one_clock(before, after)
+    # Fewer steps are no measurement, as for a decision.
+    timed_before, timed = (side if len(side) >= MIN_TIMED_STEPS else [] for side in sides)
     change.steps = len(after)
     change.samples_per_s_before, change.samples_per_s = _speed(timed_before), _speed(timed)
     change.timed_before, change.timed_after = _range(timed_before), _range(timed)
@@ -110,8 +112,8 @@ def measure_outcome(change: ConfigChange, steps: Sequence[StepRecord]) -> None:
     losses = [s.loss for s in after[:WINDOW_STEPS] if math.isfinite(s.loss)]
     if losses and change.loss_before is not None:
         change.loss_rise = max(losses) - change.loss_before
-    if timed:
-        median = statistics.median(step.seconds for step in timed)
+    if sides[1]:
+        median = statistics.median(step.seconds for step in sides[1])
         change.pause_s = max(after[0].seconds - median, 0.0) if median else None
 
 

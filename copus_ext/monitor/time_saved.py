@@ -186,8 +186,16 @@ def segments_of(run: RunHistory) -> list[Segment]:
     found = []
     if run.decisions.begin == (0, 0):
         found += [finished(0, 0, s) for s in _between(None, decided[0])]
-    for i, pair in enumerate(itertools.pairwise(decided)):
-        found += [finished(i, i + 1, s) for s in _between(*pair)]
+    for i, (a, b) in enumerate(itertools.pairwise(decided)):
+        if accounts[i].first.layout == accounts[i + 1].first.layout:
+            found += [finished(i, i + 1, s) for s in _between(a, b)]
+            continue
+        whole, parts = _between(a, b), _around_launch(a, b, run)
+        if parts is None:
+            found += [replace(s, is_first=False) for s in whole]  # which cannot be compared
+            continue
+        for at, some in zip((i, i + 1), parts):
+            found += [finished(i, at, s) for s in some]
     last = len(decided) - 1
     return [*found, *(finished(last, last, s) for s in _since(decided[-1], run))]
 
@@ -289,6 +297,38 @@ def _between(a: DecisionRecord | None, b: DecisionRecord) -> list[Segment]:
             overhead_s=overhead_s,
         )
     ]
+
+
+def _around_launch(
+    a: DecisionRecord, b: DecisionRecord, run: RunHistory
+) -> tuple[list[Segment], list[Segment]] | None:
+    """The segments between two decisions, before and after a launch that took the run to another
+    layout. By the steps, which share the time without pauses by their own; None where steps are
+    missing."""
+    assert a.account is not None and b.account is not None
+    layout = b.account.first.layout
+    done, end = a.iteration or 0, b.iteration or 0
+    begins = [at for at, name in run.decisions.layouts if name == layout and done <= at <= end]
+    steps = [s for s in run.steps if done < s.iteration <= end]
+    is_whole = [s.iteration for s in steps] == list(range(done + 1, end + 1))
+    known_s = sum(s.seconds or 0.0 for s in steps)
+    whole = _between(a, b)
+    if not (begins and is_whole and known_s > 0.0 and whole):
+        return None
+    scale = (whole[0].seconds - whole[0].overhead_s) / known_s
+    found: tuple[list[Segment], list[Segment]] = [], []
+    lost_s = whole[0].overhead_s
+    for (is_after, sizes), group in itertools.groupby(
+        steps, key=lambda s: (s.iteration > begins[-1], _sizes(s, run))
+    ):
+        own = list(group)
+        seconds = scale * sum(s.seconds or 0.0 for s in own) + lost_s
+        samples = float(len(own) * (sizes.batch or 0))
+        account = b.account if is_after else a.account
+        more = {"samples": samples, "seconds": seconds, "overhead_s": lost_s}
+        found[is_after].append(_segment(sizes, account, **more))
+        lost_s = 0.0
+    return found
 
 
 def _segment(

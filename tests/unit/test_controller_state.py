@@ -99,8 +99,32 @@ def test_the_outcome_of_a_change_is_measured_when_enough_steps_have_followed() -
     assert state.changes == [outcome]
     lines = summary(state.changes, mode="act").splitlines()
     assert lines[0] == "copus: 1 change" and len(lines) == 2
-    resumed = summary(state.changes, mode="act", num_earlier=1)
+    resumed = summary(state.changes, mode="act", begun_at=100)
     assert resumed == "copus: nothing was changed in this launch; 1 change before"
+
+
+def test_a_change_whose_outcome_is_measured_after_a_resume_is_none_of_that_launch() -> None:
+    state = grown(filled(60), iteration=60)
+    filled(10, state=state, batch=16, loss=2.9, seconds=0.2)
+    state = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
+    filled(10, state=state, batch=16, loss=2.9, seconds=0.2)
+    assert state.record_outcome(now=True) is not None
+    told = summary(state.changes, mode="act", begun_at=70)
+    assert told == "copus: nothing was changed in this launch; 1 change before"
+    # One that a relaunch makes is made where that begins.
+    assert len(summary(state.changes, mode="act", begun_at=60).splitlines()) == 2
+
+
+def test_one_step_is_no_outcome() -> None:
+    state = grown(filled(60))
+    filled(4, state=state, batch=16, seconds=2.0)
+    outcome = state.record_outcome(now=True)
+    assert outcome is not None and outcome.steps == 4
+    # The warm-up, and one slow step that nothing confirms.
+    assert (outcome.samples_per_s, outcome.timed_after) == (None, [])
+    assert outcome.speed_over_predicted is None
+    assert outcome.samples_per_s_before == pytest.approx(80.0)
+    assert "then too few steps to tell" in summary([outcome], mode="act")
 
 
 def held(state: ControllerState) -> int | None:

@@ -360,6 +360,34 @@ def test_a_layout_that_the_user_changed_is_no_gain(tmp_path: Path) -> None:
     assert "by the critical batch size and the predicted speed" in run.line
 
 
+def test_steps_before_a_launch_elsewhere_keep_the_layout_that_they_ran_on(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    run.launch("job.0.1", layout="tp1.pp2.dp1")
+    run.speeds = {4: (1.0, "corrected")}
+    run.step(2, 3.0)
+    run.decide()
+    *_, before, after = segments_of(run.history)
+    # 10 steps of 1.5 s on the old layout, where the first batch trains 4 samples in a second, and 2
+    # of 3 s on the new one, where it trains one.
+    assert (before.samples, before.first_samples_per_s) == (160.0, 4.0)
+    assert (after.samples, after.first_samples_per_s) == (32.0, 1.0)
+    assert (before.seconds, after.seconds) == pytest.approx((15.0, 6.0))
+    found = time_saved(segments_of(run.history))
+    assert found is not None
+    assert found.staying_s == pytest.approx(10.0 + (320 / 4.0 + 32 / 1.0) * (1 + 0.5) / (1 + 2.0))
+
+
+def test_without_these_steps_nothing_is_claimed_of_a_time_on_two_layouts(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    run.launch("job.0.1", layout="tp1.pp2.dp1")
+    run.speeds = {4: (1.0, "corrected")}
+    run.step(2, 3.0)
+    run.decide()
+    (tmp_path / "metrics.jsonl").unlink()
+    assert segments_of(run.history)[-1].first_samples_per_s is None
+    assert time_saved(segments_of(run.history)) is None
+
+
 def test_what_was_timed_counts_more_than_what_was_derived_later(tmp_path: Path) -> None:
     run = grown(tmp_path)
     line = run.line
