@@ -297,3 +297,23 @@ def test_standard_library_sources_are_complete_and_ordered(tmp_path):
     assert found == ["json/decoder.py", "os.py", "test/test_os.py"]
     real = stdlib_sources()
     assert len(real) > 100 and not any("site-packages" in path.parts for path in real)
+
+
+def test_a_second_interrupt_waits_until_the_workers_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, shutdown = [], preprocessing.ProcessPoolExecutor.shutdown
+
+    def interrupted(self: Any, *args: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        shutdown(self, *args, **options)
+        ended.append(self)
+
+    monkeypatch.setattr(preprocessing.ProcessPoolExecutor, "shutdown", interrupted)
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "hello"}\n')
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(Job(output_prefix=str(tmp_path / "set"), input=(str(path),), workers=2))
+    # Cut off, it leaves workers that wait for ever, and the process with them.
+    assert ended and not multiprocessing.active_children()
+    assert [x.name for x in tmp_path.iterdir()] == ["in.jsonl"]

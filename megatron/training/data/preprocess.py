@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator
@@ -323,7 +324,8 @@ def _encode_all(job: Job, documents: Iterable[Document]) -> Generator[Encoded, N
             f"a worker process died ({error}); give fewer --workers or more memory"
         ) from error
     finally:
-        executor.shutdown(cancel_futures=True)
+        with _interrupts_deferred():
+            executor.shutdown(cancel_futures=True)
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -357,6 +359,24 @@ def _stop_signals_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Answers Ctrl-C and SIGTERM afterwards: one that cuts off the end of the workers leaves them
+    waiting for ever. A mask would not do, since the threads of the executor take the signal too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    late: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: late.append(number)) for n in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if late:
+            signal.raise_signal(late[0])
 
 
 def _start_worker(parent: int) -> None:
