@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from copus_ext.commands.main import names
 from copus_ext.planner.commands import command_of, helps
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
@@ -198,7 +199,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """
     known = commands()
     if argv and not argv[0].startswith("-") and argv[0] not in known:
-        raise UsageProblem(f"there is no command {argv[0]}{nearest(argv[0], known)}")
+        own = f"plan-{argv[0]}"
+        hint = f"; use copus {own}" if own in names() else nearest(argv[0], known)
+        raise UsageProblem(f"there is no command {argv[0]}{hint}")
     command = argv[0] if argv and argv[0] in known else "search"
     args = parser(command).parse_args(argv[1:] if argv and argv[0] in known else argv)
     args.command = command

@@ -95,6 +95,7 @@ class Meeting(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
+        """The store ends with the process."""
         return True
 
 

@@ -190,8 +190,8 @@ class Node:
         return {"module": launcher.module, "shared": str(shared)}
 
     def _watch(self, workers: Workers, plan: LaunchPlan) -> None:
-        """Returns when the ranks have ended, or have to be ended. Where a launch goes on, those of
-        a node do whatever happens to the others."""
+        """Returns when the ranks have ended, or have to be ended. Where a launch goes on,
+        the ranks of a node continue, whatever happens to the others."""
         over_s: float | None = None
         while workers.is_running():
             time.sleep(_TICK_S)

@@ -14,15 +14,15 @@ from megatron.training.common.errors import UsageError
 from megatron.training.common.program import CommandParser, program_name, run_command, tell
 
 _SCRIPT = "plan-graph"
-NOTHING_FITS = 4
-"""Exit code, that of `copus plan` where no layout fits."""
+NOTHING_FITS, CANNOT_BE_READ = 4, 5
+"""Exit codes, those of `copus plan`."""
 
 
 def parser() -> argparse.ArgumentParser:
     p = CommandParser(
         prog=program_name(_SCRIPT),
         description="Lay the nodes of a graph out over stages that run at the same time.",
-        epilog="Exit codes: 0, 1 the file cannot be read, 2 wrong flags or graph, 4 nothing fits.",
+        epilog="Exit codes: 0, 2 wrong flags or graph, 4 nothing fits, 5 a file cannot be read.",
     )
     p.add_argument("graph", type=Path, metavar="FILE.json", help="nodes and edges")
     p.add_argument("--stages", type=int, help="number of stages, in place of the file's")
@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: the file does not describe a graph that can be planned.
-        OSError: a file cannot be read or written.
     """
     try:
         problem = read_graph(
@@ -51,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
         )
     except SpecError as error:
         raise UsageError(str(error)) from error
+    except OSError as error:
+        tell(_SCRIPT, f"error: {args.graph}: {error.strerror or error}")
+        return CANNOT_BE_READ
     try:
         found = best_graph_partition(problem)
         plain = best_graph_partition(problem, is_sequential=True)
@@ -66,8 +68,11 @@ def run(args: argparse.Namespace) -> int:
         text = "\n".join(lines(problem, found, plain))
     if args.output is None:
         print(text)
-    else:
+        return 0
+    try:
         args.output.write_text(text + "\n")
+    except OSError as error:
+        raise UsageError(f"--output {args.output}: {error.strerror or error}") from error
     return 0
 
 

@@ -118,7 +118,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A GPT but for the values of its weights, and how its state is shared out."""
+    """The sizes of a GPT, and how data-parallel ranks share its state."""
 
     num_layers: int
     hidden_size: int
@@ -175,7 +175,7 @@ class ModelShape:
 
         Raises:
             KeyError: a size that every model has is missing.
-            ValueError: `--moe-layer-freq` says nothing of the sort.
+            ValueError: `--moe-layer-freq` is neither a number nor a list of 0 and 1.
         """
         a = arguments
         heads = a["num_attention_heads"]

@@ -115,8 +115,10 @@ def test_what_is_wrong_is_one_line(
 
 
 def test_a_file_that_is_none_is_refused(capsys: Any, tmp_path: Path) -> None:
-    assert main([str(tmp_path / "none.json")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert main([str(tmp_path / "none.json")]) == 5
+    assert "none.json: No such file" in capsys.readouterr().err
+    code, _, err = run(capsys, tmp_path, graph(), "--output", str(tmp_path / "no" / "x"))
+    assert code == 2 and "--output" in err
     (tmp_path / "bad.json").write_text("{")
     assert main([str(tmp_path / "bad.json")]) == 2
     with pytest.raises(SystemExit, match="2"):

@@ -383,3 +383,8 @@ def test_a_plan_of_a_run_says_how_long_the_samples_are(
     code, _, err = run(capsys, f"{asked} {form}")
     line = "plan-phases: note: samples of 128 tokens, the context of copus-quickstart"
     assert code == 0 and err.splitlines().count(line) == 1
+
+
+def test_the_word_phases_leads_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["phases", "--model", "llama-2-7b"]) == 2
+    assert "use copus plan-phases" in capsys.readouterr().err
