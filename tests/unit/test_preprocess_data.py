@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -299,21 +300,44 @@ def test_standard_library_sources_are_complete_and_ordered(tmp_path):
     assert len(real) > 100 and not any("site-packages" in path.parts for path in real)
 
 
-def test_a_second_interrupt_waits_until_the_workers_have_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended, shutdown = [], preprocessing.ProcessPoolExecutor.shutdown
+INTERRUPTED_TWICE = """
+import multiprocessing, pathlib, signal, sys
+from megatron.training.data import preprocess
 
-    def interrupted(self: Any, *args: Any, **options: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-        shutdown(self, *args, **options)
-        ended.append(self)
+ended, shutdown = [], preprocess.ProcessPoolExecutor.shutdown
 
-    monkeypatch.setattr(preprocessing.ProcessPoolExecutor, "shutdown", interrupted)
-    path = tmp_path / "in.jsonl"
-    path.write_text('{"text": "hello"}\n')
-    with pytest.raises(KeyboardInterrupt):
-        preprocess(Job(output_prefix=str(tmp_path / "set"), input=(str(path),), workers=2))
+def interrupted(self, *args, **options):
+    signal.raise_signal(signal.SIGINT)
+    shutdown(self, *args, **options)
+    ended.append(self)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    preprocess.ProcessPoolExecutor.shutdown = interrupted
+    folder = pathlib.Path(sys.argv[1])
+    job = preprocess.Job(
+        output_prefix=str(folder / "set"), input=(str(folder / "in.jsonl"),), workers=2
+    )
+    try:
+        preprocess.preprocess(job)
+    except KeyboardInterrupt:
+        assert ended and not multiprocessing.active_children()
+        print("interrupted")
+"""
+
+
+def test_a_second_interrupt_waits_until_the_workers_have_ended(tmp_path: Path) -> None:
+    # In a process of its own: Ctrl-C would end the one that runs the tests.
+    program = tmp_path / "program.py"
+    program.write_text(INTERRUPTED_TWICE)
+    (tmp_path / "in.jsonl").write_text('{"text": "hello"}\n')
+    result = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     # Cut off, it leaves workers that wait for ever, and the process with them.
-    assert ended and not multiprocessing.active_children()
-    assert [x.name for x in tmp_path.iterdir()] == ["in.jsonl"]
+    assert result.stdout == "interrupted\n", result.stderr
+    assert not [x.name for x in tmp_path.iterdir() if x.name.startswith("set")]
