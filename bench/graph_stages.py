@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bench.support import arguments, balanced_rows, block, launch, origin, ratio_summary, write
 
@@ -139,13 +139,7 @@ def worker(request: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from copus_ext.extras.graph_stages.model import build_nodes
-    from copus_ext.extras.graph_stages.search import (
-        GraphPartition,
-        GraphProblem,
-        best_graph_partition,
-    )
     from copus_ext.extras.graph_stages.train import (
-        BranchedTraining,
         TextWindows,
         config_of,
         on_device,
@@ -154,9 +148,78 @@ def worker(request: dict[str, Any]) -> dict[str, Any]:
     )
     from megatron.training.distributed.process_groups import destroy_groups
 
-    class Sleep(torch.autograd.Function):
-        """Takes time in both directions."""
+    torch.set_num_threads(1)
+    shape, size = shape_of_json(request["shape"]), request["samples"]
+    config, text = config_of(request["flags"].split()), Path(os.__file__).read_bytes()
+    sleeps: Any = request.get("sleep_s")
+    with on_device("cpu") as device:
+        groups = whole_nodes()
+        every = build_nodes(shape, config, groups, range(len(shape.nodes)))
+        costs = node_seconds(shape, TextWindows(text, shape, seed=1).batch(0, size), every, 12)
+        if sleeps:
+            costs = [[f + a, b + c] for (f, b), (a, c) in zip(costs, sleeps)]
+        messages = message_seconds(shape, size, config.model.hidden_size)
+        model = config, shape, text, device, groups
+        points = [
+            point(count, model, costs, messages, request) for count in request["num_microbatches"]
+        ]
+        destroy_groups()
+        dist.destroy_process_group()
+    return {"nodes": list(shape.nodes), "node_s": costs, "message_s": messages, "points": points}
 
+
+def point(
+    count: int, model: tuple[Any, ...], costs: Any, messages: Any, request: dict[str, Any]
+) -> dict[str, Any]:
+    """Times and plans of both ways with so many micro-batches."""
+    import torch.distributed as dist
+
+    from copus_ext.extras.graph_stages.search import (
+        GraphPartition,
+        GraphProblem,
+        best_graph_partition,
+    )
+    from copus_ext.extras.graph_stages.train import BranchedTraining
+
+    config, shape, text, device, groups = model
+    size, sleeps = request["samples"], cast("Any", request.get("sleep_s"))
+    problem = GraphProblem(
+        names=shape.nodes,
+        edges=shape.edges,
+        num_stages=dist.get_world_size(),
+        num_microbatches=count,
+        forward_s=[f for f, _ in costs],
+        backward_s=[b for _, b in costs],
+        message_s=messages,
+    )
+    plans, sides, losses = {}, {}, {}
+    for name in ("sequential", "graph"):
+        plan = best_graph_partition(problem, is_sequential=name == "sequential")
+        assert isinstance(plan, GraphPartition)
+        training = BranchedTraining(config, shape, plan.graph, text, device, groups)
+        for n, node in training.nodes.items() if sleeps else ():
+            training.nodes[n] = sleeping(node, sleeps[n])
+        own = losses[name] = []
+        step = lambda t=training, own=own: own.append(t.step(count, size))  # noqa: E731
+        plans[name], sides[name] = plan, lambda s=step: block(s, request["steps"])
+    rows = balanced_rows(sides, request["rows"])
+    return {
+        "num_microbatches": count,
+        "measured": ratio_summary(rows, "wall_s", of="sequential", to="graph"),
+        "predicted_s": {name: plan.step_s for name, plan in plans.items()},
+        "predicted_ratio": plans["sequential"].step_s / plans["graph"].step_s,
+        "stages": {name: plan.stages for name, plan in plans.items()},
+        "largest_difference_of_losses": max(
+            abs(a - b) for a, b in zip(losses["graph"], losses["sequential"])
+        ),
+    }
+
+
+def sleeping(node: Any, seconds: list[float]) -> Any:
+    """A node that computes, and then sleeps in both directions in place of a device."""
+    import torch
+
+    class Sleep(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
             ctx.backward_s = backward_s
@@ -169,63 +232,14 @@ def worker(request: dict[str, Any]) -> dict[str, Any]:
             return gradients[0], None, None
 
     class Sleeping(torch.nn.Module):
-        """A node that computes, and then sleeps in place of a device."""
-
-        def __init__(self, node: torch.nn.Module, seconds: list[float]) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.node, self.seconds = node, seconds
+            self.node = node
 
         def forward(self, batch: Any, inputs: Any) -> torch.Tensor:
-            return Sleep.apply(self.node(batch, inputs), *self.seconds)  # pyright: ignore[reportReturnType]
+            return Sleep.apply(self.node(batch, inputs), *seconds)  # pyright: ignore[reportReturnType]
 
-    torch.set_num_threads(1)
-    shape, size = shape_of_json(request["shape"]), request["samples"]
-    config, text = config_of(request["flags"].split()), Path(os.__file__).read_bytes()
-    sleeps: Any = request.get("sleep_s")
-    points = []
-    with on_device("cpu") as device:
-        groups = whole_nodes()
-        every = build_nodes(shape, config, groups, range(len(shape.nodes)))
-        costs = node_seconds(shape, TextWindows(text, shape, seed=1).batch(0, size), every, 12)
-        if sleeps:
-            costs = [[f + a, b + c] for (f, b), (a, c) in zip(costs, sleeps)]
-        messages = message_seconds(shape, size, config.model.hidden_size)
-        for count in request["num_microbatches"]:
-            problem = GraphProblem(
-                names=shape.nodes,
-                edges=shape.edges,
-                num_stages=dist.get_world_size(),
-                num_microbatches=count,
-                forward_s=[f for f, _ in costs],
-                backward_s=[b for _, b in costs],
-                message_s=messages,
-            )
-            plans, sides, losses = {}, {}, {}
-            for name in ("sequential", "graph"):
-                plan = best_graph_partition(problem, is_sequential=name == "sequential")
-                assert isinstance(plan, GraphPartition)
-                training = BranchedTraining(config, shape, plan.graph, text, device, groups)
-                for n, node in training.nodes.items() if sleeps else ():
-                    training.nodes[n] = Sleeping(node, sleeps[n])
-                own = losses[name] = []
-                step = lambda t=training, own=own: own.append(t.step(count, size))  # noqa: B023, E731
-                plans[name], sides[name] = plan, lambda s=step: block(s, request["steps"])
-            rows = balanced_rows(sides, request["rows"])
-            points.append(
-                {
-                    "num_microbatches": count,
-                    "measured": ratio_summary(rows, "wall_s", of="sequential", to="graph"),
-                    "predicted_s": {name: plan.step_s for name, plan in plans.items()},
-                    "predicted_ratio": plans["sequential"].step_s / plans["graph"].step_s,
-                    "stages": {name: plan.stages for name, plan in plans.items()},
-                    "largest_difference_of_losses": max(
-                        abs(a - b) for a, b in zip(losses["graph"], losses["sequential"])
-                    ),
-                }
-            )
-        destroy_groups()
-        dist.destroy_process_group()
-    return {"nodes": list(shape.nodes), "node_s": costs, "message_s": messages, "points": points}
+    return Sleeping()
 
 
 def main() -> None:

@@ -264,7 +264,7 @@ def scenario_of(fit: Fit, speeds: LiveSpeeds, targets: list[float], warmup: int)
 def live_speeds(rows: Rows, own: dict[str, Any]) -> LiveSpeeds:
     """Speeds of a run under the controller."""
     spec = Spec(**own["spec"])
-    link = Link(bytes_per_s=min(own["mbit_per_s"].values()) * 1e6 / 8, ranks=1)
+    link = Link(bytes_per_s=min(own["mbit_per_s"].values()) * 1e6 / 8)
     flags = [*flags_of(S4, dataclasses.replace(spec, kind="static")), "--data-path", "none"]
     table = ThroughputTable(
         resolve(parse_args(flags), 2), CopusConfig(copus=True), gpu=None, link=link

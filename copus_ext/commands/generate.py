@@ -1,7 +1,7 @@
 """Generates text with a trained model, from a checkpoint of any layout.
 
-python tools/generate.py --load runs/quickstart/checkpoints --prompt "def " --greedy
-python tools/generate.py --load checkpoints --prompts-file prompts.jsonl --output texts.jsonl
+copus generate --load runs/quickstart/checkpoints --prompt "def " --greedy
+copus generate --load checkpoints --prompts-file prompts.jsonl --output texts.jsonl
 
 One process, on a GPU if there is one. The tokenizer is the checkpoint's. Exit codes: 0 done,
 1 the checkpoint does not load or a file cannot be written, 2 wrong flags or prompts, 3 the

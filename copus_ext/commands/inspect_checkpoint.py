@@ -1,6 +1,6 @@
 """Shows what a checkpoint holds, whether it is complete, and under which layouts it loads.
 
-python tools/inspect_checkpoint.py checkpoints [--ckpt-step N] [--verify] [--json]
+copus inspect-checkpoint checkpoints [--ckpt-step N] [--verify] [--json]
 
 SRC is a --save directory or the folder of one iteration. One CPU process; reads the index, with
 --verify every byte. Exit codes: 0 complete, 1 I/O, 2 usage, 3 not complete or of another format,

@@ -31,11 +31,12 @@ _ELSEWHERE = {"launch": "copus_ext.launch.supervisor"}
 
 
 def of_extras() -> dict[str, str]:
-    """Commands of the extras that are there -> their modules."""
+    """Commands of the extras that are there -> their modules; none replaces one of the core."""
     return {
         name: f"{extra.package}.{module}"
         for extra in extras()
         for name, module in extra.commands.items()
+        if name not in COMMANDS
     }
 
 

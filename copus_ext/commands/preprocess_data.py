@@ -1,7 +1,7 @@
 """Text to an indexed data set: PREFIX_text_document.bin and .idx, as megatron-core reads them.
 
-    python tools/preprocess_data.py --python-stdlib --output-prefix data/stdlib --append-eod
-    python tools/preprocess_data.py --input 'docs/*.jsonl.gz' --output-prefix data/docs \\
+    copus preprocess-data --python-stdlib --output-prefix data/stdlib --append-eod
+    copus preprocess-data --input 'docs/*.jsonl.gz' --output-prefix data/docs \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod
 
 Documents keep the order of the input, whatever the number of workers. Nothing is left under the

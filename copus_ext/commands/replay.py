@@ -1,6 +1,6 @@
 """Recomputes the decisions of a journal, and checks that they match.
 
-python tools/replay.py runs/quickstart/journal.jsonl
+copus replay runs/quickstart/journal.jsonl
 
 Exit codes: 0 all decisions are the same, bit for bit; 1 some differ; 2 wrong usage; 5 the journal
 cannot be used.

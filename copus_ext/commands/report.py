@@ -1,8 +1,8 @@
 """Writes one HTML page about runs: what happened, what was changed, and why.
 
-python tools/report.py runs/quickstart -o report.html
-python tools/report.py runs/fixed runs/adaptive -o comparison.html
-python tools/report.py runs/quickstart -o report.html --follow
+copus report runs/quickstart -o report.html
+copus report runs/fixed runs/adaptive -o comparison.html
+copus report runs/quickstart -o report.html --follow
 
 The file needs no network. It may be made of a run that goes on, and of one that was killed. With
 --follow it is written again and again, and an open page reloads itself. Exit codes: 0 done, 2 wrong

@@ -1,6 +1,6 @@
 """Shows a running or finished run, reading only its directory.
 
-python tools/status.py runs/quickstart --follow
+copus status runs/quickstart --follow
 
 Exit codes: 0 shown; 2 wrong usage; 5 there is no run in the directory, or a file cannot be read.
 """

@@ -1,7 +1,7 @@
 """Writes decisions and changes of layout as a Chrome trace, for https://ui.perfetto.dev.
 
-python tools/trace.py runs/quickstart                    # runs/quickstart/traces/decisions.json
-python tools/trace.py runs/quickstart -o whole.json.gz   # one file with the steps of --profile
+copus trace runs/quickstart                    # runs/quickstart/traces/decisions.json
+copus trace runs/quickstart -o whole.json.gz   # one file with the steps of --profile
 
 A run with --profile writes the first file itself when it is done. This does it for a run that goes
 on, was stopped or killed, or had no --profile. Exit codes: 0 done, 2 wrong usage, 5 there is no

@@ -48,7 +48,8 @@ class CopusConfig:
     command line wins over the file."""
     copus_policy: str = option("adaptive", choices=(*POLICIES, PAPER))
     """How the batch is chosen. adaptive maximises `objective` over all configurations. paper is
-    arXiv 2604.26687 (also called copus). docs/controller.md describes the others."""
+    arXiv 2604.26687 (also called copus). docs/controller.md and
+    docs/baselines.md describe the others."""
     copus_objective: str = _setting("goodput", choices=OBJECTIVES)
     """What adaptive maximises. B is the batch, T the throughput, C the critical batch size.
     goodput: T/(B + C). copus: T sqrt(B)/(B + C). lr_model: goodput that knows the learning rate."""

@@ -35,13 +35,6 @@ def ranks_of_a_node(world_size: int) -> int:
 class Link:
     bytes_per_s: float
     """Of the slowest node, one direction, in a ring through all ranks."""
-    ranks: int
-    """Ranks that share it."""
-
-    @property
-    def of_a_rank(self) -> float:
-        """A rank's part of it while all of them send."""
-        return self.bytes_per_s / self.ranks
 
 
 def time_machine(device: str) -> Timings:
@@ -87,7 +80,7 @@ def link_of(timings: Timings, config: Config) -> Link | None:
     if timings.is_one_node or timings.ring_s is None:
         return None
     num_bytes = 2 * (world_size - 1) / world_size * _BYTES[config.runtime.device]
-    return Link(bytes_per_s=num_bytes / timings.ring_s, ranks=ranks_of_a_node(world_size))
+    return Link(bytes_per_s=num_bytes / timings.ring_s)
 
 
 def _ring_s(device: str, message: torch.Tensor) -> float:

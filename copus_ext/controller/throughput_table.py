@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.link_timing import Link, ranks_of_a_node
@@ -31,6 +31,7 @@ from megatron.training.common.control import GENERATION_VARIABLE
 from megatron.training.common.errors import UsageError
 from megatron.training.common.extras import step_period
 from megatron.training.common.program import other_command
+from megatron.training.config.draft import flag_of
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.relayout import (
@@ -501,11 +502,19 @@ def _profile(flags: CopusConfig, model: ModelSpec, cluster: ClusterSpec) -> list
         return []
     measured = machine.get("world_size"), machine.get("gpu")
     own = cluster.world_size, cluster.gpu.name
-    same = theirs.num_parameters, theirs.extras
-    if measured != own or same != (model.num_parameters, model.extras):
+    if theirs.extras != model.extras:
+        raise UsageError(
+            f"--copus-profile {path} was measured with {_shown(theirs.extras)}, and the run has "
+            f"{_shown(model.extras)}; measure with {other_command('profile_layouts.py')}"
+        )
+    if measured != own or theirs.num_parameters != model.num_parameters:
         raise UsageError(
             f"--copus-profile {path} is of another model or machine ({measured[0]} x "
             f"{measured[1]}, here {own[0]} x {own[1]}); measure with "
             f"{other_command('profile_layouts.py')}"
         )
     return timings
+
+
+def _shown(extras: Mapping[str, Any]) -> str:
+    return ", ".join(f"{flag_of(name)} {value}" for name, value in extras.items()) or "no extras"

@@ -15,20 +15,24 @@ _OF_THE_PLANNER = ("cost_terms", "layout_problems", "batch_problems")
 
 
 def planned_flags(args: Any) -> dict[str, Any]:
-    """The flags that are numbers of each extra that costs something or limits layouts or batches,
-    if one of its flags is not the default.
+    """What the planner keeps of the extras that cost something or limit layouts or batches; see
+    `Extra.planned`.
 
     Args:
         args: parsed flags, or anything with the same attributes.
+
+    Raises:
+        UsageError: a value that no launch takes.
     """
     found: dict[str, Any] = {}
     for extra in extras():
-        if not any(getattr(extra, what) for what in _OF_THE_PLANNER):
-            continue
-        defaults = defaults_of(extra)
-        own = {name: getattr(args, name, default) for name, default in defaults.items()}
-        if own != defaults:
-            found |= {name: value for name, value in own.items() if is_number(value)}
+        if (planned := extra.get("planned")) is not None:
+            found |= planned(vars(args))
+        elif any(getattr(extra, what) for what in _OF_THE_PLANNER):
+            defaults = defaults_of(extra)
+            own = {name: getattr(args, name, default) for name, default in defaults.items()}
+            if own != defaults:
+                found |= {name: value for name, value in own.items() if is_number(value)}
     return found
 
 

@@ -31,6 +31,7 @@ def spec_of_arguments(args: Any) -> ModelSpec:
 
     Raises:
         SpecError: a flag of the shape is missing.
+        UsageError: a value of an extra that no launch takes.
     """
     seq_length: int = args.seq_length or 0
     if not seq_length and getattr(args, "seq_length_schedule", None) is not None:
@@ -49,6 +50,8 @@ def spec_of_arguments(args: Any) -> ModelSpec:
     rows = getattr(args, "padded_vocab_size", None)
     padded_for = getattr(args, "pad_vocab_for_tensor_parallel_size", None)
     unit = padding_unit(args.make_vocab_size_divisible_by, (), padded_for=padded_for)
+    extras = planned_flags(args)
+    implementation = extras.pop("transformer_impl", args.transformer_impl)
     return ModelSpec(
         name="megatron-args",
         num_layers=args.num_layers,
@@ -73,9 +76,9 @@ def spec_of_arguments(args: Any) -> ModelSpec:
         dropout=args.hidden_dropout > 0,
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         gradient_bytes=_gradient_bytes(args),
-        extras=planned_flags(args),
+        extras=extras,
         **ATTENTION[attention_of(args)],
-        implementation="local" if args.transformer_impl == "local" else "te",
+        implementation="local" if implementation == "local" else "te",
         implementation_given=True,
     )
 

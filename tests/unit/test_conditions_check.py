@@ -30,7 +30,7 @@ HERE, THERE = Layout(dp=2), Layout(pp=2)
 
 def table(factors: PartFactors = USUAL, **more: Any) -> ThroughputTable:
     """Two nodes of one rank."""
-    link = Link(bytes_per_s=1e6, ranks=1)
+    link = Link(bytes_per_s=1e6)
     return ThroughputTable(
         config(), flags(copus_layouts="all", **more), gpu=None, link=link, factors=factors
     )

@@ -449,7 +449,7 @@ def test_a_slow_link_between_nodes_is_known_before_anything_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fastest(rate: float | None) -> dict[Layout, float]:
-        link = None if rate is None else Link(bytes_per_s=rate, ranks=1)
+        link = None if rate is None else Link(bytes_per_s=rate)
         table = ThroughputTable(config(), flags(copus_layouts="all"), gpu=None, link=link)
         rows = sorted(rows_of(table, [8])[0], key=lambda r: r.samples_per_s)
         return {r.layout: r.samples_per_s for r in rows}
@@ -473,7 +473,7 @@ def test_the_assumed_cost_of_a_change_of_layout() -> None:
 
     plain = most(run)
     assert plain > most(run.replace(data_parallel_size=64)) > sum(FIXED_S.values())
-    assert most(run, Link(bytes_per_s=1e12, ranks=1)) == plain
+    assert most(run, Link(bytes_per_s=1e12)) == plain
     assert most(run, copus_switch_cost_s=7.0) == 7.0
     assert most(run, copus_relayout="relaunch") == RELAUNCH_S
     # Other trainers' configurations say nothing of their model's tensors.
@@ -485,7 +485,7 @@ def test_a_timed_link_between_nodes_counts(monkeypatch: pytest.MonkeyPatch) -> N
     run, to = config().replace(padded_vocab_size=512, data_parallel_size=2), Layout(tp=2)
 
     def seconds(rate: float) -> float:
-        machine = machine_of(run, None, Link(bytes_per_s=rate, ranks=1))
+        machine = machine_of(run, None, Link(bytes_per_s=rate))
         return PausePrior(run, flags(copus_layouts="all"), machine).to_s(to)
 
     fast, slow, slower = map(seconds, (1e12, 1e4, 5e3))

@@ -8,12 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from copus_ext.commands import main as commands
 from copus_ext.cost_model.extras import planned_flags
 from copus_ext.reshard import saved_state
 from megatron.training.common.extras import PACKAGES, Extra, defaults_of, extras
@@ -103,9 +105,25 @@ def test_the_core_works_without_any(house: Path) -> None:
     assert not found["extras"] and not {*found["groups"]} & {*FOLDERS}
 
 
+def test_an_installed_extra_that_does_not_import_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = EntryPoint("broken", "no_such_package.extra_of_it", "copus.extras")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [broken])
+    assert {extra.name for extra in extras.__wrapped__()} == {*FOLDERS}
+    assert "the installed extra broken is left out: No module named" in caplog.text
+
+
+def test_no_extra_takes_the_place_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = Extra(title="greedy", commands={"plan": "own"}, package="greedy")
+    monkeypatch.setattr(commands, "extras", lambda: (greedy,))
+    assert commands.module_of("plan") == "copus_ext.commands.plan"
+    assert commands.names().count("plan") == 1
+
+
 def test_the_planner_asks_an_extra_that_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = dataclasses.replace(
-        next(extra for extra in extras() if extra.layout_problems), cost_terms=None
+        next(extra for extra in extras() if extra.layout_problems), cost_terms=None, planned=None
     )
     monkeypatch.setattr("copus_ext.cost_model.extras.extras", lambda: (made,))
     name, default = next(iter(defaults_of(made).items()))

@@ -12,11 +12,14 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = ("megatron.training.extras", "copus_ext.extras")
 """Where the folders of extras lie: those that the plain trainer needs, and those of `--copus`."""
@@ -55,11 +58,16 @@ class Extra:
     suggests: Mapping[str, Any] = field(default_factory=dict)
     """Flags, by field name, of which a plan says what they would save, and which it never takes.
     They must change neither the memory nor what is legal."""
+    planned: str | None = None
+    """Reference to a function (arguments) -> flags by field name that the planner keeps, empty
+    where the extra is off: numbers that `cost_terms`, `layout_problems` and `batch_problems` read,
+    and `transformer_impl` where a launch needs a certain one. UsageError for values that no launch
+    takes. None: all numbers among its flags, where one is not its default."""
     cost_terms: str | None = None
-    """Reference to a function (candidates) -> `CostTerms`, which the planner calls where a flag of
-    the extra is not its default. Candidates have the columns of `ConfigBatch`
-    (`copus_ext.cost_model.rows`), each [n] or a scalar, and in `extras` those of the flags that are
-    numbers. No torch."""
+    """Reference to a function (candidates) -> `CostTerms`, which the planner calls where it
+    keeps a flag of the extra. Candidates have the columns of `ConfigBatch`
+    (`copus_ext.cost_model.rows`), each [n] or a scalar, and in `extras` those of its flags. No
+    torch."""
     step_period: str | None = None
     """Reference to a function (arguments) -> steps after which its work repeats. The time of a step
     is judged by the mean of so many."""
@@ -203,6 +211,12 @@ def _folders(packages: Iterable[str]) -> Iterable[str]:
 
 def _installed() -> Iterable[str]:
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            importlib.import_module(f"{point.value}.extra")
+        except Exception as error:
+            # Of another distribution: its fault must not end every command.
+            logger.warning("the installed extra %s is left out: %s", point.name, error)
+            continue
         yield point.value
 
 

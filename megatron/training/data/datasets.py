@@ -234,7 +234,7 @@ def _usable_sizes(
             raise UsageError(f"no training data: {reason}")
         if reason:
             sizes[i] = 0
-            notes.append(f"no {name} data, so that evaluation is off: {reason}")
+            notes.append(f"no {name} data, so that nothing is evaluated on it: {reason}")
     return sizes, tuple(notes)
 
 

@@ -42,7 +42,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to make from what; the fields are the flags of `tools/preprocess_data.py`."""
+    """What to make from what; the fields are the flags of `copus preprocess-data`."""
 
     output_prefix: str
     """Path of the result; `_KEY_document.bin` and `.idx` are added."""

@@ -52,7 +52,8 @@ class StepFeature:
         """Gradients are reduced, and neither clipped nor applied."""
 
     def after_step(self, job: Job, info: StepInfo) -> None:
-        """The step has been counted: `job.state` is that after it."""
+        """The step has been counted: `job.state` is that after it, where the hooks before the
+        optimizer have seen that before it. `job.context.scalars[TAG] = value` records a number."""
 
     def before_save(self, job: Job) -> None:
         """A checkpoint is about to be written from the present state."""

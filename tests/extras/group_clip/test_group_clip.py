@@ -262,6 +262,12 @@ def test_the_planner_rejects_what_a_launch_would() -> None:
     assert not (enumerate_points(mixture, cluster, 16, limits).code == LEGAL).any()
 
 
+@pytest.mark.parametrize("size", ["0", "-4"])
+def test_the_planner_refuses_a_size_that_no_launch_takes(size: str) -> None:
+    with pytest.raises(UsageError, match=f"--clip-group-size {size} must be at least 1"):
+        spec_of_flags([*FLAGS, "--clip-group-size", size])
+
+
 @pytest.mark.parametrize(
     ("tp", "pp", "micro", "copies"),
     [(1, 1, 4, 1), (2, 1, 4, 2), (1, 2, 1, 2), (1, 2, 4, 3), (1, 4, 2, 3), (1, 4, 4, 5)],

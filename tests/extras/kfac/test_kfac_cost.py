@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.extras import terms_of
 from copus_ext.cost_model.kernels import gemm_s
-from copus_ext.cost_model.megatron_flags import spec_of_flags
+from copus_ext.cost_model.megatron_flags import spec_of_arguments, spec_of_flags
 from copus_ext.cost_model.memory import memory, peaks, static_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.rows import ConfigBatch
@@ -248,6 +251,36 @@ def test_the_planner_rejects_what_a_launch_would() -> None:
 def test_profiles_of_models_without_it_stay_valid() -> None:
     assert "extras" not in PLAIN.to_json() and MODEL.extras["kfac_interval"] == 10
     assert ModelSpec.from_json(MODEL.to_json()) == MODEL
+
+
+def test_the_planner_keeps_what_costs_and_refuses_what_no_launch_takes() -> None:
+    assert MODEL.extras == {"kfac": True, "kfac_interval": 10}
+    assert spec_of_flags([*FLAGS, "--kfac-damping", "0.5"]) == MODEL
+    bare = [*TINY.split(), "--train-iters", "1", "--kfac-interval", "3"]
+    assert not spec_of_flags(bare).extras
+    # A launch needs local layers, whatever the machine of the planner would take.
+    engine = [*FLAGS, "--transformer-impl", "transformer_engine"]
+    assert spec_of_flags(engine).implementation == "local"
+    for interval in ("0", "-2"):
+        with pytest.raises(UsageError, match=f"--kfac-interval {interval} must be at least 1"):
+            spec_of_flags([*FLAGS, "--kfac-interval", interval])
+
+
+def test_a_profile_with_other_flags_of_an_extra_names_them(tmp_path: Path) -> None:
+    run, file = resolve(parse_args([*FLAGS]), 2), tmp_path / "profile.jsonl"
+    model = spec_of_arguments(SimpleNamespace(**run.flat()))
+    asked = CopusConfig(copus=True, copus_profile=str(file), copus_layouts="all")
+
+    def measured(model: ModelSpec) -> None:
+        gpu = preset("cpu:2").gpu.name
+        machine = {"world_size": 2, "gpu": gpu, "model": model.to_json()}
+        file.write_text(json.dumps({"machine": machine}) + "\n")
+
+    measured(model)
+    ThroughputTable(run, asked, gpu=None)
+    measured(replace(model, extras={**model.extras, "kfac_interval": 3}))
+    with pytest.raises(UsageError, match=r"interval 3, and the run has .*interval 10"):
+        ThroughputTable(run, asked, gpu=None)
 
 
 def test_long_steps_of_kfac_are_in_the_throughput() -> None:

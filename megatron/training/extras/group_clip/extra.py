@@ -6,6 +6,7 @@ EXTRA = Extra(
     title="clipping groups of samples",
     flags="flags:GroupClipConfig",
     check="flags:check_group_clipping",
+    planned="flags:planned",
     layout_problems="flags:layout_problems",
     batch_problems="flags:batch_problems",
     controller_problems="flags:controller_problems",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.training.common.errors import UsageError
 from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.fields import option
 from megatron.training.config.layout import Layout
@@ -74,7 +75,7 @@ def check_group_clipping(draft: Draft, environment: Environment) -> None:
         )
     if size is None or norm is None:
         return
-    draft.require(size >= 1, f"--clip-group-size {size} must be at least 1")
+    draft.require(size >= 1, _bad_size(size))
     try:
         limit = limit_of(norm)
     except ValueError:
@@ -100,6 +101,19 @@ def check_group_clipping(draft: Draft, environment: Environment) -> None:
             f"{flag} --clip-group-norm {norm} changes the training: the mean of clipped gradients "
             "is not the mean gradient"
         )
+
+
+def _bad_size(size: int) -> str:
+    return f"--clip-group-size {size} must be at least 1"
+
+
+def planned(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """See `Extra.planned`."""
+    if (size := arguments.get("clip_group_size")) is None:
+        return {}
+    if size < 1:
+        raise UsageError(_bad_size(size))
+    return {"clip_group_size": size}
 
 
 def layout_problems(arguments: Mapping[str, Any], layout: Layout) -> list[str]:

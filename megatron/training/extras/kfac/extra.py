@@ -8,6 +8,7 @@ EXTRA = Extra(
     check="flags:check_kfac",
     layout_problems="flags:layout_problems",
     step_period="flags:step_period",
+    planned="flags:planned",
     cost_terms="planner:cost_terms",
     feature="precondition:kfac_of",
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.training.common.errors import UsageError
 from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.fields import option
 from megatron.training.config.layout import Layout
@@ -42,7 +43,7 @@ def check_kfac(draft: Draft, environment: Environment) -> None:
         damping > 0 and math.isfinite(damping),
         f"--kfac-damping {damping:g} must be a number above 0; use 0.01",
     )
-    draft.require(interval >= 1, f"--kfac-interval {interval} must be at least 1; use 10")
+    draft.require(interval >= 1, _bad_interval(interval))
     if not draft["kfac"]:
         idle = [flag_of(n) for n in ("kfac_damping", "kfac_interval") if n in draft.explicit]
         if idle:
@@ -61,6 +62,19 @@ def check_kfac(draft: Draft, environment: Environment) -> None:
         "--kfac changes the training. A launch, a checkpoint and a change of layout begin its "
         "covariances anew"
     )
+
+
+def _bad_interval(interval: int) -> str:
+    return f"--kfac-interval {interval} must be at least 1; use 10"
+
+
+def planned(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """See `Extra.planned`. The damping costs nothing."""
+    if not arguments.get("kfac"):
+        return {}
+    if (interval := arguments["kfac_interval"]) < 1:
+        raise UsageError(_bad_interval(interval))
+    return {"kfac": True, "kfac_interval": interval, "transformer_impl": "local"}
 
 
 def layout_problems(arguments: Mapping[str, Any], layout: Layout) -> list[str]:
