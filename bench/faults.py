@@ -10,7 +10,7 @@
   It must leave no process, lock or half-made file. Writes faults.json.
 * moves: the same GPT changes its layout and loses a rank at a drawn place of the change, the way
   back among them. The other rank must leave by itself to be launched again; the run that is started
-  again loses a rank elsewhere, five times. Writes switch_faults.json.
+  again loses a rank elsewhere, five times. Writes relayout_faults.json.
 
 Each run must end with the losses of one that nobody hurt, bit for bit, and with every sample once.
 Results go to docs/results; what the output already holds is not done again.
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.support import RESULTS, arguments, origin
-from tests.helpers import supervised_run, switch_cases
+from tests.helpers import relayout_cases, supervised_run
 from tests.helpers.supervised_run import MAX_S, MOMENTS, Run, wait_until
 
 Rows = list[dict[str, Any]]
@@ -170,9 +170,9 @@ def rows_so_far(output: Path, cases: Sequence[Any]) -> Rows:
 def campaign(args: argparse.Namespace, output: Path) -> Rows:
     """Kills, waits, compares, writes; returns the rows."""
     is_runs = args.part == "runs"
-    act: Any = run_chain if is_runs else switch_cases.run_chain
-    whole = supervised_run.uninterrupted if is_runs else switch_cases.uninterrupted
-    cases = (drawn if is_runs else switch_cases.drawn)(args.seed, args.kills)
+    act: Any = run_chain if is_runs else relayout_cases.run_chain
+    whole = supervised_run.uninterrupted if is_runs else relayout_cases.uninterrupted
+    cases = (drawn if is_runs else relayout_cases.drawn)(args.seed, args.kills)
     rows = rows_so_far(output, cases)
     chains = [cases[i : i + CHAIN] for i in range(len(rows), len(cases), CHAIN)]
     with (
@@ -201,7 +201,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, help="225 of runs, 50 of moves")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    name, kills = {"runs": ("faults", 225), "moves": ("switch_faults", 50)}[args.part]
+    name, kills = {"runs": ("faults", 225), "moves": ("relayout_faults", 50)}[args.part]
     args.kills = args.kills or kills
     rows = campaign(args, args.output or RESULTS / f"{name}.json")
     return 1 if any(row["problems"] for row in rows) else 0

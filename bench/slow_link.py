@@ -95,7 +95,7 @@ class Trainer:
 
 def account(run: RunRecord, kind: str) -> dict[str, Any]:
     """What a live job did, from its own records."""
-    moves, decisions = run.of("switch"), run.of("decision")
+    moves, decisions = run.of("relayout"), run.of("decision")
     paused = sum(r["outcome"]["pause_s"] for r in moves)
     return {
         "kind": kind,

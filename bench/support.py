@@ -133,8 +133,8 @@ def read_run(folder: Path) -> RunRecord:
     from megatron.training.logging.metrics import read_metrics
 
     journal = list(read_journal(folder / NAME)) if (folder / NAME).exists() else []
-    switches = [r for r in journal if r["kind"] == "switch" and r["outcome"]["kind"] == "moved"]
-    came = {r["iteration"]: r["to"] for r in switches}
+    relayouts = [r for r in journal if r["kind"] == "relayout" and r["outcome"]["kind"] == "moved"]
+    came = {r["iteration"]: r["to"] for r in relayouts}
     records = list(read_metrics(folder))
     steps, layout = [], next(r["layout"] for r in records if r["kind"] == "run.start")
     for r in records:

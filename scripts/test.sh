@@ -142,7 +142,7 @@ waiting_lane() {
     if has browser; then group "tests in a browser" tests tests/browser; fi
     if has ranks; then
         group "ranks that wait" parallel --dist loadfile --no-loadscope-reorder -m waits \
-            $(rank_files switch_faults faults local_cpu)
+            $(rank_files relayout_faults faults local_cpu)
     fi
 }
 

@@ -257,7 +257,7 @@ def scenario_of(fit: Fit, speeds: LiveSpeeds, targets: list[float], warmup: int)
         truth=GroundTruth(noise_scale_multiplier=fit.multiplier, rate_exponent=fit.exponent),
         measured=speeds,
         step_noise=STEP_NOISE,
-        switch_cost_s=0.0,
+        relayout_cost_s=0.0,
     )
 
 

@@ -399,7 +399,7 @@ def account(run: RunRecord) -> dict[str, Any]:
                 "kind": r["outcome"]["kind"],
                 "pause_s": round(r["outcome"]["pause_s"], 3),
             }
-            for r in run.of("switch")
+            for r in run.of("relayout")
         ],
         "decisions": [
             {"samples": r["consumed_samples"], "seconds": round(r["seconds"], 4)}

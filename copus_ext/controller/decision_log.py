@@ -22,7 +22,7 @@ from megatron.training.common.outside import parse_json
 logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
-VERSION = 6
+VERSION = 7
 """Of the records. It changes when a record could not be read, or a decision would be decided in
 another way. No other version is read."""
 _POSITIONS = (
@@ -79,8 +79,8 @@ class DecisionLog:
 
         Args:
             kind: `start`, `decision`, `outcome`, `conditions`, `spike`, `paused`,
-                `resumed`, `phase`, `failure` or `end`; for a change of layout `switch` and
-                `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`.
+                `resumed`, `phase`, `failure` or `end`; for a change of layout `relayout` and
+                `relayout.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`.
             fields: plain JSON types; positions in samples of the present phase.
 
         Raises:

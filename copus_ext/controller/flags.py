@@ -77,13 +77,13 @@ class CopusConfig:
     copus_prebuild: int = _setting(0)
     """Number of other layouts whose process groups stay built. This shortens the pause of a change.
     Each costs sockets and threads, and memory with NCCL."""
-    copus_verify_switch: str = _setting("full", choices=("full", "sample"))
+    copus_verify_relayout: str = _setting("full", choices=("full", "sample"))
     """After a change of layout compare all elements with those before (full), or a sixteenth
     (sample)."""
-    copus_switch_cost_s: float | None = _setting(None)
+    copus_relayout_cost_s: float | None = _setting(None)
     """Assumed seconds of a change of layout before the first was measured. Default: from the bytes
     that have to move and the links; 60 for a relaunch."""
-    copus_switch_checkpoint_tokens: float | None = _setting(None)
+    copus_relayout_checkpoint_tokens: float | None = _setting(None)
     """Save before a change of layout if the last checkpoint is more tokens old than this. Default:
     never."""
     copus_allow_shrink: bool | None = _setting(None)

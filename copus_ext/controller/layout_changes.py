@@ -104,7 +104,7 @@ class LayoutChangeManager:
                 note=self._log.append,
                 fault=lambda topic: self.fault(topic),
                 prebuild=self.flags.copus_prebuild,
-                sample=self.flags.copus_verify_switch == "sample",
+                sample=self.flags.copus_verify_relayout == "sample",
             )
         elif not is_supervised():
             raise UsageError(
@@ -125,7 +125,7 @@ class LayoutChangeManager:
         self._state.elapsed_s += pause_s
         outcome = ReshardResult(kind="moved", pause_s=pause_s)
         about = {"number": pending.number, "start": pending.start, "to": pending.to}
-        self._note_switch(about, context.state.iteration, context.state.consumed_samples, outcome)
+        self._note_relayout(about, context.state.iteration, context.state.consumed_samples, outcome)
 
     def close(self, context: CallbackContext) -> None:
         """Ends a change that is still requested when training ends. All ranks."""
@@ -137,7 +137,7 @@ class LayoutChangeManager:
             self._request_launch(asked, context)
         elif asked is not None:
             fields = {"number": asked.number, "to": str(asked.to)}
-            self._log.note("switch.cancelled", **fields, reason="training ended first")
+            self._log.note("relayout.cancelled", **fields, reason="training ended first")
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """Notes where the last checkpoint stands. In tokens, which mean the same in every phase."""
@@ -167,7 +167,7 @@ class LayoutChangeManager:
         """
         self._requested = change
         self._log.note(
-            "switch.requested",
+            "relayout.requested",
             number=change.number,
             iteration=context.state.iteration,
             consumed_samples=context.state.consumed_samples,
@@ -183,7 +183,7 @@ class LayoutChangeManager:
 
     def saves_first(self, context: CallbackContext) -> bool:
         """Whether the last checkpoint is too old to fall back to."""
-        most = self.flags.copus_switch_checkpoint_tokens
+        most = self.flags.copus_relayout_checkpoint_tokens
         if most is None or context.config.checkpoint.save is None:
             return False
         return _tokens(context.state.consumed_samples, context) - self._saved_tokens > most
@@ -201,7 +201,7 @@ class LayoutChangeManager:
         try:
             outcome = self._resharder.move(job, change.to, change.settings, predicted_s=predicted_s)
         except Relaunch as error:
-            self._log.note("switch.abandoned", **about, reason=str(error))
+            self._log.note("relayout.abandoned", **about, reason=str(error))
             raise
         # The costs are part of checkpoints: the same on every rank.
         outcome.pause_s = broadcast_from_rank0(outcome.pause_s)
@@ -214,7 +214,7 @@ class LayoutChangeManager:
         self._state.elapsed_s += outcome.pause_s
         # The journal is told in samples of the present phase, as the controller counts.
         position = job.state.consumed_samples // job.config.phase.ratio
-        self._note_switch(about, job.state.iteration, position, outcome)
+        self._note_relayout(about, job.state.iteration, position, outcome)
         change.done(outcome)
 
     def _change_by_relaunch(self, job: Job) -> str:
@@ -236,11 +236,11 @@ class LayoutChangeManager:
     def _about(self, change: LayoutChange, job: Job) -> dict[str, Any]:
         return {"number": change.number, "start": str(job.config.layout), "to": str(change.to)}
 
-    def _note_switch(
+    def _note_relayout(
         self, about: dict[str, Any], iteration: int, consumed_samples: int, outcome: ReshardResult
     ) -> None:
         self._log.note(
-            "switch",
+            "relayout",
             number=about["number"],
             iteration=iteration,
             consumed_samples=consumed_samples,

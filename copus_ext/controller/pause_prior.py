@@ -45,7 +45,7 @@ class PausePrior:
 
     def __init__(self, config: Config, flags: CopusConfig, machine: Machine) -> None:
         self._here = config.layout
-        self._given = flags.copus_switch_cost_s
+        self._given = flags.copus_relayout_cost_s
         if self._given is None and flags.copus_relayout == "relaunch":
             self._given = RELAUNCH_S
         self._predictor = None

@@ -47,8 +47,8 @@ _POSITIVE = (
     "copus_reference_batch_size",
     "copus_max_micro_batch_size",
     "copus_doubling_first_tokens",
-    "copus_switch_checkpoint_tokens",
-    "copus_switch_cost_s",
+    "copus_relayout_checkpoint_tokens",
+    "copus_relayout_cost_s",
     "copus_gns_interval",
     "copus_gns_half_life_tokens",
 )

@@ -28,7 +28,7 @@ FIXED_S = {
     "resume": 0.0011,
 }
 """Seconds of each phase without any state: the lines through the medians of 8, 20 and 40 million
-parameters on two CPU ranks in docs/results/switch_cost.json, at 0 bytes."""
+parameters on two CPU ranks in docs/results/relayout_cost.json, at 0 bytes."""
 STATE_PASSES = {"extract": 2.79, "model": 3.38, "optimizer": 1.04, "copy": 1.19, "verify": 2.56}
 """How often a phase reads or writes the state of a rank: the slopes of the same lines, in bytes of
 memory traffic of a CPU rank (10 GB/s) for each byte of state. The other phases have none."""
@@ -38,7 +38,7 @@ new layout (tensor, pipeline, data, model, embedding, world), and the seconds of
 github.com/NVIDIA/nccl/issues/534 has 2.0 s among 8 ranks and 4.1 s among 32 in 2021."""
 WIRE_SHARE = 0.5
 """Bytes per second of a change over those of its links, copies included: 0.51 and 0.54 of gloo's
-in docs/results/switch_cost.json (`bandwidth_with_copies`)."""
+in docs/results/relayout_cost.json (`bandwidth_with_copies`)."""
 LINK_BYTES_PER_S = {"cpu": 0.5e9, "cuda": 5e9}
 """Assumed bytes per second of a rank on a machine that nothing describes; low."""
 _MEMORY_BYTES_PER_S = {"cpu": 10e9, "cuda": 1e12}

@@ -201,10 +201,10 @@ class DecisionInputs:
     """Seconds of training so far, pauses included."""
     paused_s: float = 0.0
     """Of these the pauses for changes of the layout."""
-    switch_cost_s: float
+    relayout_cost_s: float
     """Upper estimate of the pause of a change of the layout, seconds."""
-    switch_costs_s: dict[str, float] = field(default_factory=dict)
-    """The same for single layouts, by name; `switch_cost_s` holds for the others."""
+    relayout_costs_s: dict[str, float] = field(default_factory=dict)
+    """The same for single layouts, by name; `relayout_cost_s` holds for the others."""
     in_warmup: bool = False
     """Whether the learning rate is still warming up."""
     in_ramp: bool = False
@@ -355,7 +355,7 @@ class DecisionInputs:
         """Upper estimate of the pause of a change to a layout, seconds; 0 for the present one."""
         if layout == self.now.layout:
             return 0.0
-        return self.switch_costs_s.get(str(layout), self.switch_cost_s)
+        return self.relayout_costs_s.get(str(layout), self.relayout_cost_s)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""
@@ -419,8 +419,8 @@ def build_inputs(
         half_life_samples=half_life_samples,
         elapsed_s=state.elapsed_s,
         paused_s=costs.paused_s,
-        switch_cost_s=costs.seconds,
-        switch_costs_s={str(to): costs.seconds_of(s) for to, s in (priors_s or {}).items()},
+        relayout_cost_s=costs.seconds,
+        relayout_costs_s={str(to): costs.seconds_of(s) for to, s in (priors_s or {}).items()},
         in_warmup=in_warmup,
         in_ramp=state.is_in_ramp(iteration),
         lr_decay_factor=lr_decay_factor,

@@ -69,7 +69,7 @@ class RunFacts:
     """Of the last step; 0 if unknown."""
     save_s: float = 0.0
     """The longest measured save; 0 if none was measured."""
-    switch_s: float = 0.0
+    relayout_s: float = 0.0
     """Time after which a change of layout counts as hung; 0 if there can be none."""
     steps_s: deque[float]
     """Seconds of the last steps."""
@@ -81,7 +81,7 @@ class RunFacts:
         """Seconds before the end of the job at which the run has to begin to stop: twice the
         longest save and step, a change of layout that hangs, and a margin."""
         save_s = self.save_s or _DEFAULT_SAVE_S
-        return 2 * save_s + 2 * max(self.steps_s, default=0.0) + self.switch_s + _MARGIN_S
+        return 2 * save_s + 2 * max(self.steps_s, default=0.0) + self.relayout_s + _MARGIN_S
 
     @property
     def comment(self) -> str:
@@ -100,7 +100,7 @@ class RunFacts:
             changes = config.get("copus") and config.get("copus_mode") == "act"
             changes = changes and config.get("copus_layouts") == "all"
             in_process = changes and config.get("copus_relayout") == "inprocess"
-            self.switch_s = costs.timeout_s(0.0) if in_process else 0.0
+            self.relayout_s = costs.timeout_s(0.0) if in_process else 0.0
             self.steps_s.clear()
         elif kind == "layout":
             self.layout = str(record.get("layout", ""))
@@ -116,11 +116,11 @@ class RunFacts:
         outcome = record.get("outcome")
         if _seconds_of_date(record.get("time")) < self.started_at:
             return
-        if record.get("kind") == "switch.requested" and self.switch_s:
+        if record.get("kind") == "relayout.requested" and self.relayout_s:
             wanted = costs.timeout_s(_positive(record.get("predicted_s")))
-            self.switch_s = max(self.switch_s, wanted)
+            self.relayout_s = max(self.relayout_s, wanted)
         moved = isinstance(outcome, dict) and outcome.get("kind") == "moved"
-        if record.get("kind") == "switch" and moved:
+        if record.get("kind") == "relayout" and moved:
             self.layout = str(record.get("to", ""))
 
 

@@ -175,15 +175,15 @@ def _names(row: ConfigThroughput) -> tuple[str, int, int]:
 
 
 def _change(d: DecisionRecord) -> ChangeStatus:
-    outcome, switch = d.outcome, d.switch
+    outcome, relayout = d.outcome, d.relayout
     to = d.to if outcome is None else outcome.after
-    changes_layout = d.kind == "relayout" or switch is not None
+    changes_layout = d.kind == "relayout" or relayout is not None
     changes_layout |= outcome is not None and outcome.before.layout != outcome.after.layout
     words = [f"batch {to.batch} in {to.micro}"] if to.batch and to.micro else []
     pause_s = None if outcome is None else outcome.pause_s
     if changes_layout:
-        words.append(to.layout or (switch.to if switch is not None else ""))
-        pause_s = None if switch is None else switch.pause_s
+        words.append(to.layout or (relayout.to if relayout is not None else ""))
+        pause_s = None if relayout is None else relayout.pause_s
     return ChangeStatus(
         number=d.number,
         iteration=d.iteration,
@@ -206,6 +206,6 @@ def _state(d: DecisionRecord) -> str:
         return "measured"
     if not d.applied:
         return "only observed"
-    if d.switch is not None and not d.was_made:
-        return f"not done: {text(d.switch.reason or d.switch.kind, LINE)}"
+    if d.relayout is not None and not d.was_made:
+        return f"not done: {text(d.relayout.reason or d.relayout.kind, LINE)}"
     return "being measured" if d.was_made else "under way"

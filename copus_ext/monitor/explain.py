@@ -13,8 +13,8 @@ from copus_ext.monitor.journal import (
     MOVED,
     DecisionRecord,
     OutcomeRecord,
+    RelayoutRecord,
     Sizes,
-    SwitchRecord,
 )
 from megatron.training.common.errors import counted
 
@@ -93,8 +93,8 @@ def result(d: DecisionRecord) -> str:
     parts = []
     if d.undone:
         parts.append("undone: a restart went back to before it")
-    if d.switch is not None:
-        parts.append(switch_result(d.switch))
+    if d.relayout is not None:
+        parts.append(relayout_result(d.relayout))
     if d.outcome is not None:
         parts.append(outcome_result(d.outcome))
     if d.is_change and d.applied and not parts:
@@ -102,7 +102,7 @@ def result(d: DecisionRecord) -> str:
     return "; ".join(parts)
 
 
-def switch_result(s: SwitchRecord) -> str:
+def relayout_result(s: RelayoutRecord) -> str:
     took = f"the change took {seconds(s.pause_s)}"
     if s.predicted_s is not None:
         took += f" ({seconds(s.predicted_s)} predicted)"

@@ -182,7 +182,7 @@ def _changes(series: _Series, mean: Column) -> Figure:
     words = []
     for d in made:
         gain = "" if d.gain is None else f", {expected(d.gain, d.gain_sd)} goodput expected"
-        pause = "" if d.switch is None else f", pause {seconds(d.switch.pause_s)}"
+        pause = "" if d.relayout is None else f", pause {seconds(d.relayout.pause_s)}"
         words.append(f"after step {d.iteration}: {headline(d)}{gain}{pause}")
     return series.points(
         "change",
@@ -371,19 +371,21 @@ def _interval(low: float | None, high: float | None) -> str:
 def pauses_figure(runs: Sequence[RunHistory]) -> Figure:
     """The pause of each change of layout, by phase."""
     tried = [
-        (run, switch)
+        (run, relayout)
         for run in runs
-        for switch in run.decisions.switches
-        if switch.phases or switch.pause_s
+        for relayout in run.decisions.relayouts
+        if relayout.phases or relayout.pause_s
     ]
     names: list[str] = []
     phases: dict[str, list[float | None]] = {}
-    for i, (run, switch) in enumerate(tried):
+    for i, (run, relayout) in enumerate(tried):
         where = f"{run.name}\n" if len(runs) > 1 else ""
         # A number keeps two bars of one name apart.
-        names.append(f"{i + 1}. {where}step {switch.iteration}\n{switch.start}\nto {switch.to}")
-        parts = {k: v for k, v in switch.phases.items() if not k.endswith(TOGETHER)}
-        for phase, took in (parts or {_NO_PHASES: switch.pause_s or 0.0}).items():
+        names.append(
+            f"{i + 1}. {where}step {relayout.iteration}\n{relayout.start}\nto {relayout.to}"
+        )
+        parts = {k: v for k, v in relayout.phases.items() if not k.endswith(TOGETHER)}
+        for phase, took in (parts or {_NO_PHASES: relayout.pause_s or 0.0}).items():
             phases.setdefault(phase, [None] * len(tried))[i] = took
     known = [*PHASES, *(BACK + phase for phase in PHASES), _NO_PHASES]
     order = sorted(phases, key=lambda p: known.index(p) if p in known else len(known))

@@ -15,16 +15,16 @@ from megatron.training.config.layout import Layout
 MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
 """How a change of layout ends: it was made; the run ended before it began; the run left to start
 again."""
-_GIVEN_UP = {"switch.cancelled": CALLED_OFF, "switch.abandoned": ABANDONED}
+_GIVEN_UP = {"relayout.cancelled": CALLED_OFF, "relayout.abandoned": ABANDONED}
 _MAX_RATIO = 1 << 20
 _COUNTS, _TEXTS = ("best_batch", "num_layouts"), ("best_layout", "source")
 _NO_NOTE = (
-    "switch.requested",
-    "switch.begin",
-    "switch.commit",
+    "relayout.requested",
+    "relayout.begin",
+    "relayout.commit",
     "decision",
     "outcome",
-    "switch",
+    "relayout",
 )
 
 
@@ -66,7 +66,7 @@ class Account:
 
 
 @dataclass(kw_only=True)
-class SwitchRecord:
+class RelayoutRecord:
     """A change of layout that was tried."""
 
     number: int | None
@@ -162,7 +162,7 @@ class DecisionRecord:
     """None where the first configuration is unknown."""
     undone: bool = False
     """Whether a restart went back to before it."""
-    switch: SwitchRecord | None = None
+    relayout: RelayoutRecord | None = None
     outcome: OutcomeRecord | None = None
 
     @property
@@ -175,8 +175,8 @@ class DecisionRecord:
         """Whether the run took on another configuration, and has not gone back before it."""
         if not self.is_change or not self.applied or self.undone:
             return False
-        if self.switch is not None:
-            return self.switch.kind == MOVED
+        if self.relayout is not None:
+            return self.relayout.kind == MOVED
         return self.kind != "relayout" or self.outcome is not None
 
 
@@ -207,7 +207,7 @@ class DecisionHistory:
     has_ramp: bool = False
     """Whether the flags of the last launch change the batch by themselves."""
     decided: list[DecisionRecord] = field(default_factory=list)
-    switches: list[SwitchRecord] = field(default_factory=list)
+    relayouts: list[RelayoutRecord] = field(default_factory=list)
     outcomes: list[OutcomeRecord] = field(default_factory=list)
     notes: list[NoteRecord] = field(default_factory=list)
     layouts: list[tuple[int, str]] = field(default_factory=list)
@@ -224,7 +224,7 @@ class DecisionHistory:
     @property
     def is_empty(self) -> bool:
         """Whether there is no journal."""
-        return not (self.decided or self.switches or self.outcomes or self.notes)
+        return not (self.decided or self.relayouts or self.outcomes or self.notes)
 
     @property
     def layout(self) -> str:
@@ -265,12 +265,12 @@ class DecisionHistory:
             self.outcomes.append(outcome)
             if decided := self._find(outcome.number):
                 decided.outcome = outcome
-        elif kind == "switch.requested":
+        elif kind == "relayout.requested":
             self.requested = whole(record.get("number")), number(record.get("predicted_s"))
-        elif kind == "switch.begin":
+        elif kind == "relayout.begin":
             self.begun_t = seconds_of(record.get("time"))
-        elif kind == "switch" or kind in _GIVEN_UP:
-            self._add_switch(kind, record)
+        elif kind == "relayout" or kind in _GIVEN_UP:
+            self._add_relayout(kind, record)
         elif kind == "failure":
             self.failure = text(record.get("error"))
         if kind not in _NO_NOTE:
@@ -310,26 +310,30 @@ class DecisionHistory:
             self.first = Sizes(batch=sizes.batch * ratio, micro=micro, layout=sizes.layout)
         self.decided.append(_decision(place, record, now, self.first))
 
-    def _add_switch(self, kind: str, record: dict[str, Any]) -> None:
+    def _add_relayout(self, kind: str, record: dict[str, Any]) -> None:
         """The end of a change of layout. One that was given up may be recorded without its number,
         and once more with it."""
         self.begun_t = None
         requested, predicted_s = self.requested
         own = whole(record.get("number"))
-        about = own if own is not None or kind == "switch" else requested
-        switch = _switch(record, kind, predicted_s if about == requested else None)
-        switch.number = about
+        about = own if own is not None or kind == "relayout" else requested
+        relayout = _relayout(record, kind, predicted_s if about == requested else None)
+        relayout.number = about
         if (decided := self._find(about)) is not None:
-            if switch.iteration is None:
-                switch.iteration = decided.iteration
-            switch.start = switch.start or decided.now.layout
-            switch.to = switch.to or decided.to.layout
-            if kind == "switch.abandoned" and decided.switch and decided.switch.kind == ABANDONED:
+            if relayout.iteration is None:
+                relayout.iteration = decided.iteration
+            relayout.start = relayout.start or decided.now.layout
+            relayout.to = relayout.to or decided.to.layout
+            if (
+                kind == "relayout.abandoned"
+                and decided.relayout
+                and decided.relayout.kind == ABANDONED
+            ):
                 return
-            decided.switch = switch
-        self.switches.append(switch)
-        if switch.kind == MOVED and switch.to:
-            self.layouts.append((switch.iteration or 0, switch.to))
+            decided.relayout = relayout
+        self.relayouts.append(relayout)
+        if relayout.kind == MOVED and relayout.to:
+            self.layouts.append((relayout.iteration or 0, relayout.to))
 
     def _find(self, wanted: int | None) -> DecisionRecord | None:
         """The last decision of a number: a restart may have used it again."""
@@ -462,10 +466,10 @@ def _candidate(
     return next(iter(within or others), {})
 
 
-def _switch(record: dict[str, Any], kind: str, predicted_s: float | None) -> SwitchRecord:
+def _relayout(record: dict[str, Any], kind: str, predicted_s: float | None) -> RelayoutRecord:
     outcome = table(record.get("outcome"))
     took = {text(name, 60): number(value) for name, value in table(outcome.get("phases")).items()}
-    return SwitchRecord(
+    return RelayoutRecord(
         number=whole(record.get("number")),
         iteration=whole(record.get("iteration")),
         samples=whole(record.get("consumed_samples")),
@@ -545,11 +549,11 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
         "failure": f"the controller is disabled: {text(record.get('error'))}",
         "conditions": _conditions(record),
         "spike": _spike(record),
-        "switch.cancelled": f"change to {text(record.get('to'), 100)} cancelled",
-        "switch.abandoned": "change of layout abandoned; the run left to start again",
+        "relayout.cancelled": f"change to {text(record.get('to'), 100)} cancelled",
+        "relayout.abandoned": "change of layout abandoned; the run left to start again",
     }
     line = lines.get(kind, kind)
-    if kind.startswith("switch.") and (reason := text(record.get("reason"))):
+    if kind.startswith("relayout.") and (reason := text(record.get("reason"))):
         line = f"{line}: {reason}"
     if kind == "start" and (remark := text(record.get("note"))):
         line = f"{line}; {remark}"

@@ -81,7 +81,7 @@ class ReportData:
             "landscapes": [self._landscapes_of(i, run, before) for i, run in enumerate(runs)],
             "changed": list(summary.CHANGED),
             "changes": summary.changes(runs),
-            "has_pauses": any(s.pause_s or s.phases for r in runs for s in r.decisions.switches),
+            "has_pauses": any(s.pause_s or s.phases for r in runs for s in r.decisions.relayouts),
             "compared": list(summary.COMPARED),
             "compare": compared,
             "common": common,

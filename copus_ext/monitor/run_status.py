@@ -24,7 +24,7 @@ from megatron.training.model.flops import training_flops_per_sample
 
 SLOW_STEPS = 10
 """Medians without a step that are worth an alarm."""
-MANY_SWITCHES = 3
+MANY_RELAYOUTS = 3
 """Changes of layout an hour up to which there is no alarm."""
 FAR_OFF = 0.2
 """Relative error of a predicted throughput that is worth an alarm, if it is more than two standard
@@ -230,7 +230,7 @@ def _layout(run: RunHistory) -> tuple[float, str]:
         for event in run.since_start
         if event.kind in ("run.start", "layout")
     ]
-    known += [(s.t or 0.0, s.to) for s in run.decisions.switches if s.kind == MOVED]
+    known += [(s.t or 0.0, s.to) for s in run.decisions.relayouts if s.kind == MOVED]
     if known:
         return max(known)
     standing = run.decisions.standing
@@ -416,9 +416,9 @@ def _alarms(
         off = f"{100 * (ratio - 1):+.0f} %"
         lines["prediction"] = f"the last change runs {off} off the predicted throughput"
     if signs.is_alive:
-        switched = [s.t for s in run.decisions.switches if s.kind == MOVED and s.t]
+        switched = [s.t for s in run.decisions.relayouts if s.kind == MOVED and s.t]
         lately = sum(t - then < _HOUR_S for then in switched)
-        if lately > MANY_SWITCHES:
+        if lately > MANY_RELAYOUTS:
             lines["many changes"] = f"the layout changed {lately} times within an hour"
         limits = CrashLimits()
         lately = sum(t - then < _HOUR_S for then in crashes)

@@ -18,9 +18,9 @@ from copus_ext.monitor.explain import (
     headline,
     percent,
     predicted_speed,
+    relayout_result,
     result,
     seconds,
-    switch_result,
     time_left,
 )
 from copus_ext.monitor.journal import ABANDONED, CALLED_OFF, DecisionRecord, OutcomeRecord
@@ -110,7 +110,7 @@ def time_spent(run: RunHistory) -> list[str]:
     parts = [
         (f"steps{share}", in_steps),
         ("steps that a restart did again", run.undone_s),
-        ("changes of layout", sum(s.pause_s or 0.0 for s in run.decisions.switches)),
+        ("changes of layout", sum(s.pause_s or 0.0 for s in run.decisions.relayouts)),
         ("checkpoints (part of it beside the steps if saved asynchronously)", sum(run.saves_s)),
         ("between launches", sum(_gaps(run.launches, goes_on=False))),
         ("recoveries and joins", sum(_gaps(run.launches, goes_on=True))),
@@ -292,7 +292,7 @@ def _line(run: RunHistory, mean: Sequence[float | None], common: float | None) -
         seconds(_between(run.begin, at.t)) if at else "-",
         amount(at.samples * length) if at and length else "-",
         str(len(run.decisions.made)),
-        seconds(sum(s.pause_s or 0.0 for s in run.decisions.switches)),
+        seconds(sum(s.pause_s or 0.0 for s in run.decisions.relayouts)),
         str(last.batch) if last and last.batch is not None else "-",
         run.layouts[-1].layout if run.layouts else "-",
     ]
@@ -349,12 +349,12 @@ def journal(index: int, run: RunHistory) -> list[list[Any]]:
     the epoch, step, samples, group, what, why, gain, needed, outcome."""
     decisions = run.decisions
     lines = [[index, *_journal_line(d)] for d in decisions.decided]
-    tried = {d.switch.number for d in decisions.decided if d.switch is not None}
-    for s in decisions.switches:
+    tried = {d.relayout.number for d in decisions.decided if d.relayout is not None}
+    for s in decisions.relayouts:
         if s.number not in tried and s.kind not in (CALLED_OFF, ABANDONED):  # these have a note
             what = f"Change of layout {s.start} to {s.to}"
             where = [index, s.t, s.iteration, s.samples, "change"]
-            lines.append([*where, what, "", "", None, switch_result(s)])
+            lines.append([*where, what, "", "", None, relayout_result(s)])
     for note in decisions.notes:
         group = "trouble" if note.kind in _TROUBLE else "run"
         samples, _ = run.at(note.iteration) if note.iteration is not None else (None, None)
@@ -380,8 +380,8 @@ _TROUBLE = (
     "failure",
     "spike",
     "checkpoint.failed",
-    "switch.abandoned",
-    "switch.cancelled",
+    "relayout.abandoned",
+    "relayout.cancelled",
 )
 
 

@@ -351,8 +351,8 @@ def _since(last: DecisionRecord, run: RunHistory) -> list[Segment]:
     account, steps = last.account, _steps_after(last, run)
     assert account is not None
     lost_s = 0.0
-    if last.switch is not None:
-        lost_s = last.switch.pause_s or 0.0
+    if last.relayout is not None:
+        lost_s = last.relayout.pause_s or 0.0
     found = []
     for sizes, group in itertools.groupby(steps, key=lambda step: _sizes(step, run)):
         own = list(group)

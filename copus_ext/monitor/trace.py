@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from copus_ext.monitor.explain import headline, percent, result, switch_result
-from copus_ext.monitor.journal import MOVED, DecisionHistory, DecisionRecord, SwitchRecord
+from copus_ext.monitor.explain import headline, percent, relayout_result, result
+from copus_ext.monitor.journal import MOVED, DecisionHistory, DecisionRecord, RelayoutRecord
 from copus_ext.monitor.run_files import QUIET_EVENTS, RunHistory, RunReader
 from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
 from megatron.training.common.control import TRACES
@@ -120,8 +120,8 @@ def _add_history(events: Events, run: RunHistory) -> None:
 def _add_decisions(events: Events, journal: DecisionHistory) -> None:
     for d in journal.decided:
         events.instant("decisions", headline(d), d.t, **_about(d))
-    for switch in journal.switches:
-        _add_switch(events, switch)
+    for relayout in journal.relayouts:
+        _add_relayout(events, relayout)
     for note in journal.notes:
         events.instant("events", note.kind, note.t, step=note.iteration, line=note.line)
 
@@ -143,14 +143,14 @@ def _about(d: DecisionRecord) -> dict[str, Any]:
     }
 
 
-def _add_switch(events: Events, s: SwitchRecord) -> None:
+def _add_relayout(events: Events, s: RelayoutRecord) -> None:
     """A change of layout over its phases, which follow each other."""
     name = f"{s.start} to {s.to}" + ("" if s.kind == MOVED else f", {s.kind}")
     about = {
         "decision": s.number,
         "step": s.iteration,
         "reason": s.reason,
-        "result": switch_result(s),
+        "result": relayout_result(s),
     }
     if s.t is None or s.pause_s is None:
         return events.instant("changes of layout", name, s.t, **about)

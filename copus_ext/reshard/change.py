@@ -137,7 +137,7 @@ class Change:
         """
         try:
             plan = self._phase("prepare", self._prepare, self._agree)
-            self._phase("drain", lambda: self._note("switch.begin"), lambda _: self._drain())
+            self._phase("drain", lambda: self._note("relayout.begin"), lambda _: self._drain())
             keys = verify.checked_keys(plan.keys, sample=self.context.is_sample)
             self.saved = self._phase(
                 "extract", lambda: self._extract(keys), lambda x: self._share(x[0], x[1], keys)
@@ -149,7 +149,7 @@ class Change:
             self._phase("transfer", _nothing, lambda _: transfer.exchange())
             self.result.num_messages = transfer.num_messages
             self._fill_and_verify(self.new)
-            self._phase("commit", _nothing, lambda _: self._note("switch.commit"))
+            self._phase("commit", _nothing, lambda _: self._note("relayout.commit"))
         except PhaseFailed as error:
             return error.phase, str(error)
         self.result.kind = "moved"

@@ -196,7 +196,7 @@ class Deadline:
         self._silence_s, self._on_expire = silence_s, on_expire
         self._topic = ""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="switch-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="relayout-watchdog", daemon=True)
 
     def entering(self, topic: str) -> None:
         """Call before a collective, with the topic of the next vote; with an empty text before work

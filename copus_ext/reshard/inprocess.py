@@ -174,14 +174,14 @@ class InProcessResharder:
             message = f"copus: rank {rank} leaves a change of layout: {reason}"
             print(message, file=sys.stderr, flush=True)
             if rank == 0:
-                self._note("switch.abandoned", reason=reason)
+                self._note("relayout.abandoned", reason=reason)
         finally:
             exit_immediately(Relaunch.exit_code)
 
     def _dump_stacks(self) -> None:
         if self._run_dir is None:
             return
-        path = self._run_dir / STACKS / f"switch-{self._count}-rank{dist.get_rank()}.txt"
+        path = self._run_dir / STACKS / f"relayout-{self._count}-rank{dist.get_rank()}.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w") as file:

@@ -34,17 +34,24 @@ def of_kind(result: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
 
 
 def test_the_faster_layout_is_taken_once(results: dict[str, Any]) -> None:
-    (switch,) = of_kind(results["moved"], "switch")
-    assert switch["start"] == "tp1.pp1.dp2" and ".pp2." in switch["to"]
-    assert switch["outcome"]["kind"] == "moved"
-    assert switch["outcome"]["wire_bytes"] == switch["outcome"]["minimum_bytes"] > 0
+    (relayout,) = of_kind(results["moved"], "relayout")
+    assert relayout["start"] == "tp1.pp1.dp2" and ".pp2." in relayout["to"]
+    assert relayout["outcome"]["kind"] == "moved"
+    assert relayout["outcome"]["wire_bytes"] == relayout["outcome"]["minimum_bytes"] > 0
     (outcome,) = of_kind(results["moved"], "outcome")
-    assert (outcome["from_layout"], outcome["to_layout"]) == (switch["start"], switch["to"])
+    assert (outcome["from_layout"], outcome["to_layout"]) == (relayout["start"], relayout["to"])
 
 
 def test_it_is_written_before_it_is_done(results: dict[str, Any]) -> None:
     kinds = [r["kind"] for r in results["moved"]["journal"] if r["kind"] != "decision"]
-    order = ["start", "switch.requested", "switch.begin", "switch.commit", "switch", "outcome"]
+    order = [
+        "start",
+        "relayout.requested",
+        "relayout.begin",
+        "relayout.commit",
+        "relayout",
+        "outcome",
+    ]
     assert kinds == [*order, "end"]
 
 
@@ -74,24 +81,24 @@ def test_observing_changes_nothing(results: dict[str, Any]) -> None:
     observed, plain = results["observed"], results["plain"]
     assert [s["loss"] for s in observed["steps"]] == [s["loss"] for s in plain["steps"]]
     kinds = [r["decision"]["kind"] for r in of_kind(observed, "decision")]
-    assert "relayout" in kinds and not of_kind(observed, "switch", "switch.requested")
+    assert "relayout" in kinds and not of_kind(observed, "relayout", "relayout.requested")
 
 
 def test_a_failed_change_leaves_the_run_as_it_was(results: dict[str, Any]) -> None:
     failed, plain = results["rolled back"], results["plain"]
     assert [s["loss"] for s in failed["steps"]] == [s["loss"] for s in plain["steps"]]
-    switches = of_kind(failed, "switch")
-    assert switches and {s["outcome"]["kind"] for s in switches} == {"rolled_back"}
-    assert all("no room" in s["outcome"]["reason"] for s in switches)
-    targets = [s["to"] for s in switches]
+    relayouts = of_kind(failed, "relayout")
+    assert relayouts and {s["outcome"]["kind"] for s in relayouts} == {"rolled_back"}
+    assert all("no room" in s["outcome"]["reason"] for s in relayouts)
+    targets = [s["to"] for s in relayouts]
     assert len(set(targets)) == len(targets), "the same change was tried again"
 
 
 def test_a_resumed_run_knows_of_the_change(results: dict[str, Any]) -> None:
     account = json.loads(results["resumed"]["states"][0][0])["layout_costs"]
-    (switch,) = of_kind(results["moved"], "switch")
-    assert account["pauses_s"][0] == switch["outcome"]["pause_s"]
-    assert account["last_iteration"] == switch["iteration"]
+    (relayout,) = of_kind(results["moved"], "relayout")
+    assert account["pauses_s"][0] == relayout["outcome"]["pause_s"]
+    assert account["last_iteration"] == relayout["iteration"]
 
 
 @pytest.mark.parametrize("name", ["moved", "observed", "rolled back"])
@@ -106,8 +113,8 @@ def test_decisions_are_numbered(results: dict[str, Any]) -> None:
     for name in ("moved", "rolled back"):
         numbers = [r["number"] for r in of_kind(results[name], "decision")]
         assert numbers == list(range(1, len(numbers) + 1))
-        asked = [r["number"] for r in of_kind(results[name], "switch.requested")]
-        done = [r["number"] for r in of_kind(results[name], "switch")]
+        asked = [r["number"] for r in of_kind(results[name], "relayout.requested")]
+        done = [r["number"] for r in of_kind(results[name], "relayout")]
         assert asked == done
         assert all(a < b for a, b in itertools.pairwise(asked))
 
@@ -116,20 +123,20 @@ def test_the_phases_are_in_the_trace_of_each_rank_and_the_decision_beside_them(
     folder: Path, results: dict[str, Any], tmp_path: Path
 ) -> None:
     run = folder / "moved"
-    (switch,) = of_kind(results["moved"], "switch")
+    (relayout,) = of_kind(results["moved"], "relayout")
     for rank in (0, 1):
         (path,) = (run / "traces").glob(f"*.rank{rank}.steps7-10.json.gz")
         with gzip.open(path) as file:
             events = json.load(file)["traceEvents"]
         named = {e["name"] for e in events if e.get("cat") == "user_annotation"}
         assert {"data", "forward and backward", "reduce", "optimizer", "saving"} <= named
-        assert {f"layout: {phase}" for phase in switch["outcome"]["phases"]} <= named
+        assert {f"layout: {phase}" for phase in relayout["outcome"]["phases"]} <= named
     assert trace.main([str(run), "-o", str(tmp_path / "whole.json")]) == 0
     events = json.loads((tmp_path / "whole.json").read_text())["traceEvents"]
-    spans = [e for e in events if e["name"] == f"{switch['start']} to {switch['to']}"]
+    spans = [e for e in events if e["name"] == f"{relayout['start']} to {relayout['to']}"]
     moves = [e for e in events if e["name"] == "changing the layout"]
     (span,), (decision, *_) = spans, [e for e in events if "applied" in e.get("args", ())]
-    assert decision["args"]["decision"] == switch["number"] and decision["args"]["reason"]
+    assert decision["args"]["decision"] == relayout["number"] and decision["args"]["reason"]
     # The journal has milliseconds, and writes them when all is done.
     slack_us = 1e6
     assert len(moves) == 2 and len({e["pid"] for e in moves}) == 2

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment"),
 ]
 COPUS = """--copus --copus-layouts all --copus-relayout relaunch --copus-policy static"""
-SETTINGS = "switch_cost_s: 1\nmax_micro_batch_size: 1\n"
+SETTINGS = "relayout_cost_s: 1\nmax_micro_batch_size: 1\n"
 
 SAVE_INTERVAL = 8
 """The first decision comes where a checkpoint is saved anyway."""
@@ -57,15 +57,15 @@ def journal(run: Path, kind: str) -> list[dict[str, Any]]:
 def test_the_run_goes_on_in_new_processes_under_the_better_layout(run: Path) -> None:
     starts = journal(run, "start")
     assert len(starts) == 2 and starts[0]["layout"] == "tp1.pp1.dp2"
-    (switch,) = journal(run, "switch")
-    assert switch["start"] == "tp1.pp1.dp2" and switch["to"] == starts[1]["layout"]
-    assert ".pp2." in switch["to"]
-    assert switch["outcome"]["kind"] == "moved" and switch["outcome"]["pause_s"] > 0
-    pause_s = switch["outcome"]["pause_s"]
-    later = [d for d in journal(run, "decision") if d["iteration"] > switch["iteration"]]
+    (relayout,) = journal(run, "relayout")
+    assert relayout["start"] == "tp1.pp1.dp2" and relayout["to"] == starts[1]["layout"]
+    assert ".pp2." in relayout["to"]
+    assert relayout["outcome"]["kind"] == "moved" and relayout["outcome"]["pause_s"] > 0
+    pause_s = relayout["outcome"]["pause_s"]
+    later = [d for d in journal(run, "decision") if d["iteration"] > relayout["iteration"]]
     assert later and all(d["situation"]["elapsed_s"] > pause_s for d in later)
     (outcome,) = journal(run, "outcome")
-    assert outcome["to_layout"] == switch["to"] and outcome["decision"] == switch["number"]
+    assert outcome["to_layout"] == relayout["to"] and outcome["decision"] == relayout["number"]
 
 
 def test_every_launch_lists_its_changes_and_none_is_listed_twice(run: Path) -> None:
@@ -78,8 +78,8 @@ def test_every_launch_lists_its_changes_and_none_is_listed_twice(run: Path) -> N
 
 def test_no_checkpoint_is_removed_to_be_saved_again(run: Path) -> None:
     saves = [r["iteration"] for r in read_metrics(run / "run") if r["kind"] == "checkpoint.begin"]
-    (switch,) = journal(run, "switch")
-    assert switch["iteration"] % SAVE_INTERVAL == 0 and switch["iteration"] in saves
+    (relayout,) = journal(run, "relayout")
+    assert relayout["iteration"] % SAVE_INTERVAL == 0 and relayout["iteration"] in saves
     assert len(set(saves)) == len(saves)
 
 

@@ -35,7 +35,7 @@ def test_a_live_job_on_four_nodes_moves_and_trains_the_same(
     with star(4, usual_mbit=8.0) as names:
         train(names, tmp_path / "moved", *COPUS)
         train(names, tmp_path / "plain")
-    moves = [r for r in read_journal(tmp_path / "moved" / NAME) if r["kind"] == "switch"]
+    moves = [r for r in read_journal(tmp_path / "moved" / NAME) if r["kind"] == "relayout"]
     assert moves and moves[0]["start"] == "tp1.pp1.dp4", "the links are slow for data parallelism"
     assert all(move["outcome"]["kind"] == "moved" for move in moves)
     seen = [step["consumed_samples"] for step in steps_of(tmp_path / "moved")]

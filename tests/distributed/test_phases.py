@@ -93,7 +93,7 @@ def test_a_checkpoint_is_there_before_the_layout_changes(runs: Runs) -> None:
     """One that is written while training goes on is waited for before the clock starts."""
     assert runs["async"] == runs["live"]
     order = [tuple(event) for event in runs["order of async"]]
-    begin, commit = "switch.begin", "checkpoint.commit"
+    begin, commit = "relayout.begin", "checkpoint.commit"
     assert order == [(commit, 6), (begin, 6), (commit, 12), (begin, 12), (commit, 15)]
     assert len(runs["predicted pauses"]) == 2 and min(runs["predicted pauses"]) > 0
 
@@ -105,7 +105,7 @@ def test_the_layout_of_a_ramp_changes_with_the_batch(runs: Runs) -> None:
     assert losses(moved)[:8] == losses(plain)[:8]
     assert losses(moved)[8:] != losses(plain)[8:], "sums in another order"
     order = [tuple(event) for event in runs["order of ramp"]]
-    kinds = ("phase", "checkpoint.commit", "switch.begin", "layout")
+    kinds = ("phase", "checkpoint.commit", "relayout.begin", "layout")
     assert order == [*[(kind, 8) for kind in kinds], ("checkpoint.commit", 12)]
     assert losses(runs["ramp resumed"]) == pytest.approx(losses(plain)[8:], rel=1e-5)
 
@@ -122,8 +122,8 @@ def test_a_controller_changes_the_layout_inside_a_phase(runs: Runs) -> None:
 
 
 def test_the_journal_has_both_changes_where_they_were(runs: Runs) -> None:
-    made = [r for r in runs["switches"] if r["kind"] == "switch"]
-    asked = [r for r in runs["switches"] if r["kind"] == "switch.requested"]
+    made = [r for r in runs["relayouts"] if r["kind"] == "relayout"]
+    asked = [r for r in runs["relayouts"] if r["kind"] == "relayout.requested"]
     for records in (made, asked):
         assert [r["iteration"] for r in records] == [MOVED_AT, 12]
         assert [r["consumed_samples"] for r in records] == [64 * MOVED_AT, 64 * 12]

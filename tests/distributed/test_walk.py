@@ -27,9 +27,9 @@ def test_a_run_trains_measures_changes_its_layout_saves_and_resumes(tmp_path: Pa
     own += ["--load", str(save), "--exit-interval", str(SAVED)]
     train(own, 4, run).check()
     assert files.read_latest(save) == SAVED
-    (switch,) = (r for r in read_journal(run / NAME) if r["kind"] == "switch")
-    assert switch["start"] == "tp1.pp1.dp4" and ".pp2." in switch["to"]
-    assert switch["outcome"]["kind"] == "moved" and switch["iteration"] < SAVED
+    (relayout,) = (r for r in read_journal(run / NAME) if r["kind"] == "relayout")
+    assert relayout["start"] == "tp1.pp1.dp4" and ".pp2." in relayout["to"]
+    assert relayout["outcome"]["kind"] == "moved" and relayout["iteration"] < SAVED
     resumed = train([*own, "--tensor-model-parallel-size", "2"], 4, run).check()
     assert f"(iteration {SAVED})" in resumed.stdout and "layout tp2.pp1.dp2" in resumed.stdout
     steps = steps_of(run)

@@ -154,7 +154,7 @@ def save_while_training(output: Path, go: Any, results: dict[str, Any]) -> None:
     with mock.patch.object(InProcessResharder, "move", noted):
         go("async", [*ROTARY, *LAYOUTS, *save])
     results["predicted pauses"] = predicted
-    results["order of async"] = events(output / "async", "checkpoint.commit", "switch.begin")
+    results["order of async"] = events(output / "async", "checkpoint.commit", "relayout.begin")
 
 
 def events(folder: Path, *kinds: str) -> list[tuple[str, int]]:
@@ -180,7 +180,7 @@ def ramp(output: Path, results: dict[str, Any]) -> None:
     go("ramp", [])
     go("ramp that moves", [*moves, *save])
     results["order of ramp"] = events(
-        output / "ramp_that_moves", "checkpoint.commit", "phase", "switch.begin", "layout"
+        output / "ramp_that_moves", "checkpoint.commit", "phase", "relayout.begin", "layout"
     )
     go("ramp resumed", ["--load", save[1], "--ckpt-step", "8"])
 
@@ -231,7 +231,7 @@ def move_inside(output: Path, go: Any, results: dict[str, Any]) -> None:
         copus_layouts="all",
         copus_interval=1.0,
         copus_gns_interval=1,
-        copus_switch_checkpoint_tokens=1.0,
+        copus_relayout_checkpoint_tokens=1.0,
     )
     watched = Watched()
     with mock.patch.object(callback, "decide", once):
@@ -242,10 +242,10 @@ def move_inside(output: Path, go: Any, results: dict[str, Any]) -> None:
     results["order of moved inside"] = events(output / "moved_inside", *kinds)
     results["costs"] = [len(acting.state.layout_costs.pauses_s), acting.state.layout_costs.paused_s]
     if dist.get_rank() == 0:
-        results["switches"] = [
+        results["relayouts"] = [
             r
             for r in read_journal(output / "moved_inside" / NAME)
-            if r["kind"].startswith("switch")
+            if r["kind"].startswith("relayout")
         ]
 
 

@@ -111,7 +111,7 @@ def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> Decision
         total_samples=TOTAL,
         half_life_samples=1000.0,
         elapsed_s=1600.0,
-        switch_cost_s=60.0,
+        relayout_cost_s=60.0,
     )
 
 

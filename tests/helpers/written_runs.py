@@ -146,7 +146,7 @@ class WrittenRun:
             total_samples=1_000_000,
             half_life_samples=100.0,
             elapsed_s=1000.0,
-            switch_cost_s=2.0,
+            relayout_cost_s=2.0,
             steps_since_change=1000,
         )
 
@@ -169,19 +169,19 @@ class WrittenRun:
             return decision
         before = (self.batch, self.micro, str(self.layout))
         if decision.kind == "relayout":
-            self._switch(str(decision.to.layout), where)
+            self._relayout(str(decision.to.layout), where)
         to = decision.to
         self.batch, self.micro = to.global_batch_size, to.micro_batch_size
         self.layout = to.layout
         self._outcome(decision, before, where)
         return decision
 
-    def _switch(self, to: str, where: dict[str, Any]) -> None:
+    def _relayout(self, to: str, where: dict[str, Any]) -> None:
         about = {"number": self.number, **where, "start": str(self.layout), "to": to}
-        self.journal.append("switch.requested", **about, way="inprocess", predicted_s=2.0)
+        self.journal.append("relayout.requested", **about, way="inprocess", predicted_s=2.0)
         phases = {"prepare": 0.125, "copy": 0.25, "copy together": 0.0625, "transfer": 1.5}
         outcome = {"kind": "moved", "reason": "", "phases": phases, "pause_s": 1.875}
-        self.journal.append("switch", **about, outcome=outcome)
+        self.journal.append("relayout", **about, outcome=outcome)
         self.tracker.event("layout", self.iteration, self.samples, layout=to)
 
     def _outcome(

@@ -22,7 +22,7 @@ BATCH, STEPS, FEWER = 8, 100, 40
 BASE = [*TINY.split(), "--use-distributed-optimizer", "--lr-decay-style", "constant"]
 BASE += ["--lr-warmup-samples", str(BATCH)]
 RELAUNCH = """--copus --copus-layouts all --copus-relayout relaunch --copus-policy static"""
-SETTINGS = "switch_cost_s: 0.1\nmax_micro_batch_size: 1\n"
+SETTINGS = "relayout_cost_s: 0.1\nmax_micro_batch_size: 1\n"
 FLAGS = [*BASE, "--train-samples", str(BATCH * STEPS)]
 
 

@@ -69,7 +69,7 @@ def flags(**values: Any) -> CopusConfig:
         ({"copus_early_steps": math.inf}, "--copus-config: early_steps inf must be"),
         ({"copus_early_steps": -1.0}, "--copus-config: early_steps -1 must be"),
         ({"copus_lr_ramp_steps": -1}, "--copus-config: lr_ramp_steps -1"),
-        ({"copus_switch_checkpoint_tokens": 0.0}, "--copus-config: switch_checkpoint_tokens 0"),
+        ({"copus_relayout_checkpoint_tokens": 0.0}, "--copus-config: relayout_checkpoint_tokens 0"),
         ({"copus_gns_interval": 0}, "--copus-config: gns_interval 0"),
         ({"copus_gns_half_life_tokens": 0.0}, "--copus-config: gns_half_life_tokens 0"),
         (
@@ -474,7 +474,7 @@ def test_the_assumed_cost_of_a_change_of_layout() -> None:
     plain = most(run)
     assert plain > most(run.replace(data_parallel_size=64)) > sum(FIXED_S.values())
     assert most(run, Link(bytes_per_s=1e12)) == plain
-    assert most(run, copus_switch_cost_s=7.0) == 7.0
+    assert most(run, copus_relayout_cost_s=7.0) == 7.0
     assert most(run, copus_relayout="relaunch") == RELAUNCH_S
     # Other trainers' configurations say nothing of their model's tensors.
     assert most(SimpleNamespace(layout=run.layout, runtime=run.runtime)) == RELAUNCH_S

@@ -51,7 +51,7 @@ def situation(
         "total_samples": 1_000_000,
         "half_life_samples": 1000.0,
         "elapsed_s": 50_000.0,
-        "switch_cost_s": 60.0,
+        "relayout_cost_s": 60.0,
         **more,
     }
     given = {"copus_noise_scale_multiplier": 4.0, **(flags or {})}
@@ -370,7 +370,7 @@ def test_a_trial_pays_where_drawn_ones_do(cost_s: float, sd: float, left: int, w
     sizes = here if where == "slower" else there
     untimed = dataclasses.replace(row(16, 10.0, micro=2, sd=sd, **sizes), source="predicted")
     rows = [now, untimed] if where == "other" else [now, untimed, known]
-    more = {"switch_cost_s": cost_s, "consumed_samples": 1_000_000 - left}
+    more = {"relayout_cost_s": cost_s, "consumed_samples": 1_000_000 - left}
     s = situation(16, rows=rows, flags={"copus_layouts": "all"}, **more)
     best = 0.0 if where == "other" else math.log(1.1)
     logs_of_rows = [0.0, 0.0, best][: len(rows)]
@@ -411,7 +411,7 @@ def test_another_layout_is_weighed_and_taken_where_it_may_and_pays_off() -> None
     assert decision.kind == "stay"
     other = [c for c in decision.candidates if c.row.layout != rows[0].layout]
     assert other and all("keeps its own" in c.blocked_reason for c in other)
-    able = situation(16, 16.0, rows=rows, flags={"copus_layouts": "all"}, switch_cost_s=30.0)
+    able = situation(16, 16.0, rows=rows, flags={"copus_layouts": "all"}, relayout_cost_s=30.0)
     assert (decide(able).kind, decide(able).to) == ("relayout", rows[1])
     failed = dataclasses.replace(able, blocked_layouts=(rows[1].layout,))
     assert (decide(failed).kind, decide(failed).to) == ("relayout", rows[2])
@@ -419,7 +419,7 @@ def test_another_layout_is_weighed_and_taken_where_it_may_and_pays_off() -> None
     assert ended.kind == "stay" and "too many changes" in ended.reason
     late = dataclasses.replace(able, consumed_samples=999_800)
     assert decide(late).kind == "stay"
-    assert decide(dataclasses.replace(late, switch_cost_s=0.5)).kind == "relayout"
+    assert decide(dataclasses.replace(late, relayout_cost_s=0.5)).kind == "relayout"
     assert DecisionInputs.from_json(json.loads(json.dumps(failed.to_json()))) == failed
 
 
@@ -436,7 +436,7 @@ def test_the_paper_to_the_letter() -> None:
     ]
     # 40 on this layout: 9 sqrt(40)/100 = 0.5692 (+1.8 %); 20 on the other: +20 %, discounted by
     # 900/(900 + 90): +9.1 %.
-    base = {"rows": table, "rules": rules, "switch_cost_s": 90.0, "elapsed_s": 900.0}
+    base = {"rows": table, "rules": rules, "relayout_cost_s": 90.0, "elapsed_s": 900.0}
     base["flags"] = {"copus_policy": "copus", "copus_layouts": "all"}
     assert decide(situation(20, 30.0, **base)).kind == "stay"
     # After four times as long the discount is 3600/3690: +17.1 %.

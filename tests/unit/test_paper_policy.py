@@ -33,7 +33,7 @@ def inputs(policy: str, noise: NoiseScale, *, batch: int = 8, **flags: Any) -> D
         total_samples=1_000_000,
         half_life_samples=1000.0,
         elapsed_s=50_000.0,
-        switch_cost_s=60.0,
+        relayout_cost_s=60.0,
     )
 
 

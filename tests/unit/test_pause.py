@@ -138,7 +138,7 @@ def test_of_many_ranks_all_of_the_state_is_taken_to_move() -> None:
 
 
 def test_the_constants_are_the_lines_through_what_was_measured() -> None:
-    found = json.loads((RESULTS / "switch_cost.json").read_text())
+    found = json.loads((RESULTS / "relayout_cost.json").read_text())
     sets = [
         [r for r in found[part][size]["rows"] if r["kind"] == "change"]
         for part, size in (
@@ -160,7 +160,7 @@ def test_the_constants_are_the_lines_through_what_was_measured() -> None:
 
 @pytest.mark.parametrize("size", ["20M, 2 ranks", "40M, 2 ranks"])
 def test_measured_pauses_of_cpu_ranks_are_predicted_within_a_third(size: str) -> None:
-    rows = json.loads((RESULTS / "switch_cost.json").read_text())["changes"][size]["rows"]
+    rows = json.loads((RESULTS / "relayout_cost.json").read_text())["changes"][size]["rows"]
     machine = Machine.of(cluster("cpu:2"))
     off = []
     for r in rows:

@@ -164,7 +164,7 @@ def test_the_journal_counts_as_the_run(tmp_path: Path) -> None:
 
 def test_the_age_of_a_checkpoint_is_the_same_in_every_phase() -> None:
     """In tokens: a checkpoint of one phase may be committed, or grow too old, in the next."""
-    flags = CopusConfig(copus_switch_checkpoint_tokens=64 * 64.0)
+    flags = CopusConfig(copus_relayout_checkpoint_tokens=64 * 64.0)
     manager = LayoutChangeManager(
         flags, ControllerState(), DecisionLog(None), prior_s=lambda layout: 1.0
     )

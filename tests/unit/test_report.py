@@ -127,11 +127,11 @@ def test_changes_are_those_of_the_record(run: Path, shown: dict[str, Any]) -> No
     sizes = [s["global_batch_size"] for s in steps]
     assert len(set(sizes)) > 1
     assert all(by_step[steps[i]["iteration"]] == sizes[i] for i in changes(sizes))
-    switch = lines_of(run / "journal.jsonl", "switch")
+    relayout = lines_of(run / "journal.jsonl", "relayout")
     assert course["layout"]["y"][0] == "tp1.pp1.dp4"
-    assert course["layout"]["y"][-1] == switch[-1]["to"]
+    assert course["layout"]["y"][-1] == relayout[-1]["to"]
     pauses = traces(shown, "pauses")
-    phases = switch[0]["outcome"]["phases"]
+    phases = relayout[0]["outcome"]["phases"]
     # What all ranks do together is a part of its phase and counts once.
     assert {n: t["x"][0] for n, t in pauses.items()} == {
         n: s for n, s in phases.items() if not n.endswith("together")

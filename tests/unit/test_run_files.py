@@ -198,17 +198,17 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
     run.step(60)
     goal = LAYOUTS[1]
     ends: list[tuple[str, dict[str, Any], str]] = [
-        ("switch", {"number": 0, "outcome": {"kind": "rolled_back", "reason": "a sum"}}, "a sum"),
-        ("switch", {"number": 1, "outcome": {"kind": "cancelled", "reason": "no room"}}, "no room"),
-        ("switch.abandoned", {"reason": "no answer"}, "no answer"),
-        ("switch.cancelled", {"number": 3, "to": str(goal), "reason": "ended"}, "ended"),
-        ("switch.begin", {}, ""),
-        ("switch", {"number": 5, "outcome": {"kind": "moved", "pause_s": 2.0}}, ""),
+        ("relayout", {"number": 0, "outcome": {"kind": "rolled_back", "reason": "a sum"}}, "a sum"),
+        ("relayout", {"number": 1, "outcome": {"kind": "cancelled", "reason": "room"}}, "room"),
+        ("relayout.abandoned", {"reason": "no answer"}, "no answer"),
+        ("relayout.cancelled", {"number": 3, "to": str(goal), "reason": "ended"}, "ended"),
+        ("relayout.begin", {}, ""),
+        ("relayout", {"number": 5, "outcome": {"kind": "moved", "pause_s": 2.0}}, ""),
     ]
     for number, (kind, fields, _) in enumerate(ends):
         write_change(run.journal, number, 10 + number, to=goal)
         about = {"start": "tp1.pp1.dp4", "to": str(goal)}
-        run.journal.append("switch.requested", number=number, iteration=10 + number, **about)
+        run.journal.append("relayout.requested", number=number, iteration=10 + number, **about)
         run.journal.append(kind, **fields)
     payload = payload_of(tmp_path)
     (loss,) = [f for f in payload["figures"] if f["id"] == "loss"]

@@ -161,7 +161,7 @@ def test_the_lead_time_is_of_what_was_measured(tmp_path: Path, commands: Path) -
     assert lead_s() == 2 * 100 + 2 * 5 + 60
     write(tmp_path / "metrics.jsonl", start(**MOVES))
     assert lead_s() == 2 * 100 + 60 + 60, "the save of the launch before counts"
-    write(tmp_path / "journal.jsonl", {"kind": "switch.requested", "predicted_s": 9.0})
+    write(tmp_path / "journal.jsonl", {"kind": "relayout.requested", "predicted_s": 9.0})
     assert lead_s() == 2 * 100 + 60 + 60, "asked for before this launch"
 
 
@@ -263,8 +263,8 @@ def test_the_comment_follows_layout_and_batch(tmp_path: Path, commands: Path) ->
     prefix = "scontrol update JobId=77 Comment="
     assert calls(commands, "scontrol") == [f"{prefix}tp2.pp1.dp4 B=256"]
     at = "2026-01-01T00:00:00.000+00:00"
-    moved = {"kind": "switch", "to": "tp1.pp2.dp4", "outcome": {"kind": "moved"}, "time": at}
-    back = {"kind": "switch", "to": "tp8.pp1.dp1", "outcome": {"kind": "back"}, "time": at}
+    moved = {"kind": "relayout", "to": "tp1.pp2.dp4", "outcome": {"kind": "moved"}, "time": at}
+    back = {"kind": "relayout", "to": "tp8.pp1.dp1", "outcome": {"kind": "back"}, "time": at}
     write(tmp_path / "journal.jsonl", moved, back)
     for batch in range(300, 380):
         write(tmp_path / "metrics.jsonl", step_of(batch))
@@ -321,13 +321,13 @@ def test_a_file_is_followed_in_bounded_bites(tmp_path: Path) -> None:
         | st.sampled_from(["global_batch_size", "elapsed_per_iteration_ms"]),
         st.none() | st.text() | st.floats() | st.integers() | st.dictionaries(st.text(), st.text()),
     ),
-    st.sampled_from(["run.start", "step", "checkpoint.commit", "switch", "switch.requested"]),
+    st.sampled_from(["run.start", "step", "checkpoint.commit", "relayout", "relayout.requested"]),
 )
 def test_records_of_any_shape_do_no_harm(record: dict[str, Any], kind: str) -> None:
     from collections import deque
 
     facts = RunFacts(
-        steps_s=deque(maxlen=3), layout="tp1.pp1.dp1", global_batch_size=1, switch_s=60.0
+        steps_s=deque(maxlen=3), layout="tp1.pp1.dp1", global_batch_size=1, relayout_s=60.0
     )
     facts.add_metric({**record, "kind": kind})
     facts.add_decision({**record, "kind": kind})

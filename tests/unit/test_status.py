@@ -138,7 +138,7 @@ def test_texts_of_a_run_are_no_markup_and_no_escapes(tmp_path: Path) -> None:
     record_run(run, launch=bad, ended=False, copus_cluster=bad)
     journal = record_decisions(run, reason=bad)
     write_change(journal, 3, 7, to=LAYOUTS[1])
-    journal.note("switch", number=3, iteration=7, start=bad, to=bad, outcome={"reason": bad})
+    journal.note("relayout", number=3, iteration=7, start=bad, to=bad, outcome={"reason": bad})
     journal.note("failure", error=bad)
     with Tracker(run, launch=bad) as tracker:
         tracker.event("alert", 20, 320, alert=bad, line=bad)
@@ -185,7 +185,7 @@ def silent(run: Path) -> None:
 
 def switching(run: Path) -> None:
     lock(run)
-    DecisionLog(run).append("switch.begin", iteration=20, to=LAYOUT)
+    DecisionLog(run).append("relayout.begin", iteration=20, to=LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_what_to_look_at(tmp_path: Path) -> None:
     for number in range(3, 7):
         outcome = {"kind": "moved", "pause_s": 1.5}
         write_change(journal, number, 20, to=LAYOUTS[1])
-        journal.note("switch", number=number, iteration=20, to=LAYOUT, outcome=outcome)
+        journal.note("relayout", number=number, iteration=20, to=LAYOUT, outcome=outcome)
     now = read_status(tmp_path, t=time.time() + 60)
     assert [a.name for a in now.alarms] == ["save failed", "no step", "many changes"]
     assert now.paused and "paused" in shown(now)
@@ -303,7 +303,7 @@ def test_of_large_files_only_the_end_is_read_and_layout_speed_and_mode_are_known
     assert "observes only" in shown(now) and "restarts unknown" in shown(now)
     (tmp_path / NAME).unlink()
     assert read_status(tmp_path).layout == LAYOUT
-    journal.note("switch", number=3, to="tp2.pp1.dp1", outcome={"kind": "moved"})
+    journal.note("relayout", number=3, to="tp2.pp1.dp1", outcome={"kind": "moved"})
     assert read_status(tmp_path).layout == "tp2.pp1.dp1"
     record_run(tmp_path, 1, launch="job.0.1", start=3)
     assert "at least 0 restarts" in shown(read_status(tmp_path))
@@ -359,7 +359,7 @@ def test_few_steps_and_changes_that_did_not_come_about_alarm_nobody(tmp_path: Pa
     lock(tmp_path)
     for number in range(3, 8):
         outcome = {"kind": "rolled_back", "reason": "no room"}
-        journal.note("switch", number=number, iteration=20, to=LAYOUT, outcome=outcome)
+        journal.note("relayout", number=number, iteration=20, to=LAYOUT, outcome=outcome)
     grown = {"iteration": 20, "to_batch": 16, "from_batch": 8, "samples_per_s": 5.0}
     grown["predicted_samples_per_s"] = 10.0
     journal.note("outcome", decision=1, **grown, steps=WINDOW_STEPS - 1)

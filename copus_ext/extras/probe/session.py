@@ -227,7 +227,7 @@ class Lead:
 
     def time_all(self, rounds: Sequence[Round], *, expected: float | None = None) -> list[str]:
         """Runs all rounds, and then those once more that have a single link that looks slow or far.
-        They are run whole, because the pairs of a round may share a switch. Where more than a
+        They are run whole, because the pairs of a round may share a relayout. Where more than a
         quarter of the rounds has one, nothing that passed is the cause.
 
         Args:

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=int, default=3, help="how many; each draws other estimates")
     p.add_argument("--first-seed", type=int, default=0)
     words = "seconds that every change of layout takes; default: predicted from bytes and links"
-    p.add_argument("--switch-cost-s", type=float, help=words)
+    p.add_argument("--relayout-cost-s", type=float, help=words)
     words = "true worth of a sample. progress: 1 / (1 + batch / critical batch size). "
     words += "noisy_quadratic: rate, length and annealing count, too"
     p.add_argument(
@@ -56,12 +56,12 @@ def scenario_of(args: argparse.Namespace) -> Any:
         raise UsageError(f"--seeds {args.seeds} must be from 1 to {_MAX_SEEDS}")
     if args.first_seed < 0:
         raise UsageError(f"--first-seed {args.first_seed} must be at least 0")
-    cost_s = args.switch_cost_s
+    cost_s = args.relayout_cost_s
     if cost_s is not None and not 0 <= cost_s < 1e9:
-        raise UsageError(f"--switch-cost-s {cost_s:g} must be a number from 0 on")
+        raise UsageError(f"--relayout-cost-s {cost_s:g} must be a number from 0 on")
     scenario = preset(args.preset)
     if cost_s is not None:
-        scenario = scenario.change(switch_cost_s=cost_s)
+        scenario = scenario.change(relayout_cost_s=cost_s)
     return scenario.with_noisy_quadratic() if args.truth == NOISY_QUADRATIC else scenario
 
 

@@ -63,7 +63,7 @@ class Scenario:
     """Progress at which a loss is reached, samples, by the loss."""
     trajectory: NoiseTrajectory
     truth: GroundTruth
-    switch_cost_s: float | None = None
+    relayout_cost_s: float | None = None
     """Seconds of every change of layout; None: those that are predicted of it (`pause_s`)."""
     limits: Limits = field(default_factory=Limits)
     measured: Speeds | None = None
@@ -127,9 +127,9 @@ class Scenario:
 
     def pause_s(self, before: Layout, after: Layout) -> float:
         """Seconds that a change between two layouts takes, as the controller predicts them, too."""
-        if self.switch_cost_s is None:
+        if self.relayout_cost_s is None:
             return self.pauses.seconds(before, after)
-        return 0.0 if before == after else self.switch_cost_s
+        return 0.0 if before == after else self.relayout_cost_s
 
     def pause_range_s(self) -> tuple[float, float]:
         """Least and most seconds of a change between its layouts."""
@@ -216,7 +216,7 @@ def from_json(name: str, data: dict[str, Any]) -> Scenario:
             exponent=noise["exponent"],
         ),
         truth=GroundTruth(noise_scale_multiplier=data["noise_scale_multiplier"]),
-        switch_cost_s=data.get("switch_cost_s"),
+        relayout_cost_s=data.get("relayout_cost_s"),
         limits=Limits(
             # A scenario says so where ranks may share samples.
             fixed={"cp": 1, **limits.get("fixed", {})},

@@ -140,7 +140,7 @@ def test_with_published_policies_only_the_layout_may_change_in_the_warm_up() -> 
     warm = {"in_warmup": True, "iteration": 10, "consumed_samples": 160}
     cbs = {"copus_policy": "cbs"}
     free = situation(
-        16, rows=rows, flags={**cbs, "copus_layouts": "all"}, switch_cost_s=5.0, **warm
+        16, rows=rows, flags={**cbs, "copus_layouts": "all"}, relayout_cost_s=5.0, **warm
     )
     decision = decide(free)
     assert (decision.kind, decision.to) == ("relayout", rows[2]), decision.reason

@@ -48,7 +48,7 @@ def small(**values: Any) -> Scenario:
         "warmup_samples": 500,
         "trajectory": trajectory,
         "truth": GroundTruth(noise_scale_multiplier=2.0),
-        "switch_cost_s": 5.0,
+        "relayout_cost_s": 5.0,
     }
     return preset("8xh100-3b").change(**{**known, **values})
 
@@ -160,7 +160,7 @@ def test_the_oracle_is_the_best_of_all_ways() -> None:
         speeds = Speeds(
             [row(w, b, float(random.uniform(50, 100))) for w in layouts for b in (16, 64)]
         )
-        scenario = small(switch_cost_s=cost, batches=(16, 64))
+        scenario = small(relayout_cost_s=cost, batches=(16, 64))
         dynamics = TrainingDynamics(
             phi_at=scenario.trajectory.phi_at, truth=GroundTruth(), end=16_000.0, num_intervals=6
         )
@@ -185,7 +185,7 @@ def test_the_oracle_is_the_best_of_all_ways() -> None:
 
 
 def test_the_oracle_without_pauses_saves_the_headroom() -> None:
-    scenario = small(switch_cost_s=0.0)
+    scenario = small(relayout_cost_s=0.0)
     dynamics, speeds, target = scenario.dynamics, scenario.speeds, scenario.last
     lengths = np.clip(target - np.array(dynamics.edges[:-1]), 0.0, np.diff(dynamics.edges))
     noise = scenario.truth.noise_scale_multiplier * np.array(dynamics.phis)
@@ -201,7 +201,7 @@ def test_the_oracle_without_pauses_saves_the_headroom() -> None:
 
 @pytest.mark.parametrize(("cost", "phi_end"), [(0.0, 2000.0), (5.0, 60.0)])
 def test_nobody_beats_the_oracle(cost: float, phi_end: float) -> None:
-    scenario = small(switch_cost_s=cost, phi_end=phi_end)
+    scenario = small(relayout_cost_s=cost, phi_end=phi_end)
     best = optima(scenario)
     for contender in contenders(scenario.batches).values():
         run = simulate(scenario, contender, seed=1)
@@ -307,8 +307,8 @@ def test_the_command_shows_a_table(tmp_path: Path, capsys) -> None:
         (["--preset", "nowhere"], 2, "known: "),
         (["--preset", "8xh100-3b", "--policies", "magic"], 2, "magic is unknown"),
         (["--preset", "8xh100-3b", "--seeds", "0"], 2, "--seeds 0"),
-        (["--preset", "8xh100-3b", "--switch-cost-s", "-1"], 2, "--switch-cost-s -1"),
-        (["--preset", "8xh100-3b", "--switch-cost-s", "nan"], 2, "--switch-cost-s nan"),
+        (["--preset", "8xh100-3b", "--relayout-cost-s", "-1"], 2, "--relayout-cost-s -1"),
+        (["--preset", "8xh100-3b", "--relayout-cost-s", "nan"], 2, "--relayout-cost-s nan"),
         (["--preset", "8xh100-3b", "--lst"], 2, "did you mean --list?"),
         (["--preset", "8xh100-3b", "--wrong"], 2, "--wrong"),
     ],
@@ -354,7 +354,7 @@ def test_a_pause_is_that_of_its_pair_of_layouts_unless_given() -> None:
     for pair, seconds in found.items():
         assert seconds == pause_s(scenario.pauses.moved(*pair), machine)
     assert scenario.pause_range_s() == (min(found.values()), max(found.values()))
-    given = scenario.change(switch_cost_s=43.0)
+    given = scenario.change(relayout_cost_s=43.0)
     assert {given.pause_s(*pair) for pair in found} == {43.0}
     assert given.pause_s(layouts[0], layouts[0]) == 0.0
 

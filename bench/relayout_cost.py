@@ -1,6 +1,6 @@
 """What does a change of layout cost, in the same processes and by a restart?
 
-    python -m bench.switch_cost changes restarts [--size 40M]
+    python -m bench.relayout_cost changes restarts [--size 40M]
 
 One job trains on the ranks and changes its layout at a step boundary of `pretrain`.
 
@@ -9,8 +9,8 @@ One job trains on the ranks and changes its layout at a step boundary of `pretra
 * restarts: every ordered pair both ways in turn, in the same processes, and by save, new processes,
   load and one step.
 
-Each section replaces its own part of docs/results/switch_cost.json; `--launcher usual` belongs to
-switch_cost_usual.json. It needs a core per rank and nothing else running.
+Each section replaces its own part of docs/results/relayout_cost.json; `--launcher usual` belongs to
+relayout_cost_usual.json. It needs a core per rank and nothing else running.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ def worker(section: str, output: Path, count: int, launcher: str, flags: list[st
 
 
 def main() -> None:
-    p = arguments(__doc__, "switch_cost.json")
+    p = arguments(__doc__, "relayout_cost.json")
     p.add_argument("sections", nargs="+", choices=SECTIONS)
     p.add_argument("--size", choices=SIZES, default="20M", help="parameters of the model")
     p.add_argument("--repeats", type=int, default=5, help="of every ordered pair")
@@ -397,13 +397,13 @@ def main() -> None:
                 "--data-path",
                 make_dataset(output.with_name("data")),
             ]
-            command = torchrun(2, "-m", "bench.switch_cost", "--worker", *words)
+            command = torchrun(2, "-m", "bench.relayout_cost", "--worker", *words)
             if subprocess.run(command, cwd=ROOT).returncode:
                 raise SystemExit(f"{section} failed")
             rows = json.loads(output.read_text())
         found, place = SECTIONS[section](rows), f"{args.size}, 2 ranks"
         result = json.loads(args.output.read_text()) if args.output.exists() else {}
-        result.setdefault("what", "seconds and bytes of changes of layout; see bench/switch_cost")
+        result.setdefault("what", "seconds and bytes of changes of layout; see bench/relayout_cost")
         result.setdefault(section, {})[place] = {**found, **how, "rows": rows}
         args.output.write_text(json.dumps(result, indent=1) + "\n")
         print(json.dumps({section: {place: {**found, "pairs": "..."}}}, indent=1), flush=True)

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_switch_faults import BEFORE, EXPERTS, WRONG, topics
+from tests.distributed.worker_relayout_faults import BEFORE, EXPERTS, WRONG, topics
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.switch_cases import Case, drawn, run_chain, uninterrupted
+from tests.helpers.relayout_cases import Case, drawn, run_chain, uninterrupted
 
 pytestmark = pytest.mark.waits
 
 
 def launched(what: str, folder: Path) -> dict[str, Any]:
-    return on_ranks("worker_switch_faults", folder, 2, what, timeout_s=800)
+    return on_ranks("worker_relayout_faults", folder, 2, what, timeout_s=800)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, whole: list[Any]) -
     (row,) = run_chain([case], tmp_path / "run", whole)
     assert row["problems"] == []
     stacks = sorted((tmp_path / "run" / "0" / "stacks").iterdir())
-    assert [path.name for path in stacks] == ["switch-1-rank0.txt", "switch-1-rank1.txt"]
+    assert [path.name for path in stacks] == ["relayout-1-rank0.txt", "relayout-1-rank1.txt"]
     assert "strike" in stacks[1].read_text()
 
 

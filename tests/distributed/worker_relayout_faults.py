@@ -1,7 +1,7 @@
 """Breaks changes of layout on purpose.
 
 `many` breaks many changes of one running job, each on one rank at one place. `wrong` has transfers
-go wrong without an error. As a program, `worker_switch_faults.py CASE_JSON FLAG...` is a run of
+go wrong without an error. As a program, `worker_relayout_faults.py CASE_JSON FLAG...` is a run of
 pretrain_gpt.py that changes its layout once, broken as the case says.
 """
 

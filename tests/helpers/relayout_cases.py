@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.checkpoint import files
-from tests.distributed.worker_switch_faults import PATIENCE_S, SMALL, TIMEOUT_S, TO, topics
+from tests.distributed.worker_relayout_faults import PATIENCE_S, SMALL, TIMEOUT_S, TO, topics
 from tests.helpers.jobs import steps_of, train
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
 
-WORKER = ROOT / "tests" / "distributed" / "worker_switch_faults.py"
+WORKER = ROOT / "tests" / "distributed" / "worker_relayout_faults.py"
 INTERVAL, STEPS, CHAIN = 2, 12, 5
 """Steps between saves, of a run, and how often a run is broken."""
 RELAUNCH = 85
