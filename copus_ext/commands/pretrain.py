@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from copus_ext.launch.launchers import Start
     from megatron.training.checkpoint.load import Stored
+    from megatron.training.config import Config
     from megatron.training.resilience.exit_status import RunOutcome
     from megatron.training.train.callbacks import Callback
 
@@ -141,7 +142,7 @@ def _train(
         transformer_engine_available=optional.have_transformer_engine(),
         apex_available=optional.have_nvidia_apex(),
     )
-    callbacks = [*controllers(args), *more]
+    callbacks = [*controllers(args, config), *more]
     outcome = pretrain(
         config,
         callbacks,
@@ -168,9 +169,15 @@ def with_lagged_balance(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def controllers(args: argparse.Namespace) -> list[Any]:
-    """The callbacks that `--copus` and `--layout-schedule` add; imports them only then."""
+def controllers(args: argparse.Namespace, config: "Config") -> list[Any]:
+    """The callbacks that `--copus` and extras add; imports them only then.
+
+    Args:
+        args: parsed flags.
+        config: resolved from them.
+    """
     from copus_ext.controller.flags import controller_flags
+    from megatron.training.common.extras import extras_with
 
     flags = controller_flags(args)
     found: list[Any] = []
@@ -181,10 +188,8 @@ def controllers(args: argparse.Namespace) -> list[Any]:
 
         controller = Controller(flags)
         found += [controller, PeakMemoryCallback()]
-    if args.layout_schedule is not None:
-        from copus_ext.controller.phase_layouts import PhaseLayouts
-
-        found.append(PhaseLayouts(controller))
+    for _, callbacks in extras_with("callbacks"):
+        found += callbacks(config, controller)
     if flags.copus and flags.copus_mode == "act":
         from copus_ext.controller.out_of_memory import OutOfMemoryCallback
 

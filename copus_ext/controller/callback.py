@@ -104,7 +104,6 @@ class Controller(Callback):
 
     def on_setup_start(self, context: CallbackContext) -> None:
         """Restores the state of the checkpoint; rank 0 opens throughput table and journal."""
-        rules.check_phases(self.flags, context.config)
         whole, context = context, self._begin_samples(context)
         config = context.config
         rules.check_run(self.flags, config)

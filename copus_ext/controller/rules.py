@@ -31,7 +31,6 @@ from megatron.training.config.batch_schedule import make_schedule, parse_steps
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems, layout_problems
 from megatron.training.config.moe_flags import changed_by_batch_or_layout
-from megatron.training.config.phase_flags import has_lengths
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -57,7 +56,7 @@ MIN_EFFECTIVE_STEPS = 20.0
 _FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
 """Before the first where layouts may change: from then on the present one's speed is known, and of
 configurations of the present batch nothing else needs to be."""
-_BLIND_TO_EXPERTS = "--copus cannot measure the noise of experts that see parts of samples"
+BLIND_TO_EXPERTS = "--copus cannot measure the noise of experts that see parts of samples"
 _ANNEALING_DECISIONS = 8
 """A decision comes after this part of the samples that are left, while the run anneals by batch."""
 
@@ -145,7 +144,7 @@ def check_run(flags: CopusConfig, config: Config) -> None:
     layout, is_moe = config.layout, config.moe.num_experts is not None
     if flags.copus_mode == "act" and is_moe and not layout.experts_see_whole_samples:
         raise UsageError(
-            f"{_BLIND_TO_EXPERTS}: make --expert-model-parallel-size {layout.ep} x "
+            f"{BLIND_TO_EXPERTS}: make --expert-model-parallel-size {layout.ep} x "
             f"--expert-tensor-parallel-size {layout.expert_tensor_parallel_size} a multiple of "
             f"--tensor-model-parallel-size {layout.tp} x --context-parallel-size {layout.cp}, or "
             "use --copus-mode observe"
@@ -165,35 +164,6 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             f"the first batch, {first}, is not between --copus-min-global-batch-size {least} and "
             f"--copus-max-global-batch-size {most}"
         )
-
-
-def check_phases(flags: CopusConfig, config: Any) -> None:
-    """Checks the flags against phases of longer samples.
-
-    Args:
-        flags: of the controller.
-        config: of the run, its lengths in the samples of its flags; of another trainer, anything.
-
-    Raises:
-        UsageError: they contradict each other.
-    """
-    phases = getattr(config, "phases", None)
-    if flags.copus_mode != "act" or phases is None or not phases.phase_starts:
-        return
-    if flags.copus_layouts == "all" and flags.copus_relayout == "relaunch":
-        why = "--seq-length-schedule, whose flags count batches in samples of the first phase"
-        if not has_lengths(phases.seq_length_schedule):
-            why = "--layout-schedule, which has the layout of every launch"
-        raise UsageError(
-            f"--copus-relayout relaunch does not go with {why}; use --copus-relayout inprocess"
-        )
-    for layout in map(Layout.from_text, dict.fromkeys(phases.phase_layouts)):
-        if config.moe.num_experts is not None and not layout.experts_see_whole_samples:
-            raise UsageError(
-                f"{_BLIND_TO_EXPERTS}: --layout-schedule has {layout}; make the ranks that share "
-                f"an expert, {layout.ep} x {layout.expert_tensor_parallel_size}, a multiple of "
-                f"tensor x context, {layout.tp} x {layout.cp}, or use --copus-mode observe"
-            )
 
 
 def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:

@@ -12,13 +12,12 @@ from types import MappingProxyType
 from typing import Any
 
 from copus_ext.controller.flags import CopusConfig
-from copus_ext.reshard.relaunch import Request, lost_layouts, merged, value_of
+from copus_ext.reshard.relaunch import Request, lost_flags, merged, scheduled_layout, value_of
 from megatron.training.checkpoint import files
 from megatron.training.common import optional
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.layout import Layout
-from megatron.training.config.phase_flags import planned_starts
 
 Stored = Callable[[Path], Mapping[str, Any]]
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
@@ -64,7 +63,7 @@ class LayoutFit:
         request, others = self._search(ranks, prefer, _request)
         if request is not None:
             line = f"start {ranks} ranks under {request.layout}: {problem}"
-            if lost := lost_layouts(self.flags, request):
+            if lost := lost_flags(self.flags, request):
                 line += f"; {lost}"
             return merged(self.flags, request), line
         if others == {problem}:
@@ -85,10 +84,10 @@ class LayoutFit:
         Args:
             ranks: that can be started.
             stored: flags of that checkpoint.
-            layout: wanted; None for the one of the checkpoint, or of the phase that begins there.
+            layout: wanted; None for the one of the checkpoint, or the one taken just there.
                 Another is chosen if it needs more ranks.
             why: what happened.
-            blocked: layouts that no phase may take.
+            blocked: layouts that must not be taken later either.
 
         Raises:
             NoFit: no layout is legal for these ranks.
@@ -97,7 +96,7 @@ class LayoutFit:
         missing = [name for name in _NEEDED if not isinstance(stored.get(name), int)]
         if missing:
             raise ValueError(f"the checkpoint does not say {missing[0]}")
-        wanted = layout or _begins_under(stored) or Layout.of_arguments(stored)
+        wanted = layout or scheduled_layout(stored) or Layout.of_arguments(stored)
         batch, micro = stored["global_batch_size"], stored["micro_batch_size"]
         # In a run with phases the flags give that of the first.
         micro = next(iter(stored.get("phase_micro_batch_sizes") or ()), micro)
@@ -109,10 +108,13 @@ class LayoutFit:
             # That of a run whose first phase has a layout of its own may not fit this one.
             for size in dict.fromkeys([micro, *sizes]):
                 found = request(wanted, size)
-                if self._is_legal(merged(self.flags, found, blocked=blocked), wanted.world_size):
+                flags = merged(self.flags, found, stored=stored, blocked=blocked)
+                if self._is_legal(flags, wanted.world_size):
                     return found
             return request(wanted, sizes[0] if sizes else micro)
-        found, _ = self._search(ranks, wanted, request, batch=batch, micro=micro, blocked=blocked)
+        found, _ = self._search(
+            ranks, wanted, request, batch=batch, micro=micro, stored=stored, blocked=blocked
+        )
         if found is None:
             raise NoFit(
                 f"{wanted} needs more than {ranks} ranks, and no layout of {ranks} is legal"
@@ -127,6 +129,7 @@ class LayoutFit:
         *,
         batch: int | None = None,
         micro: int | None = None,
+        stored: Mapping[str, Any] = MappingProxyType({}),
         blocked: Collection[Layout] = (),
     ) -> tuple[Request | None, set[str]]:
         """The first legal layout in the order of `layouts_for`, with the largest micro-batch that
@@ -137,7 +140,8 @@ class LayoutFit:
         for layout in layouts_for(ranks, prefer):
             for size in self._sizes(layout, micro, batch) or [micro]:
                 found = request(layout, size)
-                problem = self._problem(merged(self.flags, found, blocked=blocked), ranks)
+                flags = merged(self.flags, found, stored=stored, blocked=blocked)
+                problem = self._problem(flags, ranks)
                 if problem is None:
                     return found, problems
                 problems.add(problem)
@@ -218,19 +222,7 @@ def _request(
         micro_batch_size=micro,
         global_batch_size=batch,
         checkpoint=checkpoint,
-        seq_length=stored.get("seq_length"),
-        train_samples=stored.get("train_samples"),
-        phase_starts=tuple(planned_starts(stored).items()),
     )
-
-
-def _begins_under(stored: Mapping[str, Any]) -> Layout | None:
-    """The layout of the phase that begins just where a checkpoint stands. Such a checkpoint is
-    saved under the layout before."""
-    starts, layouts = stored.get("phase_starts") or (), stored.get("phase_layouts") or ()
-    by_start: dict[int, str] = dict(zip(starts, layouts))
-    begins = by_start.get(stored.get("consumed_train_samples") or 0)
-    return None if begins is None else Layout.from_text(begins)
 
 
 def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:

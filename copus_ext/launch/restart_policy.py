@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from copus_ext.launch.failure import Failure
 from copus_ext.launch.layout_fit import LayoutFit, NoFit, Stored
-from copus_ext.reshard.relaunch import Request, lost_layouts, merged, value_of
+from copus_ext.reshard.relaunch import Request, lost_flags, merged, value_of
 from megatron.training.checkpoint import files
 from megatron.training.config.layout import Layout
 from megatron.training.logging.metrics import GENERATION_MARK, METRICS_FILE
@@ -381,18 +383,25 @@ class RestartPolicy:
             request = go_on(layout=instead, blocked=self.layouts.blocked)
         if blocked is not None:
             why = f"{blocked} is not taken again, it crashed twice as soon as it was entered; {why}"
-        return self._start(request, latest, why, wait_s=self.budget.wait_s)
+        return self._start(request, latest, why, stored=stored, wait_s=self.budget.wait_s)
 
     def _start(
-        self, request: Request, latest: int | None, why: str, *, wait_s: float = 0.0
+        self,
+        request: Request,
+        latest: int | None,
+        why: str,
+        *,
+        stored: Mapping[str, Any] = MappingProxyType({}),
+        wait_s: float = 0.0,
     ) -> NextLaunch:
         assert request.layout is not None
         where = "from the start" if request.checkpoint is None else f"from iteration {latest}"
-        if lost := lost_layouts(self.flags, request, blocked=self.layouts.blocked):
+        where_to: Any = {"stored": stored, "blocked": self.layouts.blocked}
+        if lost := lost_flags(self.flags, request, **where_to):
             why += f"; {lost}"
         self._planned = request.layout, latest or 0
         return NextLaunch(
-            flags=merged(self.flags, request, blocked=self.layouts.blocked),
+            flags=merged(self.flags, request, **where_to),
             num_ranks=request.layout.world_size,
             line=f"start again under {request.layout} {where}: {why}",
             wait_s=wait_s,

@@ -16,9 +16,10 @@ import logging
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, get_args
 
 from copus_ext.reshard.checked import (
     MAX_NUMBER,
@@ -32,10 +33,10 @@ from copus_ext.reshard.checked import (
 from megatron.training.checkpoint.files import TRACKER, write_atomically
 from megatron.training.common.control import LAUNCH_NAME, supervised_launch
 from megatron.training.common.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
-from megatron.training.common.errors import Relaunch, UsageError
+from megatron.training.common.errors import Relaunch
+from megatron.training.common.extras import extras_with
 from megatron.training.config import layer_partition
 from megatron.training.config.layout import Layout
-from megatron.training.config.phase_flags import Position, parse_lengths, parse_positions
 from megatron.training.resilience.exit_status import RunOutcome
 
 logger = logging.getLogger(__name__)
@@ -47,13 +48,8 @@ BLOCKED_VARIABLE = "COPUS_BLOCKED_LAYOUTS"
 commas."""
 _MAX_REASON, _MAX_TEXT = 2000, 4096
 _MAX_SIZE = 1 << 20
-_OPEN_NUMBERS = {
-    "micro_batch_size": _MAX_SIZE,
-    "global_batch_size": _MAX_SIZE,
-    "seq_length": MAX_NUMBER,
-    "train_samples": MAX_NUMBER,
-}
-"""Fields of a request that are at least 1 if they are given -> the highest value."""
+_OPEN_NUMBERS = ("micro_batch_size", "global_batch_size")
+"""Fields of a request that are at least 1 if they are given."""
 
 _TENSOR = "--tensor-model-parallel-size"
 _CONTEXT = "--context-parallel-size"
@@ -77,8 +73,6 @@ _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _LOAD, _SAVE, _STEP = "--load", "--save", "--ckpt-step"
 _ANOTHER_START = ("--finetune", "--no-load-optim", "--no-load-rng")
 _SEQUENCE = "--sequence-parallel"
-_LENGTHS = "--seq-length-schedule"
-_MICROS, _LAYOUTS = "--micro-batch-size-schedule", "--layout-schedule"
 _NO_OVERLAP = "--no-overlap-p2p-communication"
 
 
@@ -110,12 +104,6 @@ class Request(JsonRecord):
     checkpoint: str | None = None
     """The folder of `--save`, as the user gave it, whose latest checkpoint to start from; needed by
     `relayout` after the first step."""
-    seq_length: int | None = None
-    """Tokens of a sample as they are counted; None where no phase can have begun."""
-    train_samples: int | None = None
-    """Length of training; likewise."""
-    phase_starts: tuple[tuple[int, int], ...] = ()
-    """The samples that each phase was asked for at and begins at, as far as they are planned."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.launch, str) and LAUNCH_NAME.fullmatch(self.launch)):
@@ -124,12 +112,9 @@ class Request(JsonRecord):
             raise ValueError(f"kind {shown(self.kind)} must be one of {', '.join(get_args(Kind))}")
         check_number("iteration", self.iteration, 0, MAX_NUMBER)
         check_number("consumed_samples", self.consumed_samples, 0, MAX_NUMBER)
-        for name, most in _OPEN_NUMBERS.items():
+        for name in _OPEN_NUMBERS:
             if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 1, most)
-        for pair in self.phase_starts:
-            for samples in pair:
-                check_number("phase_starts", samples, 0, MAX_NUMBER)
+                check_number(name, getattr(self, name), 1, _MAX_SIZE)
         check_text("reason", self.reason, _MAX_TEXT)
         if self.checkpoint is not None:
             check_text("checkpoint", self.checkpoint, _MAX_TEXT)
@@ -158,25 +143,12 @@ class Request(JsonRecord):
             if missing := sorted({"tp", "pp", "vpp", "dp"} - set(layout)):
                 raise ValueError(f"{missing[0]} of the layout is missing")
             data = {**data, "layout": Layout.from_json(layout)}
-        if isinstance(data, dict) and "phase_starts" in data:
-            data = {**data, "phase_starts": _pairs(data["phase_starts"])}
         return super().from_json(data)
 
     @property
     def line(self) -> str:
         """The reason, fit to be printed: one line without control characters."""
         return one_line(self.reason) or "no reason given"
-
-
-def _pairs(value: Any) -> tuple[tuple[Any, Any], ...]:
-    """Reads a list of pairs.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(value, list) or any(not isinstance(x, list) or len(x) != 2 for x in value):
-        raise ValueError(f"phase_starts {shown(value)} is not a list of pairs")
-    return tuple((x[0], x[1]) for x in value)
 
 
 def is_supervised(env: Mapping[str, str] | None = None) -> bool:
@@ -267,7 +239,68 @@ def read_request(run_dir: Path, *, launch: str) -> Request | None:
     return read_value(run_dir / REQUEST_FILE, parse)
 
 
-def merged(argv: Sequence[str], request: Request, *, blocked: Collection[Layout] = ()) -> list[str]:
+StoredFlags = Mapping[str, Any]
+"""The flags of a checkpoint to go on from and what followed from them; empty if unknown."""
+_UNKNOWN: StoredFlags = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFlags:
+    """What becomes of flags that give a run several layouts where it starts again."""
+
+    flags: Sequence[str]
+    """All flags, those of the schedule as they are to be."""
+    has_layout: bool = False
+    """Whether they name the layout to start under, so that the flags of the first one stay."""
+    lost: str = ""
+    """What they no longer say, on one line; empty if nothing."""
+
+
+class RelaunchSchedule(Protocol):
+    """How an extra that gives a run several layouts starts it again. No torch."""
+
+    def layout(self, stored: StoredFlags) -> Layout | None:
+        """The layout that a run takes just where a checkpoint stands, which was saved under the one
+        before; None where it takes no other."""
+        ...
+
+    def follow(
+        self,
+        argv: Sequence[str],
+        request: Request,
+        stored: StoredFlags,
+        blocked: Collection[Layout],
+    ) -> ScheduleFlags:
+        """The user's flags for a request.
+
+        Args:
+            argv: without flags of another start; those of the first layout are there.
+            request: of kind `relayout`.
+            stored: of the checkpoint to go on from.
+            blocked: layouts that must not be taken later.
+        """
+        ...
+
+
+def _followed(
+    argv: Sequence[str], request: Request, stored: StoredFlags, blocked: Collection[Layout]
+) -> ScheduleFlags:
+    """The flags after the schedules of all extras."""
+    found = ScheduleFlags(flags=argv)
+    for _, schedule in extras_with("relaunch"):
+        own = schedule().follow(found.flags, request, stored, blocked)
+        lost = "; ".join(line for line in (found.lost, own.lost) if line)
+        found = replace(own, has_layout=own.has_layout or found.has_layout, lost=lost)
+    return found
+
+
+def merged(
+    argv: Sequence[str],
+    request: Request,
+    *,
+    stored: StoredFlags = _UNKNOWN,
+    blocked: Collection[Layout] = (),
+) -> list[str]:
     """The user's flags, changed to start as a `relayout` asks with `request.layout.world_size`
     ranks.
 
@@ -275,15 +308,11 @@ def merged(argv: Sequence[str], request: Request, *, blocked: Collection[Layout]
     Sequence parallelism follows the user's flags, as in `relayout.with_layout`: it is on wherever
     it can be if they name neither it nor a tensor size.
 
-    The layout holds for the phase in which the run goes on. Later phases take theirs from the
-    schedule, unless `lost_layouts` names it. Where phases of the schedule have begun on as many
-    ranks, the flags of the first phase stay, and the layout takes its place in the schedule. The
-    schedule of micro-batches goes where the first micro-batch changes.
-
     Args:
         argv: the flags of the first launch, so that nothing piles up over many changes.
         request: of kind `relayout`.
-        blocked: layouts that no later phase may take.
+        stored: of the checkpoint to go on from.
+        blocked: layouts that the run must not take later either.
 
     Raises:
         ValueError: one line, if it names another checkpoint folder than the flags.
@@ -291,18 +320,36 @@ def merged(argv: Sequence[str], request: Request, *, blocked: Collection[Layout]
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
     values, switches = _of_another_start(argv, request)
-    place, own = _place_in_schedule(argv, request), []
-    if place is None:
+    follows = _followed(argv, request, stored, blocked)
+    own: list[str] = []
+    if not follows.has_layout:
         others, more = _of_another_layout(argv, layout)
         values, switches, own = values | others, switches | more, _layout_flags(argv, layout)
-    flags = [*_without(argv, values, switches), *own]
+    flags = [*without_flags(follows.flags, values, switches), *own]
     if request.micro_batch_size is not None:
         flags += [_MICRO, str(request.micro_batch_size)]
     if request.global_batch_size is not None:
         flags += [_GLOBAL, str(request.global_batch_size)]
     if request.checkpoint is not None:
         flags += [_LOAD, request.checkpoint]
-    return flags + _schedules(argv, request, blocked, place)
+    return flags
+
+
+def scheduled_layout(stored: StoredFlags) -> Layout | None:
+    """The layout that a schedule gives a run just where a checkpoint stands; None for none."""
+    found = (schedule().layout(stored) for _, schedule in extras_with("relaunch"))
+    return next((layout for layout in found if layout is not None), None)
+
+
+def lost_flags(
+    argv: Sequence[str],
+    request: Request,
+    *,
+    stored: StoredFlags = _UNKNOWN,
+    blocked: Collection[Layout] = (),
+) -> str:
+    """What the flags of `merged` no longer say of later layouts, on one line; empty if nothing."""
+    return _followed(argv, request, stored, blocked).lost
 
 
 def _of_another_start(argv: Sequence[str], request: Request) -> tuple[set[str], set[str]]:
@@ -311,7 +358,7 @@ def _of_another_start(argv: Sequence[str], request: Request) -> tuple[set[str], 
     Raises:
         ValueError: the request names another checkpoint folder than the flags.
     """
-    values, switches = {_MICROS, _LAYOUTS}, set[str]()
+    values, switches = set[str](), set[str]()
     if request.checkpoint is not None:
         save = value_of(argv, _SAVE)
         if save is None or Path(save).resolve() != Path(request.checkpoint).resolve():
@@ -334,7 +381,7 @@ def _of_another_layout(argv: Sequence[str], layout: Layout) -> tuple[set[str], s
     switches: set[str] = set(_COUNTED_IN_CUT)
     if layout.vpp > 1 and layout.pp == 2:
         switches.add(_NO_OVERLAP)  # refused there, and only a matter of speed
-    if _number(argv, _GROUP) < layout.pp:
+    if number_of(argv, _GROUP) < layout.pp:
         values.add(_GROUP)  # likewise
     levels = _values_of(argv, _LEVELS)
     if levels and _product(levels) != layout.cp:
@@ -346,7 +393,7 @@ def _of_another_layout(argv: Sequence[str], layout: Layout) -> tuple[set[str], s
 
 def _layout_flags(argv: Sequence[str], layout: Layout) -> list[str]:
     """Flags of a layout, with sequence parallelism as the user's flags want it."""
-    names_tensor, length = value_of(argv, _TENSOR) is not None, _first_length(argv)
+    names_tensor, length = value_of(argv, _TENSOR) is not None, number_of(argv, "--seq-length")
     follows = _SEQUENCE not in argv and not names_tensor
     fits = layout.tp > 1 and length > 0 and length % (layout.tp * layout.cp) == 0
     flags = [_SEQUENCE] if follows and fits else []
@@ -359,119 +406,12 @@ def _layout_flags(argv: Sequence[str], layout: Layout) -> list[str]:
     flags += [_EXPERT_TENSOR, str(layout.etp)] if layout.etp else []
     if layout.layer_partition:
         # Its text says how many chunks a stage has.
-        mtp_num_layers = _number(argv, "--mtp-num-layers")
+        mtp_num_layers = number_of(argv, "--mtp-num-layers")
         text = layer_partition.text_of_partition(layout.layer_partition, mtp_num_layers)
         flags += [layer_partition.FLAG, text]
     elif layout.vpp > 1:
         flags += [_CHUNKS, str(layout.vpp)]
     return flags
-
-
-def _place_in_schedule(argv: Sequence[str], request: Request) -> tuple[int, str] | None:
-    """Where the phase begins in which a run goes on, in samples and as the flags say it, if the
-    schedule of layouts is for as many ranks, so that the flags of the first phase can stay. None
-    for the first phase."""
-    assert request.layout is not None
-    entries = _entries(argv, _LAYOUTS)
-    if request.layout.world_size not in {_ranks_of(word) for _, word in entries}:
-        return None
-    begun: list[tuple[int, str]] = []
-    for flag in (_LENGTHS, _MICROS, _LAYOUTS):
-        for position, word in _entries(argv, flag):
-            samples = _samples_before(position, request)
-            if samples is not None and 0 < samples <= request.consumed_samples:
-                begun.append((samples, word.partition(":")[0]))
-    return max(begun, default=None)
-
-
-def _schedules(
-    argv: Sequence[str],
-    request: Request,
-    blocked: Collection[Layout],
-    place: tuple[int, str] | None,
-) -> list[str]:
-    """The flags of schedules that stay; one that cannot be read stays, for the trainer to say.
-
-    Args:
-        argv: as `merged`.
-        request: as `merged`.
-        blocked: as `merged`.
-        place: from `_place_in_schedule`.
-    """
-    flags = []
-    if request.micro_batch_size in (None, _number(argv, _MICRO)):
-        micros = _entries(argv, _MICROS)
-        # The first entry says what the flag says.
-        flags += _schedule(_MICROS, [word for p, word in micros if p is None or p.amount > 0])
-    lost, before, later = _lost(argv, request, blocked), [], []
-    for position, word in _entries(argv, _LAYOUTS):
-        samples = _samples_before(position, request)
-        if not _has_begun(position, request):
-            later += [] if word in lost else [word]
-        elif place is not None and samples is not None and samples < place[0]:
-            before.append(word)
-    now = [] if place is None else [f"{place[1]}:{request.layout}"]
-    return flags + _schedule(_LAYOUTS, [*before, *now, *later])
-
-
-def _schedule(flag: str, words: Sequence[str]) -> list[str]:
-    return [flag, " ".join(words)] if words else []
-
-
-def lost_layouts(argv: Sequence[str], request: Request, *, blocked: Collection[Layout] = ()) -> str:
-    """Names the entries of `--layout-schedule` that `merged` leaves out though their phases come
-    later: layouts that are blocked or for another number of ranks. Empty if there are none."""
-    lost = _lost(argv, request, blocked)
-    return f"{_LAYOUTS} loses {' '.join(lost)}, where the layout stays" if lost else ""
-
-
-def _lost(argv: Sequence[str], request: Request, blocked: Collection[Layout]) -> list[str]:
-    assert request.layout is not None
-    lost = []
-    for position, word in _entries(argv, _LAYOUTS):
-        with contextlib.suppress(ValueError):
-            layout = Layout.from_text(word.partition(":")[2])
-            fits = layout.world_size == request.layout.world_size and layout not in blocked
-            if not fits and not _has_begun(position, request):
-                lost.append(word)
-    return lost
-
-
-def _ranks_of(word: str) -> int | None:
-    """Ranks of the layout of an entry; None if it names none."""
-    with contextlib.suppress(ValueError):
-        return Layout.from_text(word.partition(":")[2]).world_size
-    return None
-
-
-def _has_begun(position: Position | None, request: Request) -> bool:
-    """Whether a run that goes on as a request says has reached the phase that begins at a position,
-    if that is known."""
-    samples = _samples_before(position, request)
-    return samples is not None and samples <= request.consumed_samples
-
-
-def _samples_before(position: Position | None, request: Request) -> int | None:
-    """Samples before the phase that begins at a position: as planned, or as asked for where the
-    run has not planned the phase. None where the position or the length of the run is not known.
-    """
-    length, total = request.seq_length, request.train_samples
-    if position is None or position.amount == 0:
-        return None if position is None else 0
-    if length is None or total is None:
-        return None
-    asked = position.samples(seq_length=length, train_samples=total)
-    return dict(request.phase_starts).get(asked, asked)
-
-
-def _entries(argv: Sequence[str], flag: str) -> list[tuple[Position | None, str]]:
-    """The words of a schedule with their positions; None where they cannot be read."""
-    words = (value_of(argv, flag) or "").split()
-    try:
-        positions = [position for position, _ in parse_positions(" ".join(words), flag)]
-    except UsageError:
-        return [(None, word) for word in words]
-    return list(zip(positions, words, strict=True))
 
 
 def resumed(argv: Sequence[str]) -> list[str]:
@@ -480,27 +420,19 @@ def resumed(argv: Sequence[str]) -> list[str]:
     save = value_of(argv, _SAVE)
     if save is None or not (Path(save) / TRACKER).exists():
         return list(argv)
-    return [*_without(argv, {_LOAD, _STEP}, _ANOTHER_START), _LOAD, save]
+    return [*without_flags(argv, {_LOAD, _STEP}, _ANOTHER_START), _LOAD, save]
 
 
 def without_start(argv: Sequence[str]) -> list[str]:
     """The user's flags without those that begin another run from a checkpoint; for one that goes
     on."""
-    return _without(argv, {_STEP}, _ANOTHER_START)
+    return without_flags(argv, {_STEP}, _ANOTHER_START)
 
 
-def _number(argv: Sequence[str], flag: str) -> int:
+def number_of(argv: Sequence[str], flag: str) -> int:
     """The value of a flag; 0 where it is absent or no number."""
     value = value_of(argv, flag) or ""
     return int(value) if value.isdecimal() else 0
-
-
-def _first_length(argv: Sequence[str]) -> int:
-    """Tokens per sample of the first phase, which divides the lengths of the others; 0 where the
-    flags do not say it."""
-    with contextlib.suppress(UsageError):
-        return parse_lengths(value_of(argv, _LENGTHS) or "")[0][1]
-    return _number(argv, "--seq-length")
 
 
 def _product(words: Sequence[str]) -> int:
@@ -537,10 +469,12 @@ def value_of(argv: Sequence[str], flag: str) -> str | None:
 
 def without_cut(argv: Sequence[str]) -> list[str]:
     """The flags without those of uneven stages."""
-    return _without(argv, set(_CUT_FLAGS), set(_COUNTED_IN_CUT))
+    return without_flags(argv, set(_CUT_FLAGS), set(_COUNTED_IN_CUT))
 
 
-def _without(argv: Sequence[str], values: Collection[str], switches: Collection[str]) -> list[str]:
+def without_flags(
+    argv: Sequence[str], values: Collection[str], switches: Collection[str]
+) -> list[str]:
     kept, skip = [], 0
     for i, word in enumerate(argv):
         if skip:

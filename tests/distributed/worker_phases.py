@@ -13,7 +13,7 @@ import numpy
 import torch.distributed as dist
 
 from copus_ext.controller.decision_log import NAME, read_journal
-from copus_ext.controller.phase_layouts import PhaseLayouts
+from copus_ext.extras.phase_plan.layouts import PhaseLayouts
 from copus_ext.reshard.inprocess import InProcessResharder
 from megatron.training.checkpoint.load import read_arguments
 from megatron.training.common.collectives import broadcast_from_rank0

@@ -43,8 +43,7 @@ def flags(rng: random.Random, folder: Path) -> str | None:
             except SystemExit as error:
                 assert error.code in (0, 2), error.code
                 return
-        resolve(args, rng.choice((1, 2, 3, 4, 8)))
-        pretrain.controllers(args)
+        pretrain.controllers(args, resolve(args, rng.choice((1, 2, 3, 4, 8))))
 
     problem = spoil.problem_of(read, UsageError)
     return problem and f"{problem}: {words!r}"

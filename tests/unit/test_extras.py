@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {extra.name: ROOT / extra.package.replace(".", "/") for extra in extras()}
 REFERENCES = ("flags", "check", "feature", "layout_problems", "batch_problems")
 REFERENCES += ("controller_problems", "cost_terms", "step_period", "model_format")
-REFERENCES += ("launcher",)
+REFERENCES += ("launcher", "relaunch", "callbacks")
 ALL_CORE = """
 import importlib, json, pathlib, sys
 from megatron.training.common.extras import extras

@@ -15,7 +15,6 @@ from copus_ext.commands.pretrain import controllers
 from copus_ext.controller import peak_memory
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.peak_memory import FILE, PeakMemoryCallback, PeakStore, alike, peaks_of
-from copus_ext.controller.phase_layouts import PhaseLayouts
 from copus_ext.controller.throughput_table import (
     MemoryHistory,
     ThroughputTable,
@@ -24,7 +23,7 @@ from copus_ext.controller.throughput_table import (
 from copus_ext.cost_model.peak_correction import AS_PREDICTED
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
-from megatron.training.config.arguments import parse_args
+from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 from tests.helpers.jobs import TINY
 from tests.unit.test_controller_parts import config, flags
@@ -219,8 +218,5 @@ def test_times_of_cpu_ranks_say_nothing_of_memory() -> None:
 def test_which_callbacks_a_run_has(own: str, names: list[str]) -> None:
     words = [*TINY.split(), "--train-samples", "64", *own.split()]
     args = parse_args(words, {"copus controller": CopusConfig})
-    found = controllers(args)
+    found = controllers(args, resolve(args, 1))
     assert [type(one).__name__ for one in found] == names
-    args.layout_schedule = "0:tp1.pp1.dp2"
-    schedule = next(one for one in controllers(args) if isinstance(one, PhaseLayouts))
-    assert type(schedule._controller).__name__ == (names[0] if names else "NoneType")

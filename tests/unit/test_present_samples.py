@@ -23,13 +23,11 @@ from copus_ext.controller.present_samples import (
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.messages import summary
 from copus_ext.goodput.state import ControllerState, config_key
-from megatron.training.common.errors import UsageError
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.train.callbacks import CallbackContext
-from tests.helpers.jobs import EIGHT
 from tests.helpers.steps import step_info
 from tests.unit.test_phases import BASE, config_of
 
@@ -191,38 +189,3 @@ def test_the_summary_needs_no_unit_of_samples() -> None:
     }
     changes = [ConfigChange(decision=1, iteration=12, consumed_samples=400, **change)]
     assert "step 12: batch 8 -> 4" in summary(changes, mode="act")
-
-
-@pytest.mark.parametrize(
-    ("layouts", "is_fine"),
-    [("40%:tp2.pp1.dp2", True), ("40%:tp1.cp2.pp1.ep2.dp2", True), ("40%:tp1.cp2.pp1.dp2", False)],
-)
-def test_experts_of_every_layout_of_the_schedule_are_measured(layouts: str, is_fine: bool) -> None:
-    schedule = f"--layout-schedule {layouts}"
-    experts = f"{EIGHT} --disable-bias-linear --sequence-parallel --moe-balance lagged"
-    act = CopusConfig(copus=True, copus_mode="act")
-    config = config_of(f"{RUN} {schedule} {experts}", world_size=4)
-    if is_fine:
-        rules.check_phases(act, config)
-    else:
-        with pytest.raises(UsageError, match=r"1 x 1, a multiple of tensor x context, 1 x 2"):
-            rules.check_phases(act, config)
-    rules.check_phases(CopusConfig(copus=True, copus_mode="observe"), config)
-
-
-def test_a_dense_run_may_share_samples() -> None:
-    act = CopusConfig(copus=True, copus_mode="act")
-    rules.check_run(act, config_of(f"{RUN} --context-parallel-size 2", world_size=2))
-    later = config_of(f"{RUN} --layout-schedule 40%:tp1.cp2.pp1.dp1", world_size=2)
-    rules.check_phases(act, later)
-
-
-def test_new_processes_cannot_take_a_run_through_phases() -> None:
-    flags = CopusConfig(
-        copus=True, copus_mode="act", copus_layouts="all", copus_relayout="relaunch"
-    )
-    with pytest.raises(UsageError, match="use --copus-relayout inprocess"):
-        rules.check_phases(flags, config_of(RUN))
-    rules.check_phases(
-        flags, resolve(parse_args([*BASE.split(), *RUN.split(), "--seq-length", "64"]), 1)
-    )

@@ -13,12 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.launch import layout_fit
 from copus_ext.reshard import relaunch
 from copus_ext.reshard.relaunch import (
     Request,
     exit_code,
-    lost_layouts,
     merged,
     read_request,
     report_exit,
@@ -31,8 +29,7 @@ from megatron.training.common.signals import StopReason
 from megatron.training.common.train_state import TrainState
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
-from megatron.training.config.phases import number_at
-from megatron.training.config.relayout import in_layout_of_phase, with_layout
+from megatron.training.config.relayout import with_layout
 from megatron.training.resilience.exit_status import RunOutcome
 from tests.helpers.jobs import EIGHT, TINY
 
@@ -79,9 +76,6 @@ requests = st.builds(
     micro_batch_size=sizes,
     global_batch_size=sizes,
     checkpoint=st.sampled_from(["saved", "/a/b c", "ä/ö"]),
-    seq_length=sizes,
-    train_samples=sizes,
-    phase_starts=st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
 )
 
 
@@ -130,9 +124,6 @@ DAMAGED = {
             ("layout", {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "a\nb\x1b": 1}),
             ("micro_batch_size", 0),
             ("global_batch_size", "4"),
-            ("seq_length", 0),
-            ("train_samples", 1.5),
-            *(("phase_starts", value) for value in (None, 4, [1], [[1]], [[1, -1]], [[1, "2"]])),
             ("checkpoint", None),
             ("checkpoint", ""),
             ("checkpoint", "--finetune"),
@@ -295,125 +286,6 @@ def test_an_exchange_on_two_levels_stays_where_its_sizes_fit() -> None:
             exchange[1] and tuple(exchange[1]),
         )
         assert parallel.context_parallel_size == cp
-
-
-# --- schedules of a run with phases ---
-
-PHASED = " ".join(BASE).replace("--seq-length 32 --max-position-embeddings 32", "").split()
-PHASED += ["--max-position-embeddings", "1024", "--global-batch-size", "64"]
-PHASED += ["--seq-length-schedule", "0:64 40%:256 75%:1024"]
-LAYOUT_SCHEDULE = ["--layout-schedule", "0:tp1.pp1.dp4 40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1"]
-MICROS = ["--micro-batch-size-schedule", "0:1 75%:1"]
-
-
-def phased(layout: Layout, *flags: str, blocked: Any = (), **fields: Any) -> Any:
-    """The configuration of a restart, and what it loses. Phases begin at samples 256 and 448."""
-    wanted = asked(layout=layout, seq_length=64, train_samples=576, **fields)
-    argv = [*PHASED, *LAYOUT_SCHEDULE, *flags]
-    flags_then = merged(argv, wanted, blocked=blocked)
-    config = resolve(parse_args(flags_then), layout.world_size)
-    assert merged(flags_then, wanted) == flags_then
-    number = number_at(config.phases.phase_starts, wanted.consumed_samples)
-    assert in_layout_of_phase(config.in_phase(number)).layout == layout
-    return config, lost_layouts(argv, wanted, blocked=blocked)
-
-
-@pytest.mark.parametrize(
-    ("layout", "consumed", "layouts"),
-    [
-        (Layout(tp=2, dp=2), 192, ("tp2.pp1.dp2", "tp1.cp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
-        (Layout(tp=2, dp=2), 256, ("tp1.pp1.dp4", "tp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
-        (Layout(tp=2, dp=2), 384, ("tp1.pp1.dp4", "tp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
-        (Layout(pp=4), 448, ("tp1.pp1.dp4", "tp1.cp2.pp1.dp2", "tp1.pp4.dp1")),
-    ],
-)
-def test_the_layout_asked_for_holds_until_the_next_phase(
-    layout: Layout, consumed: int, layouts: tuple[str, ...]
-) -> None:
-    config, lost = phased(layout, *MICROS, consumed_samples=consumed, micro_batch_size=1)
-    assert config.phases.phase_starts == (0, 256, 448)
-    assert (config.phases.phase_layouts, lost) == (layouts, "")
-    assert config.phases.phase_micro_batch_sizes == (1, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("consumed", "left"),
-    [
-        (79, "25.0%:tp2.pp1.dp2 9216:tp4.pp1.dp1"),
-        (80, "25.0%:tp1.pp1.dp4 9216:tp4.pp1.dp1"),
-        (143, "25.0%:tp1.pp1.dp4 9216:tp4.pp1.dp1"),
-        (144, "25.0%:tp2.pp1.dp2 9216:tp1.pp1.dp4"),
-    ],
-)
-def test_positions_in_tokens_and_shares_are_passed_alike(consumed: int, left: str) -> None:
-    argv = [*BASE, "--layout-schedule", "25.0%:tp2.pp1.dp2 9216:tp4.pp1.dp1"]
-    argv += ["--micro-batch-size-schedule", "0:1 25%:1"]
-    where: dict[str, Any] = {"seq_length": 64, "train_samples": 320, "consumed_samples": consumed}
-    flags = merged(argv, asked(layout=Layout(dp=4), **where))
-    assert relaunch.value_of(flags, "--layout-schedule") == left
-
-
-@pytest.mark.parametrize(
-    ("consumed", "left"),
-    [
-        (168, "51%:tp2.pp1.dp2 60%:tp4.pp1.dp1"),
-        (176, "51%:tp1.pp1.dp4 60%:tp4.pp1.dp1"),
-        (200, "51%:tp2.pp1.dp2 60%:tp1.pp1.dp4"),
-    ],
-)
-def test_a_phase_begins_at_its_planned_step(consumed: int, left: str) -> None:
-    """Sample 164 is asked for, and steps of 16 begin the phase at 176. A controller has taken
-    smaller steps, so that the checkpoint stands between."""
-    argv = " ".join(BASE).replace("--train-iters 9", "--train-samples 320").split()
-    argv += ["--global-batch-size", "16"]
-    argv += ["--layout-schedule", "51%:tp2.pp1.dp2 60%:tp4.pp1.dp1"]
-    first = resolve(parse_args(argv), 4)
-    assert first.phases.phase_starts == (0, 176, 192)
-    stored = {**first.flat(), "consumed_train_samples": consumed}
-    found = layout_fit._request(Layout(dp=4), 1, batch=8, stored=stored)
-    assert relaunch.value_of(merged(argv, found), "--layout-schedule") == left
-    lost = lost_layouts(argv, found, blocked=[Layout(tp=2, dp=2)])
-    assert ("loses 51%:tp2.pp1.dp2" in lost) is (consumed < 176)
-
-
-def test_layouts_of_other_ranks_and_blocked_ones_are_lost() -> None:
-    config, lost = phased(Layout(dp=2))
-    assert config.phases.phase_layouts == ()
-    assert lost == (
-        "--layout-schedule loses 40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1, where the layout stays"
-    )
-    assert phased(Layout(dp=2), consumed_samples=256)[1].startswith("--layout-schedule loses 75%")
-    config, lost = phased(Layout(dp=4), blocked=[Layout(cp=2, dp=2)])
-    assert lost == "--layout-schedule loses 40%:tp1.cp2.pp1.dp2, where the layout stays"
-    assert config.phases.phase_layouts == ("tp1.pp1.dp4", "tp1.pp1.dp4", "tp2.cp2.pp1.dp1")
-    plain = asked(layout=Layout(dp=2))
-    assert lost_layouts(BASE, plain) == ""
-
-
-def test_micro_batches_of_phases_follow_another_first_one() -> None:
-    micros = ["--micro-batch-size", "4", "--micro-batch-size-schedule", "0:4 40%:2"]
-    sizes = {4: (4, 2, 1), 2: (2, 1, 1)}
-    for size, wanted in sizes.items():
-        config, _ = phased(Layout(dp=2), *micros, micro_batch_size=size)
-        assert config.phases.phase_micro_batch_sizes == wanted
-    assert phased(Layout(dp=2), *micros)[0].phases.phase_micro_batch_sizes == (4, 2, 1)
-
-
-def test_later_phases_choose_sequence_parallelism_as_without_a_restart() -> None:
-    config, _ = phased(Layout(dp=4))
-    later = with_layout(config.in_phase(2), Layout(tp=2, cp=2))
-    assert later.parallel.sequence_parallel
-    config, _ = phased(Layout(dp=4), "--tensor-model-parallel-size", "1")
-    later = with_layout(config.in_phase(2), Layout(tp=2, cp=2))
-    assert not later.parallel.sequence_parallel, "the flags name a tensor size without it"
-
-
-@pytest.mark.parametrize("schedule", ["41%:tp2.pp1.dp2", "40%:nonsense", "40%", "0:tp1.pp1.dp4 x"])
-def test_a_schedule_that_cannot_be_read_is_left_to_the_trainer(schedule: str) -> None:
-    argv = [*PHASED, "--layout-schedule", schedule]
-    flags = merged(argv, asked(layout=Layout(dp=4)))
-    assert relaunch.value_of(flags, "--layout-schedule") == schedule
-    assert lost_layouts([*PHASED, "--layout-schedule", "x 40%:y"], asked(layout=Layout())) == ""
 
 
 def test_a_restart_goes_on_from_what_was_saved(tmp_path: Path) -> None:

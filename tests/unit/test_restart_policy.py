@@ -25,12 +25,10 @@ from copus_ext.launch.restart_policy import (
     RestartPolicy,
 )
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 from tests.helpers.jobs import TINY
-from tests.unit.test_phases import stored_at
-from tests.unit.test_relaunch import BASE, LAYOUT_SCHEDULE, PHASED, asked
+from tests.unit.test_relaunch import BASE, asked
 
 STORED = {
     "tensor_model_parallel_size": 1,
@@ -271,104 +269,6 @@ def test_a_launch_that_comes_nowhere_counts_against_its_layout(case: Case) -> No
         case.end(85, request=asked(), progress=Progress(entered=[(first, 0)], step=iteration))
         following = case.crash()
     assert following.blocked_layouts == (other,)
-
-
-PHASES = [*PHASED, "--load", "saved", "--train-iters", "15", *LAYOUT_SCHEDULE]
-"""Phases from samples 0, 384 and 768 on, under `ASKED`."""
-ASKED = Layout(dp=4), Layout(cp=2, dp=2), Layout(tp=2, cp=2)
-
-
-@pytest.fixture
-def in_phases(case: Case) -> Case:
-    return Case(PHASES)
-
-
-def saved_at(case: Case, consumed_samples: int, layout: Layout, iteration: int) -> None:
-    """The checkpoint that the next restart finds."""
-    save(Path("saved"), iteration)
-    config = resolve(parse_args(PHASES), 4)
-    assert config.phases.phase_starts == (0, 384, 768)
-    case.stored = {**config.flat(), **layout.to_arguments()}
-    case.stored["consumed_train_samples"] = consumed_samples
-
-
-def starts_as(case: Case, following: NextLaunch) -> tuple[Layout, ...]:
-    """The layout that the ranks take once they have read the checkpoint, then those of the phases
-    that are to come."""
-    assert following.exit_code is None, following.line
-    config = resolve(parse_args(following.flags), following.num_ranks)
-    consumed = case.stored["consumed_train_samples"]
-    first = resolve(parse_args(PHASES), 4)
-    merged = merge_resume_config(config, stored_at(consumed, first), vocab_size=128)
-    later = merged.all_phases[merged.phase.number + 1 :]
-    layouts = [Layout.from_text(one.layout) if one.layout else merged.layout for one in later]
-    return merged.layout, *layouts
-
-
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_crash_in_a_phase_goes_on_under_its_layout(in_phases: Case, number: int) -> None:
-    for iteration, more in ((4, 0), (5, 64)):
-        # At a boundary the checkpoint is saved before the layout changes.
-        before = ASKED[max(number - (more == 0), 0)]
-        saved_at(in_phases, 384 * number + more, before, iteration)
-        following = in_phases.crash(entered=[(before, 0)], step=iteration + 30)
-        assert starts_as(in_phases, following) == ASKED[number:]
-        assert "loses" not in following.line
-
-
-def test_a_layout_that_a_controller_chose_in_a_phase_stays_until_the_next(in_phases: Case) -> None:
-    own = Layout(tp=2, dp=2)
-    saved_at(in_phases, 448, own, 7)
-    assert starts_as(in_phases, in_phases.crash(entered=[(own, 6)], step=40)) == (own, ASKED[2])
-
-
-def test_fewer_ranks_train_all_phases_under_one_layout(in_phases: Case) -> None:
-    saved_at(in_phases, 448, ASKED[1], 7)
-    in_phases.ranks = 2
-    following = in_phases.crash(entered=[(ASKED[1], 6)], step=40)
-    assert following.num_ranks == 2
-    assert starts_as(in_phases, following) == (Layout(cp=2),) * 2
-    lost = "--layout-schedule loses 75%:tp2.cp2.pp1.dp1, where the layout stays"
-    assert following.line.endswith(lost) and "\n" not in following.line
-    first = Case(PHASES).policy.first(2)
-    assert resolve(parse_args(first.flags), 2).phases.phase_layouts == ()
-    assert "loses 40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1" in first.line
-    assert Case(PHASES).policy.first(4).flags == PHASES
-
-
-@pytest.mark.usefixtures("case")
-def test_a_phase_whose_layout_crashes_when_entered_goes_on_under_the_one_before() -> None:
-    """Whether the checkpoint lies before the boundary or on it."""
-    first, other, last = ASKED
-    for consumed, once, twice in (
-        (320, ASKED, (first, first, last)),
-        (384, (other, last), (first, last)),
-    ):
-        case = Case(PHASES)
-        for iteration, wanted in ((consumed, once), (consumed + 1, twice)):
-            saved_at(case, consumed, first, iteration)
-            entered = [(first, 0), (other, iteration)]
-            following = case.crash(entered=entered, step=iteration + 5)
-            assert starts_as(case, following) == wanted
-        assert following.blocked_layouts == (other,)
-        assert ("loses 40%" in following.line) is (consumed < 384)
-
-
-@pytest.mark.usefixtures("case")
-def test_a_restart_keeps_the_layouts_of_smaller_batches() -> None:
-    """Two samples of the first stage of a ramp do not divide over four replicas of the second."""
-    flags = [*BASE, "--train-samples", "64", "--tensor-model-parallel-size", "2"]
-    del flags[flags.index("--train-iters") : flags.index("--train-iters") + 2]
-    flags += ["--step-batch-size-schedule", "0:2 512:8", "--layout-schedule", "25%:tp1.pp1.dp4"]
-    case, first = Case(flags), resolve(parse_args(flags), 4)
-    assert first.phases.phase_starts == (0, 16)
-    save(Path("saved"), 9)
-    case.stored = {**first.flat(), **Layout(dp=4).to_arguments(), "consumed_train_samples": 24}
-    following = case.crash(entered=[(Layout(dp=4), 8)], step=40)
-    assert following.exit_code is None, following.line
-    config = resolve(parse_args(following.flags), following.num_ranks)
-    merged = merge_resume_config(config, stored_at(24, first), vocab_size=128)
-    assert merged.layout == Layout(dp=4) and config.layout == Layout(tp=2, dp=2)
 
 
 crashes = st.lists(

@@ -20,7 +20,6 @@ from megatron.training.common.errors import UsageError
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.layout import Layout
-from megatron.training.config.phase_flags import planned_starts
 
 BATCH_CHANGE = 0.02
 """Share by which the batch may move for a faster layout; more only where nothing else is legal.
@@ -145,11 +144,8 @@ class _Search:
             micro_batch_size=micro,
             global_batch_size=batch,
             checkpoint=value_of(self._flags, "--save"),
-            seq_length=stored.get("seq_length"),
-            train_samples=stored.get("train_samples"),
-            phase_starts=tuple(planned_starts(stored).items()),
         )
-        flags = merged(self._flags, request)
+        flags = merged(self._flags, request, stored=stored)
         with contextlib.suppress(UsageError):
             args = parse_args(flags, {"copus controller": CopusConfig})
             if args.use_checkpoint_args:

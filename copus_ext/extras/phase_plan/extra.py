@@ -2,4 +2,9 @@
 
 from megatron.training.common.extras import Extra
 
-EXTRA = Extra(title="plans of runs that grow", commands={"plan-phases": "command"})
+EXTRA = Extra(
+    title="plans of runs that grow",
+    commands={"plan-phases": "command"},
+    callbacks="callbacks:callbacks",
+    relaunch="relaunch:PhaseSchedule",
+)

@@ -17,7 +17,6 @@ from megatron.training.config import GROUPS, Config
 from megatron.training.config.derive import fill_in
 from megatron.training.config.draft import Draft
 from megatron.training.config.fields import option_specs
-from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.lengths import apply_checkpoint_lengths
 from megatron.training.config.moe_flags import layers_with_experts
@@ -83,8 +82,7 @@ def merge_resume_config(
     if stored is not None and config.optim.use_checkpoint_opt_param_scheduler:
         told = {name: stored.arguments.get(name) for name in _MUST_MATCH_WITHOUT_OVERRIDE}
         config = config.replace(**{n: value for n, value in told.items() if value is not None})
-    sizes = {Layout.from_text(text).tp for text in config.phases.phase_layouts}
-    rows = _padded_vocabulary(config, stored, vocab_size, {*sizes, *tensor_parallel_sizes})
+    rows = _padded_vocabulary(config, stored, vocab_size, tensor_parallel_sizes)
     config = config.replace(padded_vocab_size=rows)
     if stored is not None:
         check_same_run(config, stored)

@@ -83,6 +83,12 @@ class Extra:
     launcher: str | None = None
     """Reference to a class without arguments, a `LauncherKind` of `copus_ext.launch.launchers`:
     what the supervisor starts ranks with in place of torch's launcher."""
+    relaunch: str | None = None
+    """Reference to a class without arguments, a `RelaunchSchedule` of `copus_ext.reshard.relaunch`:
+    what becomes of flags that name several layouts where a run starts again. No torch."""
+    callbacks: str | None = None
+    """Reference to a function (config, controller) -> callbacks of a run besides the controller,
+    which is None without `--copus`. UsageError where the two do not go together."""
     commands: Mapping[str, str] = field(default_factory=dict)
     """Sub-commands of `copus`: name -> module with a `main`, counted from the package."""
     policies: Mapping[str, str] = field(default_factory=dict)

@@ -48,7 +48,7 @@ def main(output: Path) -> Any:
     import torch
     import torch.distributed as dist
 
-    from copus_ext.controller.phase_layouts import PhaseLayouts
+    from copus_ext.extras.phase_plan.layouts import PhaseLayouts
     from megatron.training.extras.kfac.precondition import Factors, Kfac
     from megatron.training.train import build
     from megatron.training.train.callbacks import Callback, CallbackContext

@@ -21,6 +21,7 @@ from megatron.training.train.callbacks import Callback, CallbackContext
 
 if TYPE_CHECKING:
     from copus_ext.controller.callback import Controller
+    from megatron.training.config import Config
     from megatron.training.train.job import Job
 
 
@@ -66,6 +67,10 @@ class PhaseLayouts(Callback):
     def _changes(self) -> LayoutChangeManager:
         theirs = None if self._controller is None else self._controller.layout_changes
         return self.own if theirs is None else theirs
+
+    def tensor_parallel_sizes(self, config: Config) -> list[int]:
+        """Those of the layouts of all phases."""
+        return sorted({Layout.from_text(text).tp for text in config.phases.phase_layouts})
 
     def on_setup_start(self, context: CallbackContext) -> None:
         """Checks that the run can change its layout.
