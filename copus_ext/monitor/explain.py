@@ -22,6 +22,16 @@ _SHOWN = 0.005
 """Share of the time from which a saving is named."""
 
 
+def amount(value: float | None) -> str:
+    """A number with its unit prefix, such as `1.2 M`; `-` if unknown."""
+    if value is None:
+        return "-"
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):.3g} {letter}"
+    return f"{value:,.6g}"
+
+
 def percent(share: float | None, *, sign: bool = False) -> str:
     """A share in percent; `-` if unknown."""
     if share is None:

@@ -1,195 +1,227 @@
-"""One HTML page of one or several runs, with data, script, style and plotly inside."""
+"""One HTML page of a run, with its charts inside: no script, and nothing from elsewhere."""
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
-import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
-from copus_ext.monitor import figures, summary
-from copus_ext.monitor.explain import date
-from copus_ext.monitor.landscape import chosen_decisions, landscape
+from copus_ext.goodput.state import WINDOW_STEPS
+from copus_ext.monitor import facts
+from copus_ext.monitor.chart import Chart, Column, Series, draw, running_mean, thinned, turns
+from copus_ext.monitor.explain import date, gain, headline, percent
+from copus_ext.monitor.facts import JournalLine
+from copus_ext.monitor.journal import DecisionRecord
 from copus_ext.monitor.liveness import liveness
 from copus_ext.monitor.run_files import RunHistory, RunReader
+from copus_ext.monitor.values import number
 
-VERSION = 2
-_SCRIPTS = ("parts.js", "theme.js", "course.js", "landscape.js", "tables.js", "main.js")
-
-
-class ReportData:
-    """The runs of a page, which may be read again and again.
-
-    Args:
-        runs: directories; or journals, if nothing else is left of a run.
-    """
-
-    def __init__(self, runs: Sequence[Path]) -> None:
-        self._readers = [RunReader(run, name=name) for run, name in zip(runs, names_of(runs))]
-        # A page that follows a run draws most landscapes again: run, generation, place.
-        self._landscapes: dict[tuple[int, int, int], dict[str, Any]] = {}
-
-    def refresh(self) -> None:
-        """Reads what was written since.
-
-        Raises:
-            OSError: a file of a run cannot be read.
-        """
-        for reader in self._readers:
-            reader.refresh()
-
-    @property
-    def empty_runs(self) -> list[Path]:
-        """Runs without any record."""
-        return [reader.run for reader in self._readers if reader.is_empty]
-
-    def payload(self, *, reload_s: float | None = None) -> dict[str, Any]:
-        """The content of the page, as plain JSON types.
-
-        Args:
-            reload_s: seconds after which the page reloads itself while a run goes on; None for a
-                page that stays.
-        """
-        runs = [reader.history() for reader in self._readers]
-        t = time.time()
-        is_over = all(liveness(run, t=t).state == "done" for run in runs)
-        common, compared = summary.compare(runs)
-        before, self._landscapes = self._landscapes, {}
-        drawn = [
-            figures.loss_figure(runs),
-            figures.course_figure(runs),
-            figures.noise_figure(runs),
-            figures.experts_figure(runs),
-            figures.pauses_figure(runs),
-            figures.prediction_figure(runs),
-        ]
-        return {
-            "version": VERSION,
-            "made": date(t),
-            "made_t": t,
-            "reload_s": None if is_over else reload_s,
-            "runs": [_about(run) for run in runs],
-            "figures": [figure for figure in drawn if figure is not None],
-            "landscapes": [self._landscapes_of(i, run, before) for i, run in enumerate(runs)],
-            "changed": list(summary.CHANGED),
-            "changes": summary.changes(runs),
-            "has_pauses": any(s.pause_s or s.phases for r in runs for s in r.decisions.relayouts),
-            "compared": list(summary.COMPARED),
-            "compare": compared,
-            "common": common,
-            "differing": summary.differing_flags(runs),
-            "journal": [line for i, run in enumerate(runs) for line in summary.journal(i, run)],
-        }
-
-    def _landscapes_of(
-        self, index: int, run: RunHistory, before: dict[tuple[int, int, int], dict[str, Any]]
-    ) -> dict[str, Any]:
-        reader, decisions, items = self._readers[index], run.decisions, []
-        for decided in chosen_decisions(decisions.decided, len(self._readers)):
-            key = (index, reader.generation, decided.place)
-            # The outcome of a change may have come since.
-            is_final = decided.outcome is not None or not decided.is_change
-            item = before.get(key) if is_final else None
-            if item is None:
-                item = landscape(reader.decision_at(decided.place), decided)
-            self._landscapes[key] = item
-            items.append(item)
-        path = [[d.iteration, d.to.layout, d.to.batch] for d in decisions.made]
-        if decisions.decided:
-            first = decisions.decided[0].now
-            path.insert(0, [-1, first.layout, first.batch])
-        return {"items": items, "path": path}
+_MAX_LINES = 2000
+"""Lines of the journal on a page."""
 
 
-def _about(run: RunHistory) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "facts": summary.facts(run),
-        "flags": summary.flags(run.config),
-        "launches": summary.launches(run),
-        "tokens_per_sample": run.tokens_per_sample,
-        "last": run.last,
-    }
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The content of a page."""
+
+    title: str
+    made_t: float
+    """Seconds since the epoch."""
+    reload_s: float | None
+    """Seconds after which the page loads itself again; None for one that stays."""
+    verdict: str
+    facts: dict[str, str]
+    charts: Sequence[Chart]
+    decision: Sequence[str]
+    """Why the last decision came out as it did."""
+    candidates: Sequence[Sequence[str]]
+    """Those of the last decision; see `facts.CANDIDATE`."""
+    changes: Sequence[Sequence[str]]
+    """See `facts.CHANGE`."""
+    journal: Sequence[JournalLine]
 
 
-def names_of(runs: Sequence[Path]) -> list[str]:
-    """A name for each run: as much of the end of its path as tells it from the others."""
-    parts = [run.resolve().parts for run in runs]
-    for length in range(1, 4):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{i + 1}: {'/'.join(part[-3:])}" for i, part in enumerate(parts)]
-
-
-def script_json(value: Any) -> str:
-    """JSON that may stand inside `<script>`: nothing in it ends the element or begins a comment."""
-    data = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    for sign in "<>&":
-        data = data.replace(sign, f"\\u{ord(sign):04x}")
-    return data
-
-
-@functools.cache
-def plotly_code() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()
-
-
-@functools.cache
-def _part(name: str) -> str:
-    return (files("copus_ext.monitor") / "templates" / name).read_text(encoding="utf-8")
-
-
-@functools.cache
-def script() -> str:
-    """Our own script: parts of one scope, each in a file."""
-    return '"use strict";\n(() => {\n' + "\n".join(map(_part, _SCRIPTS)) + "})();\n"
-
-
-def policy() -> str:
-    """The page's Content-Security-Policy: no source but itself."""
-    parts = {
-        "default-src": "'none'",
-        "script-src": f"{_hash(script())} {_hash(plotly_code())}",
-        # Plotly sets styles of its own.
-        "style-src": "'unsafe-inline'",
-        "img-src": "data: blob:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-    }
-    return "; ".join(f"{name} {value}" for name, value in parts.items())
-
-
-def _hash(code: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
-
-
-def render(payload: dict[str, Any]) -> str:
-    """The page.
+def report_of(reader: RunReader, *, reload_s: float | None = None) -> Report:
+    """The report of a run.
 
     Args:
-        payload: from `ReportData.payload`.
+        reader: of the run; reads what is new.
+        reload_s: seconds after which the page loads itself again while the run goes on.
+
+    Raises:
+        OSError: a file of the run cannot be read.
     """
+    reader.refresh()
+    run, t = reader.history(), time.time()
+    standing = run.decisions.standing
+    record = reader.decision_at(standing[-1].place) if standing else {}
+    return Report(
+        title=run.name,
+        made_t=t,
+        reload_s=None if liveness(run, t=t).state == "done" else reload_s,
+        verdict=facts.verdict(run, t=t),
+        facts=facts.facts(run, t=t),
+        charts=[_loss(run), _batch(run), _layout(run), *_noise(run)],
+        decision=facts.last_decision(standing[-1], record) if standing else [],
+        candidates=facts.candidates(record),
+        changes=[facts.change(outcome) for outcome in run.decisions.outcomes],
+        journal=facts.journal(run),
+    )
+
+
+def _loss(run: RunHistory) -> Chart:
+    losses = [step.finite_loss for step in run.steps]
+    mean = running_mean(losses, WINDOW_STEPS)
+    evaluated = [e for e in run.evaluations if number(e.loss) is not None]
+    return Chart(
+        title="Loss",
+        caption=f"Nats per token of every step, thin, and the mean of {WINDOW_STEPS} steps, thick.",
+        unit="loss",
+        series=[
+            _line(run, "step", losses, style="faint"),
+            _line(run, f"mean of {WINDOW_STEPS} steps", mean),
+            Series(
+                name="evaluation",
+                x=[e.samples for e in evaluated],
+                y=[e.loss for e in evaluated],
+                tips=[f"{e.split} after step {e.iteration}: {e.loss:.4f}" for e in evaluated],
+                kind="points",
+                style="second",
+            ),
+        ],
+    )
+
+
+def _line(run: RunHistory, name: str, values: Column, *, style: str = "first") -> Series:
+    chosen = thinned(values)
+    x, y = [run.steps[i].samples for i in chosen], [values[i] for i in chosen]
+    return Series(name=name, x=x, y=y, style=style)
+
+
+def _stairs(run: RunHistory, name: str, values: Column, *, style: str = "first") -> Series:
+    """Values that hold from the begin of each step."""
+    if not run.steps:
+        return Series(name=name, x=[], y=[])
+    first, last = run.steps[0], run.steps[-1]
+    begins = [first.samples - (first.batch or 0), *(s.samples for s in run.steps)]
+    chosen = turns(values)
+    x, y = [begins[i] for i in chosen], [values[i] for i in chosen]
+    return Series(name=name, x=[*x, last.samples], y=[*y, values[-1]], kind="stairs", style=style)
+
+
+def _batch(run: RunHistory) -> Chart:
+    batch, micro = [s.batch for s in run.steps], [s.micro for s in run.steps]
+    made = [d for d in run.decisions.made if d.samples is not None]
+    return Chart(
+        title="Batch",
+        caption="Samples of a batch and of a micro-batch, dotted. Points are the changes that were "
+        "made; each says why, as the journal below.",
+        unit="samples",
+        is_log=True,
+        series=[
+            _stairs(run, "batch", batch),
+            _stairs(run, "micro-batch", micro, style="first dotted"),
+            Series(
+                name="change",
+                x=[d.samples or 0 for d in made],
+                y=[d.to.batch for d in made],
+                tips=[_why(d) for d in made],
+                kind="points",
+                style="second",
+            ),
+        ],
+    )
+
+
+def _why(d: DecisionRecord) -> str:
+    share = "" if d.gain is None else f", {gain(d.gain, d.gain_sd)} goodput expected"
+    return f"after step {d.iteration}: {headline(d)}{share}: {d.reason}"
+
+
+def _layout(run: RunHistory) -> Chart:
+    layouts = [run.layout_at(s.iteration - 1) for s in run.steps]
+    names = sorted({name for name in layouts if name})
+    places = [names.index(name) if name else None for name in layouts]
+    return Chart(
+        title="Layout",
+        caption="Parallel layout of every step.",
+        unit="",
+        names=names,
+        height=90 + 34 * len(names),
+        series=[_stairs(run, "layout", places)],
+    )
+
+
+def _noise(run: RunHistory) -> list[Chart]:
+    """The noise scale with its interval, the batch, and what decisions went by."""
+    known = [s for s in run.steps if s.phi is not None or s.low is not None]
+    columns = [[getattr(s, name) for s in known] for name in ("phi", "low", "high")]
+    shown = [known[i] for i in sorted({i for c in columns for i in thinned(c, 500)})]
+    used = [d for d in run.decisions.standing if d.account and d.account.critical_batch_size]
+    used = [d for d in used if d.samples is not None]
+    used = [used[i] for i in thinned([_used(d) for d in used], 400)]
+    if not known and not used:
+        return []
+    chart = Chart(
+        title="Gradient noise scale",
+        caption="The smoothed noise scale with its 95 % interval, open above where only the lower "
+        "end is known; the batch, dotted; and the critical batch size that each decision went by: "
+        "the noise scale times --copus-noise-scale-multiplier, or a bound that needs no "
+        "measurement.",
+        unit="samples",
+        is_log=True,
+        series=[
+            Series(
+                name="95 % interval",
+                x=[s.samples for s in shown],
+                y=[s.low for s in shown],
+                high=[s.high for s in shown],
+                kind="band",
+            ),
+            Series(name="noise scale", x=[s.samples for s in shown], y=[s.phi for s in shown]),
+            _stairs(run, "batch", [s.batch for s in run.steps], style="third dotted"),
+            Series(
+                name="critical batch size",
+                x=[d.samples or 0 for d in used],
+                y=[_used(d) for d in used],
+                tips=[f"step {d.iteration}: {_used(d):.4g} by {_source(d)}" for d in used],
+                kind="points",
+                style="second",
+            ),
+        ],
+    )
+    return [chart]
+
+
+def _used(d: DecisionRecord) -> float:
+    """The critical batch size that a decision went by."""
+    assert d.account is not None and d.account.critical_batch_size is not None
+    return d.account.critical_batch_size
+
+
+def _source(d: DecisionRecord) -> str:
+    is_bound = d.account is not None and d.account.is_bound
+    return "a bound that needs no measurement" if is_bound else "the noise scale"
+
+
+def render(report: Report) -> str:
+    """The page. What a run says is escaped everywhere."""
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    names = [run["name"] for run in payload["runs"]]
-    title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
-    return env.from_string(_part("report.html")).render(
-        title=f"COPUS report: {title}",
-        made=payload["made"],
-        policy=policy(),
-        css=Markup(_part("report.css")),
-        # Our own code and plotly's; the data is escaped for where it stands.
-        script=Markup(script()),
-        plotly=Markup(plotly_code()),
-        data=Markup(script_json(payload)),
+    until = max((x for c in report.charts for s in c.series for x in s.x), default=0.0)
+    page = (files("copus_ext.monitor") / "templates" / "report.html").read_text(encoding="utf-8")
+    css = (files("copus_ext.monitor") / "templates" / "report.css").read_text(encoding="utf-8")
+    return env.from_string(page).render(
+        report=report,
+        made=date(report.made_t),
+        css=Markup(css),
+        charts=[(c, draw(c, until)) for c in report.charts if any(s.x for s in c.series)],
+        candidate=facts.CANDIDATE,
+        change=facts.CHANGE,
+        lines=report.journal[-_MAX_LINES:],
+        date=date,
+        percent=percent,
     )

@@ -56,10 +56,10 @@ class Browser:
         return self._driver.execute_cdp_cmd(command, values)
 
     def open(self, url: str) -> None:
-        """Opens a page and waits until it has drawn itself."""
+        """Opens a page and waits until it is there."""
         self.errors()
         self._driver.get(url)
-        self.wait("document.documentElement.dataset.ready === 'yes'")
+        self.wait("document.readyState === 'complete'")
 
     def run(self, code: str, *values: Any) -> Any:
         """What an expression of JavaScript gives."""
@@ -70,8 +70,16 @@ class Browser:
         self._driver.execute_script(code, *values)
 
     def wait(self, code: str) -> None:
-        """Waits until an expression is true."""
-        self.until(lambda: bool(self.run(code)), code)
+        """Waits until an expression is true, also of a page that loads itself again."""
+        from selenium.common.exceptions import WebDriverException
+
+        def holds() -> bool:
+            try:
+                return bool(self.run(code))
+            except WebDriverException:  # between two pages
+                return False
+
+        self.until(holds, code)
 
     @staticmethod
     def until(holds: Callable[[], bool], what: str) -> None:
@@ -81,20 +89,10 @@ class Browser:
             assert time.monotonic() < end, f"not within {WAIT_S} s: {what}"
             time.sleep(0.05)
 
-    def find(self, selector: str) -> Any:
-        """The first element of a CSS selector, to click on or to type into."""
-        return self._driver.find_element("css selector", selector)
-
     def errors(self) -> list[str]:
         """What the console has complained about since the last call."""
         log = self._driver.get_log("browser")
         return [entry["message"] for entry in log if entry["level"] in ("SEVERE", "WARNING")]
-
-    def press(self, *keys: str) -> None:
-        """Presses keys, wherever the focus is."""
-        from selenium.webdriver.common.action_chains import ActionChains
-
-        ActionChains(self._driver).send_keys(*keys).perform()
 
     def picture(self, path: Path, *, of: str = "") -> None:
         """Writes a picture of the screen, or of a whole element wherever it is."""

@@ -35,14 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         chromium.look(1120, 900)
         chromium.open(page.as_uri())
         time.sleep(_SETTLE_S)
-        chromium.picture(args.folder / "report_course.png", of="#course")
-        chromium.picture(args.folder / "report_landscape.png", of="#landscape")
-        chromium.look(390, 844, dark=True, scale=2.0)
-        chromium.open(page.as_uri())
-        for section in ("course", "landscape"):
-            chromium.do(f"document.querySelector('#{section}').scrollIntoView()")
-            time.sleep(_SETTLE_S)
-            chromium.picture(args.folder / f"report_phone_{section}.png")
+        chromium.picture(args.folder / "report_charts.png", of="#charts")
+        chromium.picture(args.folder / "report_decision.png", of="#decision")
     return 0
 
 

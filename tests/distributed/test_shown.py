@@ -18,7 +18,8 @@ from copus_ext.controller.decision_log import read_journal
 from copus_ext.goodput.state import TIMED_STEPS
 from copus_ext.goodput.step_records import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.goodput.step_time_watch import FIRST_STEPS
-from copus_ext.monitor.report import ReportData
+from copus_ext.monitor.report import report_of
+from copus_ext.monitor.run_files import RunReader
 from megatron.training.logging.metrics import read_metrics
 from tests.distributed.worker_shown import NUM_FURTHER, SLOW_S
 from tests.helpers.launch import ROOT, run_ranks
@@ -173,11 +174,11 @@ def test_no_slow_first_step_is_a_timing(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_each_change_is_listed_once(folder: Path, results: dict[str, Any], name: str) -> None:
-    data = ReportData([folder / name]).payload()
-    steps = [line[1] for line in data["changes"]]
+    changes = report_of(RunReader(folder / name)).changes
+    steps = [line[0] for line in changes]
     assert len(steps) == len(set(steps)) == len({int(step) for step in steps})
     stands = Record(folder / name).until()
-    for step, line in zip(steps, data["changes"]):
+    for step, line in zip(steps, changes):
         assert int(step) in stands or int(step) == 0, line
     for told in results["told"][name]:
         lines = re.findall(r"^  step (\d+): batch", told, re.MULTILINE)
@@ -191,9 +192,9 @@ def test_a_gain_is_a_ratio_of_outcomes_or_a_prediction_with_its_doubt(
     record, run = Record(folder / name), folder / name
     assert status.main([str(run)]) == 0
     shown = [*results["told"][name], capsys.readouterr().out]
-    data = ReportData([run]).payload()
-    shown += [" ".join(map(str, line)) for line in (*data["changes"], *data["journal"])]
-    shown += [line for item in data["landscapes"][0]["items"] for line in item["words"]]
+    report = report_of(RunReader(run))
+    shown += [" ".join(map(str, line)) for line in (*report.changes, *report.journal)]
+    shown += [report.verdict, *report.decision]
     for text in shown:
         assert "gains " not in text
         flat = " ".join(text.split())

@@ -76,7 +76,7 @@ def test_the_commands_of_the_quickstart_need_nothing_else(tmp_path: Path) -> Non
             timeout=60,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "report.html").stat().st_size > 1e6
+    assert "<svg" in (tmp_path / "report.html").read_text()
 
 
 def test_hints_install_what_is_here_and_not_what_an_index_has_of_our_name() -> None:

@@ -18,7 +18,8 @@ from rich.console import Console
 from copus_ext.commands import replay, report, status, trace
 from copus_ext.controller.decision_log import NAME as JOURNAL
 from copus_ext.controller.decision_log import VERSION, DecisionLog, read_journal
-from copus_ext.monitor.report import ReportData, script_json
+from copus_ext.monitor.report import Report, render, report_of
+from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.run_status import read_status
 from copus_ext.monitor.terminal import screen
 from copus_ext.reshard.checked import read_value
@@ -67,7 +68,7 @@ def test_a_journal_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "kept.jsonl").symlink_to(tmp_path / "run" / JOURNAL)
     page = tmp_path / "x.html"
     assert report.main([str(tmp_path / "kept.jsonl"), "-o", str(page)]) == 0
-    assert '"number":1' in page.read_text()
+    assert "After step 20 " in page.read_text()
 
 
 def others(value: Any, odd: Any) -> Iterator[Any]:
@@ -79,12 +80,6 @@ def others(value: Any, odd: Any) -> Iterator[Any]:
                 changed = copy.copy(value)
                 changed[key] = part
                 yield changed
-
-
-def payload_of(run: Path) -> dict[str, Any]:
-    book = ReportData([run])
-    book.refresh()
-    return book.payload()
 
 
 ODD = [None, "x", -1, 1e308, math.nan, 10**400, -(10**400), [], {"a": [1]}, True, "[/x]"]
@@ -114,9 +109,9 @@ def test_records_with_anything_in_them_are_shown(odd: Any, tmp_path: Path) -> No
         assert len(changed) > 50
         with path.open("a") as file:
             file.writelines(json.dumps(one) + "\n" for one in [*changed, [1], "x"])
-    payload = payload_of(tmp_path)
-    assert script_json(payload)
-    steps = payload["figures"][0]["data"][0]["meta"]["x"]["steps"]
+    reader = RunReader(tmp_path)
+    assert render(report_of(reader))
+    steps = [step.iteration for step in reader.history().steps]
     assert odd is True or {*range(1, 81)} <= {*steps}
     Console(file=io.StringIO(), width=60).print(screen(read_status(tmp_path)))
     assert trace.main([str(tmp_path), "-o", str(tmp_path / "x.json")]) == 0
@@ -171,6 +166,12 @@ def changes_of(run: Path) -> list[tuple[str, str]]:
     return [(change.to, change.state) for change in deciding.changes]
 
 
+def batches_made(report: Report) -> list[float | None]:
+    """The batches of the changes that the page marks as made."""
+    (chart,) = [chart for chart in report.charts if chart.title == "Batch"]
+    return [y for series in chart.series if series.name == "change" for y in series.y]
+
+
 def test_a_change_that_a_restart_has_undone_is_no_change(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path)
     run.step(60)
@@ -187,10 +188,10 @@ def test_a_change_that_a_restart_has_undone_is_no_change(tmp_path: Path) -> None
     assert changes_of(tmp_path)[-1] == ("batch 32 in 2", "being measured")
     now = read_status(tmp_path)
     assert "prediction" not in [alarm.name for alarm in now.alarms]
-    payload = payload_of(tmp_path)
-    assert [p[2] for p in payload["landscapes"][0]["path"][1:]] == [16, 32]
-    (told,) = [line for line in payload["journal"] if line[6] == "for 64"]
-    assert "undone" in told[9] and "1 samples/s" in told[9]
+    report = report_of(RunReader(tmp_path))
+    assert batches_made(report) == [16, 32]
+    (told,) = [line for line in report.journal if line.why == "for 64"]
+    assert "undone" in told.outcome and "1 samples/s" in told.outcome
 
 
 def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path) -> None:
@@ -210,15 +211,13 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
         about = {"start": "tp1.pp1.dp4", "to": str(goal)}
         run.journal.append("relayout.requested", number=number, iteration=10 + number, **about)
         run.journal.append(kind, **fields)
-    payload = payload_of(tmp_path)
-    (loss,) = [f for f in payload["figures"] if f["id"] == "loss"]
-    (circles,) = [trace for trace in loss["data"] if trace["name"] == "change"]
-    assert circles["meta"]["x"]["steps"] == [15]
-    assert [p[0] for p in payload["landscapes"][0]["path"]] == [-1, 15]
-    assert "1 change" in dict(payload["runs"][0]["facts"])["Controller"]
-    told = {line[2]: line[9] for line in payload["journal"] if line[4] == "change"}
+    report = report_of(RunReader(tmp_path))
+    assert batches_made(report) == [16]
+    assert "1 change" in report.facts["Controller"]
+    told = {line.iteration: line for line in report.journal if line.group == "change"}
     for number, (_, _, reason) in enumerate(ends):
-        assert reason in told[10 + number]
+        assert reason in told[10 + number].outcome
+    assert "the change took 2 s" in told[15].outcome
     states = [state for _, state in changes_of(tmp_path)]
     assert states == ["not done: ended", "under way", "being measured"]
 
@@ -226,9 +225,9 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
 @pytest.mark.parametrize("name", ["act_run", "slow_link"])
 def test_a_recorded_journal_is_read(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "docs" / "results" / f"{name}.journal.jsonl"
-    payload = payload_of(path)
-    assert len(payload["landscapes"][0]["path"]) > 1, "changes were made"
-    assert all(item["layouts"] for item in payload["landscapes"][0]["items"])
+    report = report_of(RunReader(path))
+    assert batches_made(report), "changes were made"
+    assert report.decision and not any("damaged" in line for line in report.decision)
     # Its decisions are those of the rules of its day.
     assert replay.main([str(path)]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 decisions the same")

@@ -21,7 +21,8 @@ from copus_ext.goodput.inputs import PRESENT
 from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor import run_status
 from copus_ext.monitor.explain import time_left
-from copus_ext.monitor.report import ReportData
+from copus_ext.monitor.report import report_of
+from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.run_status import RunStatus, read_status
 from copus_ext.monitor.terminal import screen
 from megatron.training.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
@@ -212,9 +213,7 @@ def test_states(make: Callable[[Path], Any], state: str, why: str, tmp_path: Pat
     make(tmp_path)
     now = read_status(tmp_path)
     assert now.state == state and why in now.why
-    book = ReportData([tmp_path])
-    book.refresh()
-    told = dict(book.payload()["runs"][0]["facts"])["State"]
+    told = report_of(RunReader(tmp_path)).facts["State"]
     assert told.startswith(state) and why in told, "the report says the same"
     assert (now.left_s is not None) == (state not in ("done", "stopped", "failed", "lost"))
 
@@ -267,9 +266,7 @@ def test_the_time_left_says_what_another_schedule_could_save(tmp_path: Path) -> 
     none = dataclasses.replace(found, together=dataclasses.replace(most, high=0.004))
     assert time_left(80.0, none, t=t).endswith("; no other schedule could save 0.5 % of it")
     assert f"at most {100 * found.together.high:.1f} % of it" in shown(now)
-    book = ReportData([tmp_path])
-    book.refresh()
-    told = dict(book.payload()["runs"][0]["facts"])["Time left"]
+    told = report_of(RunReader(tmp_path)).facts["Time left"]
     assert f"at most {100 * found.together.high:.1f} % of it" in told
 
 

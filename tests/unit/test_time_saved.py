@@ -17,9 +17,9 @@ from copus_ext.commands import pretrain
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
+from copus_ext.monitor.report import report_of
 from copus_ext.monitor.run_files import RunHistory, RunReader
 from copus_ext.monitor.run_status import read_status
-from copus_ext.monitor.summary import facts
 from copus_ext.monitor.terminal import screen
 from copus_ext.monitor.time_saved import Segment, segments_of, so_far, time_saved
 from megatron.training.logging.log_line import StepReport
@@ -454,7 +454,8 @@ def test_status_and_report_show_the_line(tmp_path: Path) -> None:
     Console(file=out, width=200, highlight=False).print(screen(read_status(tmp_path)))
     (line,) = [line for line in out.getvalue().splitlines() if line.startswith("so far")]
     assert line.split(maxsplit=2)[2].rstrip() == run.line
-    assert dict(facts(run.history))["So far"] == run.line
+    report = report_of(RunReader(tmp_path))
+    assert report.facts["So far"] == run.line and run.line in report.verdict
 
 
 def unchanged(path: Path) -> Run:

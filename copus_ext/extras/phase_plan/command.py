@@ -341,7 +341,7 @@ def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
     from rich.table import Table
 
     from copus_ext.extras.phase_plan.search import with_own_flags
-    from copus_ext.monitor.summary import amount
+    from copus_ext.monitor.explain import amount
 
     shown = Table(box=None, header_style="bold", pad_edge=False)
     for name in _COLUMNS:

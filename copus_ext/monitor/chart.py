@@ -1,0 +1,234 @@
+"""Charts over samples as SVG: lines, staircases, bands and points. What a run says is escaped."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from markupsafe import Markup
+
+from copus_ext.monitor.explain import amount
+
+Column = Sequence[float | None]
+MAX_POINTS = 1600
+"""About how many points of a line are drawn."""
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000, 100, 32, 28, 40
+"""A picture and its margins, in its own units."""
+_TICKS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Values over samples. None is a gap."""
+
+    name: str
+    x: Sequence[float]
+    y: Column
+    """Of a band its lower end."""
+    kind: Literal["line", "stairs", "points", "band"] = "line"
+    style: str = "first"
+    """Class of the style sheet."""
+    high: Column = ()
+    """Upper end of a band; None while it is unbounded."""
+    tips: Sequence[str] = ()
+    """What each point says of itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    title: str
+    caption: str
+    unit: str
+    """Title of the vertical axis."""
+    series: Sequence[Series]
+    is_log: bool = False
+    names: Sequence[str] = ()
+    """Of a chart of names: those that the values 0, 1, 2 stand for."""
+    height: int = 300
+
+
+def thinned(column: Column, most: int = MAX_POINTS) -> list[int]:
+    """Indices to keep of a long line that looks the same then: the first; of each of equal
+    stretches the last, the smallest value, the largest and the first gap.
+
+    Args:
+        column: None is a gap.
+        most: about how many to keep; all if there are no more.
+    """
+    length = len(column)
+    if length <= most:
+        return list(range(length))
+    num, chosen = max(most // 3, 1), {0}
+    for k in range(num):
+        begin, end = k * length // num, (k + 1) * length // num
+        chosen.add(end - 1)
+        known = [(v, i) for i in range(begin, end) if (v := column[i]) is not None]
+        if len(known) < end - begin:
+            chosen.add(next(i for i in range(begin, end) if column[i] is None))
+        chosen |= {min(known)[1], max(known)[1]} if known else set()
+    return sorted(chosen)
+
+
+def turns(column: Sequence[object]) -> list[int]:
+    """Indices at which a value differs from the one before; and the first and the last."""
+    if not column:
+        return []
+    found = [i for i in range(1, len(column)) if column[i] != column[i - 1]]
+    return sorted({0, *found, len(column) - 1})
+
+
+def running_mean(values: Column, window: int) -> list[float | None]:
+    """Mean of the last values up to each, gaps left out; None where all are gaps."""
+    recent: deque[float | None] = deque(maxlen=window)
+    result: list[float | None] = []
+    for value in values:
+        recent.append(value)
+        # Summed anew each time: one enormous value leaves no trace behind it.
+        known = [x for x in recent if x is not None]
+        result.append(math.fsum(known) / len(known) if known else None)
+    return result
+
+
+class _Axis:
+    """Places values between two ends of a picture.
+
+    Args:
+        values: all that are to be seen.
+        ends: of the picture: where the smallest and the largest come.
+        is_log: whether the axis is logarithmic; values of 0 or less are at its low end then.
+        margin: share of the range that is left free on both sides.
+    """
+
+    def __init__(
+        self, values: Sequence[float], ends: tuple[int, int], *, is_log: bool, margin: float = 0.0
+    ) -> None:
+        self._is_log, self.ends = is_log, ends
+        known = [self._scaled(v) for v in values if v > 0 or not is_log]
+        low, high = min(known, default=0.0), max(known, default=1.0)
+        spare = (high - low) * margin or (0.5 if high == low else 0.0)
+        self._low, self._high = low - spare, high + spare
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self._is_log else value
+
+    def at(self, value: float) -> float:
+        if self._is_log and value <= 0:
+            return self.ends[0]
+        # Each divided first: their difference may be more than a number can hold.
+        span = self._high / 2 - self._low / 2
+        share = (self._scaled(value) / 2 - self._low / 2) / span if span > 0 else 0.5
+        return self.ends[0] + min(max(share, 0.0), 1.0) * (self.ends[1] - self.ends[0])
+
+    def ticks(self) -> list[float]:
+        """A few round numbers within the axis."""
+        low, high = self._low, self._high
+        if self._is_log:
+            first, last = math.floor(low), math.ceil(high)
+            every = max(-(-(last - first) // _TICKS), 1)
+            tens = range(first, last + 1, every)
+            units = (1, 2, 5) if last - first <= 2 else (1,)
+            found = [unit * 10.0**k for k in tens for unit in units if abs(k) < 300]
+            return [v for v in found if low <= math.log10(v) <= high]
+        size = (high / _TICKS - low / _TICKS) or 1.0
+        if not math.isfinite(size):
+            return []
+        ten = 10.0 ** math.floor(math.log10(size))
+        step = next((unit * ten for unit in (1, 2, 5) if unit * ten >= size), 10 * ten)
+        return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def draw(chart: Chart, until: float) -> Markup:
+    """The chart as an SVG element.
+
+    Args:
+        chart: what to draw.
+        until: right end of the axis, samples.
+    """
+    bottom = chart.height - BOTTOM
+    # An interval may reach so far that nothing else would be seen: it is cut at the edges.
+    lines = [v for s in chart.series if s.kind != "band" for v in s.y if v is not None]
+    bands = [v for s in chart.series if s.kind == "band" for v in (*s.y, *s.high) if v is not None]
+    if lines:
+        low, high = min(lines) / 2, 2 * max(lines)
+        bands = [min(max(v, low), high) for v in bands]
+    x = _Axis([0.0, max(until, 1.0)], (LEFT, WIDTH - RIGHT), is_log=False)
+    y = _Axis([*lines, *bands], (bottom, TOP), is_log=chart.is_log, margin=0.06)
+    parts = [*_grid(chart, x, y), *(_drawn(s, x, y) for s in chart.series if s.x)]
+    place = LEFT
+    for series in (s for s in chart.series if s.x and not chart.names):
+        mark = Markup('<path class="{} {}" d="M{} 14h18"/>').format(
+            series.kind, series.style, place
+        )
+        if series.kind == "points":
+            mark = _dot(place + 9, 14, series.style, "")
+        elif series.kind == "band":
+            mark = Markup('<path class="band" d="M{} 8h18v12h-18Z"/>').format(place)
+        parts.append(mark + _text(place + 24, 18, series.name, "start"))
+        place += 44 + 8 * len(series.name)
+    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
+        WIDTH, chart.height, f"{chart.title}. {chart.caption}", Markup("").join(parts)
+    )
+
+
+def _text(x: float, y: float, words: str, anchor: str) -> Markup:
+    form = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>')
+    return form.format(x, y, anchor, words)
+
+
+def _dot(x: float, y: float, style: str, tip: str) -> Markup:
+    title = Markup("<title>{}</title>").format(tip) if tip else ""
+    form = Markup('<circle class="points {}" cx="{:.1f}" cy="{:.1f}" r="5">{}</circle>')
+    return form.format(style, x, y, title)
+
+
+def _grid(chart: Chart, x: _Axis, y: _Axis) -> Iterator[Markup]:
+    bottom, left = y.ends[0], x.ends[0]
+    names = dict(enumerate(chart.names))
+    for value in names or y.ticks():
+        at = y.at(value)
+        yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(left, at, x.ends[1])
+        yield _text(left - 8, at + 4, names.get(int(value), "") or amount(value), "end")
+    for value in x.ticks():
+        at = x.at(value)
+        yield Markup('<path class="grid" d="M{:.1f} {}V{}"/>').format(at, bottom, y.ends[1])
+        yield _text(at, bottom + 18, amount(value), "middle")
+    yield _text(x.ends[1], bottom + 34, "samples", "end")
+    yield _text(left - 8, 18, chart.unit, "end")
+
+
+def _drawn(series: Series, x: _Axis, y: _Axis) -> Markup:
+    if series.kind == "band":
+        return _band(series, x, y)
+    if series.kind == "points":
+        tips = series.tips or [""] * len(series.x)
+        known = [(a, b, tip) for a, b, tip in zip(series.x, series.y, tips) if b is not None]
+        return Markup("").join(_dot(x.at(a), y.at(b), series.style, tip) for a, b, tip in known)
+    way, is_down = [], False
+    for a, b in zip(series.x, series.y):
+        if b is not None:
+            place = f"{x.at(a):.1f} {y.at(b):.1f}"
+            line = f"H{x.at(a):.1f}V{y.at(b):.1f}" if series.kind == "stairs" else f"L{place}"
+            way.append(line if is_down else f"M{place}h0")
+        is_down = b is not None
+    form = Markup('<path class="{} {}" d="{}"/>')
+    return form.format(series.kind, series.style, "".join(way))
+
+
+def _band(series: Series, x: _Axis, y: _Axis) -> Markup:
+    """The interval as closed shapes, one for each segment in which it is known. An unbounded upper
+    end is the edge of the picture."""
+    segments: list[list[tuple[float, float, float]]] = [[]]
+    for a, low, high in zip(series.x, series.y, series.high):
+        if low is not None and (high is not None or low > 0):
+            top = float(y.ends[1]) if high is None else y.at(high)
+            segments[-1].append((x.at(a), y.at(low), top))
+        elif segments[-1]:
+            segments.append([])
+    ways = []
+    for segment in filter(None, segments):
+        corners = [(a, top) for a, _, top in segment] + [(a, low) for a, low, _ in segment[::-1]]
+        ways.append("M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in corners) + "Z")
+    return Markup('<path class="band {}" d="{}"/>').format(series.style, "".join(ways))
