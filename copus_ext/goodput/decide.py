@@ -215,7 +215,8 @@ def _candidates(s: DecisionInputs, goal: _Goal, above_optimal: bool) -> list[Can
 
 def _considered(s: DecisionInputs, goal: _Goal) -> list[int]:
     """Rows that become candidates: the best micro-batch of every layout and batch; those with the
-    present micro-batch, whose speed is more certain; what can be tried; and the present one."""
+    present micro-batch, whose speed is more certain; what can be tried, or gone back to since it
+    was timed; and the present one."""
     allowed = {*constraints.grid(s)}
     # From a batch without goodput any smaller one is a way back.
     is_lost = s.rules.policy in policies.WEIGHING and goal.log_goodput[s.current] == -math.inf
@@ -233,7 +234,7 @@ def _considered(s: DecisionInputs, goal: _Goal) -> list[int]:
         if row.layout == s.now.layout and row.micro_batch_size == s.now.micro_batch_size:
             alike.add(i)
         is_same = row.global_batch_size == s.now.global_batch_size
-        if is_same and trial.is_trial(s, row):
+        if is_same and (trial.is_trial(s, row) or trial.are_timed(s, row)):
             tried.add(i)
     return sorted({*best.values(), *alike, *tried, s.current})
 

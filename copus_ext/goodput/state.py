@@ -390,11 +390,10 @@ class ControllerState:
 
     @property
     def changed_speed_alone(self) -> bool:
-        """Whether the last decision changed the layout or the micro-batch alone."""
+        """Whether the last change was one of the layout or the micro-batch alone, and its outcome
+        is not known yet."""
         change = self.open_change
-        if change is None or change.from_batch != change.to_batch:
-            return False
-        return change.consumed_samples >= self.last_decision_samples
+        return change is not None and change.from_batch == change.to_batch
 
     def is_due(
         self, *, consumed_samples: int, batch: int, scheduled: int | None, every_samples: float

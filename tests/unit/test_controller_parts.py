@@ -210,7 +210,7 @@ def test_what_ships_is_what_is_written_down() -> None:
     assert every == [8, 8, 16, 80, 160], "docs/controller.md says 20 steps between decisions"
 
 
-def test_what_is_tried_is_decided_on_after_ten_steps() -> None:
+def test_what_is_tried_is_decided_on_every_ten_steps_until_its_outcome_is_known() -> None:
     state = ControllerState(last_decision_samples=800)
     sizes: dict[str, Any] = {"from_micro_batch": 1, "to_micro_batch": 2, "from_batch": 8}
 
@@ -223,7 +223,9 @@ def test_what_is_tried_is_decided_on_after_ten_steps() -> None:
     assert samples(tried) == 10 * 8 and samples(grown) == 20 * 8
     assert samples(tried, copus_policy="copus") == 20 * 8
     state.last_decision_samples = 880
-    assert samples(tried) == 20 * 8, "it was decided on"
+    assert samples(tried) == 10 * 8, "ten steps were not enough to tell"
+    state.open_change = None
+    assert samples_to_decision(flags(), config(), 8, state) == 20 * 8
 
 
 def test_rules_have_no_defaults_of_their_own() -> None:

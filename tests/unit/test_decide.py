@@ -279,6 +279,9 @@ def test_a_micro_batch_that_nobody_timed_is_tried() -> None:
     slower = dataclasses.replace(untimed, samples_per_s=9.5, relative_sd=0.01, source="measured")
     tried = dataclasses.replace(s, rows=(now, slower), current=1)
     assert decide(tried).to == now
+    # One that seems faster still, but is too far to be taken, does not hide the way back.
+    small = dataclasses.replace(row(16, 9.0, micro=2), source="measured")
+    assert decide(dataclasses.replace(tried, rows=(now, small, fastest))).to == now
 
 
 def test_a_batch_that_grew_shrinks_only_on_better_evidence() -> None:
