@@ -9,7 +9,7 @@ FROM ${BASE}
 
 # --no-deps: pip would otherwise be free to exchange the container's torch.
 RUN pip install --no-cache-dir --no-deps megatron-core==0.16.1 \
-    && pip install --no-cache-dir psutil pyyaml rich tqdm packaging tensorboard plotly jinja2
+    && pip install --no-cache-dir psutil pyyaml rich tqdm packaging tensorboard jinja2
 
 WORKDIR /workspace/copus
 COPY . .

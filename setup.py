@@ -20,7 +20,6 @@ HF = [
 ]
 FIT = ["scipy>=1.13"]
 BENCH = ["matplotlib>=3.9", *FIT]
-REPORT = ["plotly>=5.24", "jinja2>=3.1"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
 
 setup(
@@ -46,6 +45,7 @@ setup(
         "tqdm",
         "packaging>=24.2",
         "pyyaml>=6",
+        "jinja2>=3.1",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],
@@ -53,7 +53,6 @@ setup(
         "wandb": WANDB,
         "prometheus": PROMETHEUS,
         "hf": HF,
-        "report": REPORT,
         "fit": FIT,
         "bench": BENCH,
         "docs": DOCS,
@@ -73,7 +72,6 @@ setup(
             "selenium>=4.40",
             *BENCH,
             *DOCS,
-            *REPORT,
             *TRACK,
             *PROMETHEUS,
         ],

@@ -64,8 +64,6 @@ _DENSE_ONLY = {
 """Commands that know no mixtures of experts, with the attribute of the arguments that each sets."""
 TOKENS_A_PARAMETER = 20
 """Tokens of a run whose length is not given, for every parameter that a token meets."""
-_PLOTTED = 200
-"""Configurations of a batch that a figure looks at."""
 _WEIGHED = 64
 """Configurations of a batch that the headroom looks at."""
 _AT_ONCE = 16
@@ -112,8 +110,6 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         out.add_argument("--rejected", action="store_true", help=words)
         words = "length of the run, for what another batch can save (default: 20 a parameter)"
         out.add_argument("--train-tokens", type=float, metavar="TOKENS", help=words)
-        words = "draw throughput against batch"
-        out.add_argument("--plot", type=Path, metavar="FILE.html", help=words)
     return p
 
 
@@ -124,7 +120,7 @@ def new_parser(**about: Any) -> argparse.ArgumentParser:
         about: `prog`, `usage`, `description` and `epilog` of argparse.
     """
     p = _Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **about)
-    p.set_defaults(train_tokens=None, explain=None, rejected=False, plot=None, command="search")
+    p.set_defaults(train_tokens=None, explain=None, rejected=False, command="search")
     p.set_defaults(top=10, **dict.fromkeys(_DENSE_ONLY.values(), False))
     return p
 
@@ -341,11 +337,11 @@ def failure(plan: Any, planner: Any) -> str:
 
 
 def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[Any, list[Any]]:
-    """What was asked for, and the plans that a figure is drawn from."""
+    """What was asked for, and the plans with all that the headroom looks at."""
     from copus_ext.planner.report import Answer
 
-    plotted = ranked(args, planner, wanted)
-    plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in plotted]
+    weighed = ranked(args, planner, wanted)
+    plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in weighed]
     for plan in plans:
         plan.ranked[:1] = [with_addition(args, planner, first) for first in plan.ranked[:1]]
     partitions = micro_batches = None
@@ -361,7 +357,7 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
         micro_batches = [unequal_micro_batches(planner, plan) for plan in plans]
     worth_timing = [planner.worth_timing(plan) for plan in plans]
     parts = {"partitions": partitions, "micro_batches": micro_batches}
-    return Answer(plans=plans, worth_timing=worth_timing, additions=additions, **parts), plotted
+    return Answer(plans=plans, worth_timing=worth_timing, additions=additions, **parts), weighed
 
 
 def answer(args: argparse.Namespace) -> int:
@@ -375,9 +371,9 @@ def answer(args: argparse.Namespace) -> int:
     wanted = batches(args.global_batch_size)
     if args.explain is not None:
         return explain(args, planner, wanted)
-    found, plotted = search(args, planner, wanted)
+    found, weighed = search(args, planner, wanted)
     firsts = [plan.ranked[0] for plan in found.plans if plan.ranked]
-    headroom = headroom_of(args, planner, plotted)
+    headroom = headroom_of(args, planner, weighed)
     finish(args, [*(first.addition for first in firsts), *(found.additions or ())])
     if args.format == "json":
         about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
@@ -423,8 +419,6 @@ def answer(args: argparse.Namespace) -> int:
     failed = [p for p, also in zip(found.plans, fits) if p.status != "ok" and not also]
     for plan in failed:
         tell("plan.py", f"error: {failure(plan, planner)}")
-    if args.plot is not None:
-        draw(plotted, args.plot)
     if len(found.plans) < len(wanted):
         return 130
     if any(plan.status == "no_legal" for plan in failed):
@@ -448,17 +442,6 @@ def headroom_of(
     return line, {"train_tokens": tokens, **found.to_json()}
 
 
-def draw(plotted: list[Any], path: Path) -> None:
-    from copus_ext.planner import report
-
-    try:
-        report.plot(plotted, path)
-    except ImportError:
-        raise UsageProblem('--plot needs plotly; run: pip install -e ".[report]"') from None
-    except OSError as error:
-        raise UsageProblem(f"--plot {path}: {error}") from error
-
-
 def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[Any]:
     """The plans of all batches, a few at a time, or those before an interrupt."""
     from tqdm import tqdm
@@ -470,8 +453,7 @@ def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[An
         for start in range(0, len(wanted), _AT_ONCE):
             some = wanted[start : start + _AT_ONCE]
             try:
-                weighed = _WEIGHED if len(wanted) > 1 else 0
-                top = max(args.top, _PLOTTED if args.plot else weighed)
+                top = max(args.top, _WEIGHED if len(wanted) > 1 else 0)
                 plans += planner.rank(some, top=top, list_rejected=args.rejected)
             except KeyboardInterrupt:
                 if not plans:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -25,10 +22,6 @@ from copus_ext.planner.partition.micro_batches import UnequalMicroBatches
 from copus_ext.planner.plan import Addition, Plan, Ranked
 
 SCHEMA, EXPLAINED = "copus.plan/1", "copus.explain/1"
-_SHOWN = 10
-"""Layouts drawn at first; the others appear when their name is clicked."""
-_TICKS = 16
-"""Most labels on an axis."""
 _WIDE = 500
 """Characters of a line that is not for a terminal."""
 _COLUMNS = ["rank", "B", "tp", "sp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
@@ -286,47 +279,6 @@ def breakdown(answer: Ranked) -> str:
         lines += text.getvalue().splitlines()
     lines.append("flags: " + " ".join(c.to_flags()))
     return "\n".join(lines)
-
-
-def plot(plans: Sequence[Plan], path: Path) -> None:
-    """Throughput against global batch, one curve per layout, as a page that needs no network.
-
-    Raises:
-        ImportError: plotly is not installed.
-    """
-    import plotly.graph_objects as go
-
-    curves: dict[str, dict[int, float]] = {}
-    for plan in plans:
-        for r in plan.ranked:
-            name = str(r.configuration.layout)
-            best = curves.setdefault(name, {})
-            batch = plan.global_batch_size
-            best[batch] = max(best.get(batch, 0.0), r.prediction.samples_per_s)
-    figure = go.Figure()
-    best_first = sorted(curves.items(), key=lambda item: -max(item[1].values()))
-    winning = {str(p.ranked[0].configuration.layout) for p in plans if p.ranked}
-    for number, (name, curve) in enumerate(best_first):
-        x = sorted(curve)
-        shown = True if number < _SHOWN or name in winning else "legendonly"
-        line = {"mode": "lines+markers", "name": name, "visible": shown}
-        figure.add_scatter(x=x, y=[curve[b] for b in x], **line)
-    winners = [
-        (p.global_batch_size, str(p.ranked[0].configuration.layout)) for p in plans if p.ranked
-    ]
-    for (_, before), (batch, name) in itertools.pairwise(winners):
-        if name != before:
-            figure.add_vline(x=batch, line_dash="dot")
-            # A note on a logarithmic axis stands at the logarithm.
-            at = {"x": math.log10(batch), "y": 0.02, "yref": "paper", "textangle": -90}
-            text = f"from here {name}"
-            figure.add_annotation(text=text, showarrow=False, xshift=-9, yanchor="bottom", **at)
-    sizes = sorted({x for curve in curves.values() for x in curve})
-    every = max(-(-len(sizes) // _TICKS), 1)
-    figure.update_xaxes(type="log", title="global batch, samples", tickvals=sizes[::every])
-    figure.update_yaxes(title="samples/s")
-    figure.update_layout(title="Throughput of the best configuration of each layout")
-    path.write_text(figure.to_html(include_plotlyjs=True, full_html=True))
 
 
 def dump(answer: dict[str, Any]) -> str:

@@ -111,7 +111,7 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
         (f"{SEVEN} --global-batch-size 0", 2, "sizes must be from 1 to"),
         (f"{SEVEN} --global-batch-size 0:64:x2", 2, "--global-batch-size 0:64:x2: write"),
         (f"{SEVEN} --global-batch-size 4:x", 2, "--global-batch-size 4:x: write"),
-        (f"{SEVEN} --global-batch-size 3 --fix dp=8 --plot /tmp/none.html", 3, "batch 3"),
+        (f"{SEVEN} --global-batch-size 3 --fix dp=8", 3, "batch 3"),
         (f"{EIGHT} --fix tp=\u00b2", 2, "--fix tp=\u00b2"),
         (f"{EIGHT} --fix micro_batch=99999999999999999999", 2, "--fix micro_batch"),
         (f"{EIGHT} --fix colour=1", 2, "--fix colour=1"),
@@ -275,16 +275,6 @@ def test_the_commands_of_the_pages_run(
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, out, err = run(capsys, command.replace("config.json", f"{tmp_path}/config.json"))
     assert code == 0 and out, err
-
-
-def test_the_figure_is_one_page_without_a_network(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    page = tmp_path / "plan.html"
-    code, _, _ = run(capsys, f"{SEVEN} --global-batch-size 16:256:x2 --plot {page}")
-    text = page.read_text()
-    assert code == 0 and "tp1.pp1.dp8" in text and "global batch, samples" in text
-    assert not re.search(r"<(script|link)[^>]*(src|href)=", text)
 
 
 def test_an_interrupt_keeps_what_was_ranked(
