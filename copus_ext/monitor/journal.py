@@ -42,15 +42,11 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """The time until a decision, and the configuration that the run would be in if the controller
-    had changed nothing: the first one, on the layout of the flags."""
+    """What a decision knew of the configuration that the run would be in if the controller had
+    changed nothing: the first one, on the layout of the flags."""
 
-    elapsed_s: float | None
-    """Seconds of training, with pauses."""
-    paused_s: float
-    """Of these the pauses for changes of the layout."""
     deciding_s: float
-    """Seconds of this decision, which are not among them."""
+    """Seconds of this decision, which are not among those of steps."""
     length_ratio: int
     """Samples in which the run counts that a sample of the present length is."""
     critical_batch_size: float | None
@@ -212,10 +208,11 @@ class DecisionHistory:
     notes: list[NoteRecord] = field(default_factory=list)
     layouts: list[tuple[int, str]] = field(default_factory=list)
     """Steps done and the layout from there on."""
-    begin: tuple[int | None, int | None] = (None, None)
-    """Steps and samples done when the journal begins."""
-    first: Sizes | None = None
-    """The configuration without the controller, in samples of the run; None before a decision."""
+    begin: int = 0
+    """Steps done when the journal begins."""
+    firsts: list[tuple[int, Sizes]] = field(default_factory=list)
+    """Steps done and the configuration without the controller from there on, in samples of the
+    run; empty before a decision."""
     requested: tuple[int | None, float | None] = (None, None)
     """Decision of the last requested change of layout, and its predicted seconds."""
     begun_t: float | None = None
@@ -230,6 +227,21 @@ class DecisionHistory:
     def layout(self) -> str:
         """The last layout; empty if unknown."""
         return self.layouts[-1][1] if self.layouts else ""
+
+    @property
+    def first(self) -> Sizes | None:
+        """The configuration without the controller, in samples of the run."""
+        return self.firsts[-1][1] if self.firsts else None
+
+    def first_at(self, iteration: int, ratio: float) -> Sizes | None:
+        """The configuration without the controller after so many steps.
+
+        Args:
+            iteration: steps done.
+            ratio: samples of the run that a sample is, in which the answer counts.
+        """
+        known = [first for at, first in self.firsts if at <= iteration]
+        return _first_in(known[-1], round(ratio)) if known else None
 
     @property
     def standing(self) -> list[DecisionRecord]:
@@ -286,28 +298,31 @@ class DecisionHistory:
         self.headroom = _headroom(record.get("headroom"))
         iteration, layout = whole(record.get("iteration")), text(record.get("layout"), 100)
         if not (self.decided or self.layouts):
-            self.begin = iteration, whole(record.get("consumed_samples"))
+            self.begin = iteration or 0
         if iteration is not None:
             for decided in self.decided:
                 decided.undone |= decided.iteration is not None and decided.iteration > iteration
             self.outcomes = [o for o in self.outcomes if (o.iteration or 0) <= iteration]
         if layout:
-            self._enter(layout)
+            self._enter(layout, iteration or 0)
             self.layouts.append((iteration or 0, layout))
 
-    def _enter(self, layout: str) -> None:
+    def _enter(self, layout: str, iteration: int) -> None:
         """A launch begins on a layout. The run would be on it too without the controller, unless
         the controller has asked for it."""
         asked = [d.to.layout for d in self.standing[-1:] if d.applied and d.is_change]
         if self.first is not None and layout not in (*asked, self.layout):
-            self.first = replace(self.first, layout=layout)
+            first = replace(self.first, layout=layout)
+            self.firsts = [*((at, old) for at, old in self.firsts if at < iteration)]
+            self.firsts.append((iteration, first))
 
     def _add_decision(self, place: int, record: dict[str, Any]) -> None:
         now, ratio = _now_of(record), _length_ratio(record)
         sizes = sizes_of(now)
         if self.first is None and sizes.batch and sizes.micro:
             micro = sizes.micro * ratio
-            self.first = Sizes(batch=sizes.batch * ratio, micro=micro, layout=sizes.layout)
+            first = Sizes(batch=sizes.batch * ratio, micro=micro, layout=sizes.layout)
+            self.firsts = [(0, first)]
         self.decided.append(_decision(place, record, now, self.first))
 
     def _add_relayout(self, kind: str, record: dict[str, Any]) -> None:
@@ -406,8 +421,6 @@ def _account(record: dict[str, Any], first: Sizes) -> Account:
     critical = number(decision.get("critical_batch_size"))
     is_told = source in ("measured", "profiled", "corrected")
     return Account(
-        elapsed_s=number(situation.get("elapsed_s")),
-        paused_s=number(situation.get("paused_s")) or 0.0,
         deciding_s=number(record.get("seconds")) or 0.0,
         length_ratio=ratio,
         critical_batch_size=critical if critical and critical > 0 else None,

@@ -25,11 +25,7 @@ CONFIG_FILE = "config.json"
 GOES_ON = ("loss", "join", "resize")
 """Why a launch goes on with other ranks."""
 END_BYTES = 1 << 26
-"""Enough of the end of a file to know how a run stands: tens of thousands of steps."""
-_STEP_BYTES = 1 << 20
-"""Steps are read from so much of the end then."""
-_KIND_BYTES = 100
-"""The kind is among the first fields of a line."""
+"""Enough of the end of a file to know how a run stands: about a hundred thousand steps."""
 _REQUEST = Path("control") / "request.json"
 _MAX_NAME = 200
 QUIET_EVENTS = ("checkpoint.begin", "checkpoint.commit", "layout", "run.start", "run.end")
@@ -234,8 +230,7 @@ class RunReader:
     Args:
         run: its directory; or a journal, if nothing else is left of it.
         name: tells it from other runs.
-        max_bytes: read this much of the end of each file, and of steps the last megabyte; None
-            reads everything.
+        max_bytes: read this much of the end of each file; None reads everything.
     """
 
     def __init__(self, run: Path, *, name: str = "", max_bytes: int | None = None) -> None:
@@ -244,7 +239,6 @@ class RunReader:
         journal = run.resolve() if run.is_file() else run / JOURNAL
         self._metrics = Tail(run / METRICS_FILE, max_bytes=max_bytes)
         self._journal = Tail(journal, max_bytes=max_bytes)
-        self._is_end_only = max_bytes is not None
         self.generation = 0
         """Grows when the files of the run were replaced."""
         self._forget()
@@ -272,11 +266,7 @@ class RunReader:
             self._forget()
             self._metrics = Tail(self._metrics.path, max_bytes=None)
             self._journal = Tail(self._journal.path, max_bytes=None)
-        size = self._metrics.path.stat().st_size if self._metrics.path.is_file() else 0
-        for place, line in self._metrics.lines():
-            is_early = self._is_end_only and place < size - _STEP_BYTES
-            if is_early and b'"kind":"step"' in line[:_KIND_BYTES]:
-                continue
+        for _, line in self._metrics.lines():
             if (record := _record_of(line)) is not None:
                 self._take(record)
         for place, line in self._journal.lines():

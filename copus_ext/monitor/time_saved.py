@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from copus_ext.goodput.step_records import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.monitor.journal import Account, DecisionHistory, DecisionRecord, Sizes
@@ -155,58 +154,76 @@ def _staying_s(s: Segment, *, factor: float = 1.0, sds: float = 0.0) -> float:
 
 # From the files of a run.
 
-_Value = TypeVar("_Value")
 _Speed = tuple[float, float]
 """Throughput of the first configuration, and its relative standard deviation."""
 
 
 def segments_of(run: RunHistory) -> list[Segment]:
-    """The segments of a run between its decisions, and from the last one to its last step. Without
-    those of which the journal does not tell the time, and those that a restart undid."""
-    decided = [d for d in run.decisions.standing if _is_complete(d)]
-    if not decided:
-        return []
+    """The recorded steps of a run, in one configuration and under one decision each. Without those
+    of which nothing tells how long they took, and those that a restart undid."""
+    decided = [d for d in run.decisions.standing if d.account and d.iteration is not None]
     accounts = [d.account for d in decided if d.account is not None]
-    speeds = _speeds(accounts, _timed_steps(run))
+    ends = [d.iteration or 0 for d in decided]
     # In samples of the run, which mean the same in every phase.
     known = [a.critical_batch_size and a.critical_batch_size * a.length_ratio for a in accounts]
-    critical = _filled(known)
+    critical, lost = _filled(known), _lost_s(run, decided)
+    speeds = _speeds(accounts, run)
+    counted = [s for s in run.steps if s.seconds is not None and s.iteration > run.decisions.begin]
 
-    def finished(i: int, at: int, segment: Segment) -> Segment:
-        """With what decision i knew of Phi, and that at `at` of the first configuration."""
-        phi, (speed, sd) = critical[i], speeds[at] or (None, 0.0)
-        return replace(
-            segment,
-            critical_batch_size=phi and phi / accounts[at].length_ratio,
-            is_bound=accounts[i].is_bound,
-            first_samples_per_s=speed,
-            first_sd=sd,
-        )
+    def place(step: Step) -> tuple[int, Sizes, Sizes | None, float]:
+        """Decisions before a step, its configuration and the first one, and its length."""
+        ratio = _length_ratio(step, run)
+        first = run.decisions.first_at(step.iteration - 1, ratio)
+        return bisect_left(ends, step.iteration), _sizes(step, run), first, ratio
 
     found = []
-    if run.decisions.begin == (0, 0):
-        found += [finished(0, 0, s) for s in _between(None, decided[0])]
-    for i, (a, b) in enumerate(itertools.pairwise(decided)):
-        if accounts[i].first.layout == accounts[i + 1].first.layout:
-            found += [finished(i, i + 1, s) for s in _between(a, b)]
+    for (num, sizes, first, ratio), group in itertools.groupby(counted, key=place):
+        steps, at = list(group), max(num - 1, 0)
+        if not (accounts and sizes.batch and first and first.batch):
             continue
-        whole, parts = _between(a, b), _around_launch(a, b, run)
-        if parts is None:
-            found += [replace(s, is_first=False) for s in whole]  # which cannot be compared
-            continue
-        for at, some in zip((i, i + 1), parts):
-            found += [finished(i, at, s) for s in some]
-    last = len(decided) - 1
-    return [*found, *(finished(last, last, s) for s in _since(decided[-1], run))]
+        overhead_s = 0.0
+        while lost and lost[0][0] < steps[-1].iteration:
+            overhead_s += lost.pop(0)[1]
+        phi, (speed, sd) = critical[at], speeds.get((first, ratio)) or (None, 0.0)
+        found.append(
+            Segment(
+                samples=float(len(steps) * sizes.batch),
+                seconds=sum(step.seconds or 0.0 for step in steps) + overhead_s,
+                overhead_s=overhead_s,
+                batch=sizes.batch,
+                first_batch=first.batch,
+                is_first=sizes == first,
+                critical_batch_size=phi and phi / ratio,
+                is_bound=accounts[at].is_bound,
+                first_samples_per_s=speed,
+                first_sd=sd,
+            )
+        )
+    return found
 
 
-def _is_complete(d: DecisionRecord) -> bool:
-    """Whether a decision says where the run stood, and when."""
-    known = d.account is not None and (d.account.elapsed_s or 0.0) > 0.0
-    return known and None not in (d.samples, d.iteration) and (d.now.batch or 0) > 0
+def _lost_s(run: RunHistory, decided: Sequence[DecisionRecord]) -> list[tuple[int, float]]:
+    """After which step decisions and changes of layout took time, and how many seconds."""
+    undone = {id(d.relayout) for d in run.decisions.decided if d.undone}
+    moves = [r for r in run.decisions.relayouts if id(r) not in undone and r.pause_s]
+    lost = [(r.iteration or 0, r.pause_s or 0.0) for r in moves]
+    return sorted(
+        [*lost, *((d.iteration or 0, d.account.deciding_s) for d in decided if d.account)]
+    )
 
 
-def _filled(values: Sequence[_Value | None]) -> list[_Value | None]:
+def _length_ratio(step: Step, run: RunHistory) -> float:
+    """Samples in which the run counts that a sample of a step is."""
+    counted = run.tokens_per_sample
+    return step.seq_length / counted if step.seq_length and counted else 1.0
+
+
+def _sizes(step: Step, run: RunHistory) -> Sizes:
+    layout = run.layout_at(step.iteration - 1) or run.decisions.layout
+    return Sizes(batch=step.batch, micro=step.micro, layout=layout)
+
+
+def _filled(values: Sequence[float | None]) -> list[float | None]:
     """With the last known value in place of None, or the next one where none is before."""
     found = list(values)
     for i in range(1, len(found)):
@@ -216,14 +233,30 @@ def _filled(values: Sequence[_Value | None]) -> list[_Value | None]:
     return found
 
 
+def _speeds(
+    accounts: Sequence[Account], run: RunHistory
+) -> dict[tuple[Sizes, float], _Speed | None]:
+    """The speed of the first configuration, by that and by the length of its samples: as decisions
+    timed it; else by its own steps in the record; else the middle of what other configurations
+    tell, with its scatter, if they agree."""
+    own = _timed_steps(run)
+    found: dict[tuple[Sizes, float], _Speed | None] = {}
+    for key in {(a.first, float(a.length_ratio)) for a in accounts} | own.keys():
+        told = [_speed(a) for a in accounts if (a.first, float(a.length_ratio)) == key]
+        known = [speed for speed in told if speed is not None]
+        timed = [speed for speed, sd in known if not sd]
+        best = (statistics.median(timed), 0.0) if timed else None
+        found[key] = best or _local_speed(own.get(key, ())) or _middle(known)
+    return found
+
+
 def _timed_steps(run: RunHistory) -> dict[tuple[Sizes, float], list[float]]:
     """Samples per second of the steps that tell the speed of their configuration, by that and by
     the samples of the run that a sample is."""
     found: dict[tuple[Sizes, float], list[float]] = {}
-    counted, before, num = run.tokens_per_sample, None, 0
+    before, num = None, 0
     for step in run.steps:
-        ratio = step.seq_length / counted if step.seq_length and counted else 1.0
-        now = (_sizes(step, run), ratio), step.launch
+        now = (_sizes(step, run), _length_ratio(step, run)), step.launch
         num = num + 1 if now == before else 1
         before = now
         if num > WARM_UP_STEPS and step.updated and step.batch and step.seconds:
@@ -241,27 +274,9 @@ def _local_speed(speeds: Sequence[float]) -> _Speed | None:
     return statistics.median(speeds), sd
 
 
-def _speeds(
-    accounts: Sequence[Account], timed_steps: Mapping[tuple[Sizes, float], Sequence[float]]
-) -> list[_Speed | None]:
-    """The speed of the first configuration at each decision: as it was last timed itself; else by
-    its own steps in the record; else the middle of what other configurations tell, with its
-    scatter, if they agree."""
-    found: list[_Speed | None] = [None] * len(accounts)
-    for key in {(a.first, a.length_ratio) for a in accounts}:
-        is_own = [(a.first, a.length_ratio) == key for a in accounts]
-        known = [_speed(a) if mine else None for a, mine in zip(accounts, is_own)]
-        timed = [None if speed is None or speed[1] else speed for speed in known]
-        own = _local_speed(timed_steps.get(key, ())) or _middle(known)
-        best = _filled(timed) if any(timed) else [own] * len(known)
-        found = [speed if mine else old for speed, mine, old in zip(best, is_own, found)]
-    return found
-
-
-def _middle(speeds: Sequence[_Speed | None]) -> _Speed | None:
+def _middle(known: Sequence[_Speed]) -> _Speed | None:
     """The median of some speeds, and the larger of their own error and their scatter; None without
     any, or if they scatter too much to claim anything."""
-    known = [speed for speed in speeds if speed is not None]
     if not known:
         return None
     middle = statistics.median(speed for speed, _ in known)
@@ -273,111 +288,6 @@ def _middle(speeds: Sequence[_Speed | None]) -> _Speed | None:
 def _speed(account: Account) -> _Speed | None:
     speed = account.first_samples_per_s
     return None if speed is None or speed <= 0.0 else (speed, account.first_sd)
-
-
-def _between(a: DecisionRecord | None, b: DecisionRecord) -> list[Segment]:
-    """The segment from a decision, or from the start of the run, to the next one; none without
-    steps or time."""
-    start, end = 0, b.samples or 0
-    elapsed_s = paused_s = 0.0
-    account = b.account
-    assert account is not None
-    if a is not None and a.account is not None:
-        start, elapsed_s, paused_s = a.samples or 0, a.account.elapsed_s or 0.0, a.account.paused_s
-    seconds = (account.elapsed_s or 0.0) - elapsed_s
-    if end <= start or seconds <= 0.0:
-        return []
-    overhead_s = min(max(account.paused_s - paused_s, 0.0), seconds) + account.deciding_s
-    return [
-        _segment(
-            b.now,
-            account,
-            samples=(end - start) / account.length_ratio,
-            seconds=seconds + account.deciding_s,
-            overhead_s=overhead_s,
-        )
-    ]
-
-
-def _around_launch(
-    a: DecisionRecord, b: DecisionRecord, run: RunHistory
-) -> tuple[list[Segment], list[Segment]] | None:
-    """The segments between two decisions, before and after a launch that took the run to another
-    layout. By the steps, which share the time without pauses by their own; None where steps are
-    missing."""
-    assert a.account is not None and b.account is not None
-    layout = b.account.first.layout
-    done, end = a.iteration or 0, b.iteration or 0
-    begins = [at for at, name in run.decisions.layouts if name == layout and done <= at <= end]
-    steps = [s for s in run.steps if done < s.iteration <= end]
-    is_whole = [s.iteration for s in steps] == list(range(done + 1, end + 1))
-    known_s = sum(s.seconds or 0.0 for s in steps)
-    whole = _between(a, b)
-    if not (begins and is_whole and known_s > 0.0 and whole):
-        return None
-    scale = (whole[0].seconds - whole[0].overhead_s) / known_s
-    found: tuple[list[Segment], list[Segment]] = [], []
-    lost_s = whole[0].overhead_s
-    for (is_after, sizes), group in itertools.groupby(
-        steps, key=lambda s: (s.iteration > begins[-1], _sizes(s, run))
-    ):
-        own = list(group)
-        seconds = scale * sum(s.seconds or 0.0 for s in own) + lost_s
-        samples = float(len(own) * (sizes.batch or 0))
-        account = b.account if is_after else a.account
-        more = {"samples": samples, "seconds": seconds, "overhead_s": lost_s}
-        found[is_after].append(_segment(sizes, account, **more))
-        lost_s = 0.0
-    return found
-
-
-def _segment(
-    now: Sizes, account: Account, *, samples: float, seconds: float, overhead_s: float
-) -> Segment:
-    return Segment(
-        samples=samples,
-        seconds=seconds,
-        overhead_s=overhead_s,
-        batch=now.batch or 1,
-        first_batch=account.first.batch or 1,
-        is_first=now == account.first,
-        critical_batch_size=None,
-        first_samples_per_s=None,
-    )
-
-
-def _since(last: DecisionRecord, run: RunHistory) -> list[Segment]:
-    """The segments since the last decision, by its steps; none where steps are missing."""
-    account, steps = last.account, _steps_after(last, run)
-    assert account is not None
-    lost_s = 0.0
-    if last.relayout is not None:
-        lost_s = last.relayout.pause_s or 0.0
-    found = []
-    for sizes, group in itertools.groupby(steps, key=lambda step: _sizes(step, run)):
-        own = list(group)
-        seconds = sum(step.seconds or 0.0 for step in own)
-        samples = float(len(own) * (sizes.batch or 0))
-        more = {"samples": samples, "seconds": seconds + lost_s, "overhead_s": lost_s}
-        found += [_segment(sizes, account, **more)] if samples > 0 else []
-        lost_s = 0.0
-    return found
-
-
-def _sizes(step: Step, run: RunHistory) -> Sizes:
-    layout = run.layout_at(step.iteration - 1) or run.decisions.layout
-    return Sizes(batch=step.batch, micro=step.micro, layout=layout)
-
-
-def _steps_after(last: DecisionRecord, run: RunHistory) -> list[Step]:
-    """The steps of one length after a decision, as far as none is missing."""
-    done = last.iteration or 0
-    at = bisect_right(run.steps, done, key=lambda step: step.iteration)
-    steps = run.steps[at:]
-    length = steps[0].seq_length if steps else None
-    is_next = (s.iteration == done + 1 + i for i, s in enumerate(steps))
-    kept = itertools.takewhile(lambda pair: pair[0], zip(is_next, steps))
-    return [s for _, s in kept if s.seq_length == length and s.seconds is not None]
 
 
 # In words.
@@ -393,8 +303,10 @@ def so_far(run: RunHistory) -> tuple[str, TimeSaved | None]:
     decisions = run.decisions
     if decisions.is_empty:
         return "", None
-    if not run.has_whole_journal:
-        return "not known: the journal is too long to read here; the report reads all of it", None
+    if not (run.has_whole_journal and run.is_whole):
+        return "not known: the record is too long to read here; the report reads all of it", None
+    if decisions.decided and not run.steps:
+        return "not known: no step is recorded", None
     try:
         segments = segments_of(run)
         found = time_saved(segments)
@@ -409,15 +321,12 @@ def so_far(run: RunHistory) -> tuple[str, TimeSaved | None]:
     if found is None:
         others = [s for s in segments if not s.is_first and s.batch != s.first_batch]
         is_known = all(s.critical_batch_size for s in others)
-        begin = (decisions.begin[0] or 0) + 1
-        if is_known and run.steps and run.steps[0].iteration > begin:
-            return "not known: the record is too long for this; the report reads all of it", None
         why = f"{first} was not timed, and what others tell of its speed is not sure enough"
         return f"not known: {why if is_known else 'no decision knew a critical batch size'}", None
     share = _percent(found.share)
     side = f"{share} % {'less' if found.share > 0.0 else 'more'} time than"
     side = "as much time as" if share == "0.0" else side
-    return f"{side} staying at {first}{_doubt(found)}{_until(run)}", found
+    return f"{side} staying at {first}{_doubt(found)}{_lacking(run)}", found
 
 
 def line_at_end(run_dir: Path) -> str:
@@ -466,8 +375,8 @@ def _doubt(found: TimeSaved) -> str:
     return f" ({span}, by {' and '.join(reasons)})"
 
 
-def _until(run: RunHistory) -> str:
-    """Where the account ends, if that is not the last step."""
-    last = run.decisions.standing[-1]
-    end = (last.iteration or 0) + len(_steps_after(last, run))
-    return f"; until step {end:,}" if run.steps and run.steps[-1].iteration > end else ""
+def _lacking(run: RunHistory) -> str:
+    """How many steps the account is of, if the record lacks some."""
+    num = sum(s.seconds is not None and s.iteration > run.decisions.begin for s in run.steps)
+    whole = run.steps[-1].iteration - run.decisions.begin if run.steps else 0
+    return f"; of {num:,} of {whole:,} steps" if num < whole else ""

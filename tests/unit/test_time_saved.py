@@ -26,7 +26,7 @@ from megatron.training.logging.log_line import StepReport
 from megatron.training.logging.tracker import Tracker
 from tests.helpers.recorded import noise, row, situation
 
-LAYOUT = "tp1.pp1.dp2"
+LAYOUT, LENGTH = "tp1.pp1.dp2", 128
 FIRST = f"batch 4 in micro-batches of 2 on {LAYOUT}"
 AWAY = Segment(
     samples=320.0,
@@ -155,7 +155,6 @@ class Run:
     def __init__(self, path: Path, *, batch: int = 4, mode: str = "act", ratio: int = 1) -> None:
         self.path, self.mode, self.ratio = path, mode, ratio
         self.batch, self.iteration, self.samples, self.number = batch, 0, 0, 0
-        self.elapsed_s = self.paused_s = 0.0
         self.speeds: dict[int, tuple[float, str]] = {}
         self.phi: float | None = 8.0
         self.launch("job.0.0")
@@ -164,15 +163,16 @@ class Run:
         self.tracker, self.log = Tracker(self.path, launch=name), DecisionLog(self.path)
         self.log.count_from(ratio=self.ratio, rest=0)
         self.layout = layout
-        self.tracker.event("run.start", self.iteration, self.samples, layout=layout)
-        at = {"iteration": self.iteration, "consumed_samples": self.samples // self.ratio}
-        self.log.append("start", **at, mode=self.mode, flags={}, layout=layout)
+        config = {"seq_length": LENGTH}
+        at = self.iteration, self.samples
+        self.tracker.event("run.start", *at, layout=layout, config=config)
+        where = {"iteration": self.iteration, "consumed_samples": self.samples // self.ratio}
+        self.log.append("start", **where, mode=self.mode, flags={}, layout=layout)
 
     def step(self, num: int, seconds: float) -> None:
         for _ in range(num):
             self.iteration += 1
             self.samples += self.batch * self.ratio
-            self.elapsed_s += seconds
             report = StepReport(
                 iteration=self.iteration,
                 train_iterations=1000,
@@ -181,6 +181,7 @@ class Run:
                 learning_rate=1e-3,
                 global_batch_size=self.batch,
                 losses={"lm loss": 3.0},
+                seq_length=LENGTH * self.ratio,
             )
             self.tracker.step(report, micro_batch_size=2 // self.ratio, updated=True)
 
@@ -212,8 +213,6 @@ class Run:
             rows=tuple(rows),
             current=sizes.index(self.batch),
             consumed_samples=self.samples // self.ratio,
-            elapsed_s=self.elapsed_s,
-            paused_s=self.paused_s,
         )
 
     def row(self, size: int) -> ConfigThroughput:
@@ -290,7 +289,8 @@ def test_pauses_and_decisions_count(tmp_path: Path) -> None:
     run.step(10, 1.0)
     run.speeds[4] = 4.0, "measured"
     run.decide(16, seconds=0.25)
-    run.elapsed_s, run.paused_s = run.elapsed_s + 2.0, 2.0
+    moved = {"kind": "rolled_back", "pause_s": 2.0}
+    run.log.append("relayout", number=1, iteration=10, outcome=moved)
     run.step(10, 1.5)
     run.decide()
     run.step(10, 1.5)
@@ -306,7 +306,7 @@ def test_steps_that_a_restart_did_again_count_once(tmp_path: Path) -> None:
     line = run.line
     run.decide(32)  # undone below
     run.step(4, 9.0)
-    run.batch, run.iteration, run.samples, run.elapsed_s = 16, 20, 200, 25.0
+    run.batch, run.iteration, run.samples = 16, 20, 200
     run.number = 2
     run.launch("job.0.1")
     run.step(10, 1.5)
@@ -377,15 +377,10 @@ def test_steps_before_a_launch_elsewhere_keep_the_layout_that_they_ran_on(tmp_pa
     assert found.staying_s == pytest.approx(10.0 + (320 / 4.0 + 32 / 1.0) * (1 + 0.5) / (1 + 2.0))
 
 
-def test_without_these_steps_nothing_is_claimed_of_a_time_on_two_layouts(tmp_path: Path) -> None:
+def test_without_a_record_of_steps_nothing_is_claimed(tmp_path: Path) -> None:
     run = grown(tmp_path)
-    run.launch("job.0.1", layout="tp1.pp2.dp1")
-    run.speeds = {4: (1.0, "corrected")}
-    run.step(2, 3.0)
-    run.decide()
     (tmp_path / "metrics.jsonl").unlink()
-    assert segments_of(run.history)[-1].first_samples_per_s is None
-    assert time_saved(segments_of(run.history)) is None
+    assert run.line == "not known: no step is recorded"
 
 
 def test_what_was_timed_counts_more_than_what_was_derived_later(tmp_path: Path) -> None:
@@ -521,23 +516,25 @@ def test_a_run_without_a_controller_has_no_line(tmp_path: Path) -> None:
     assert so_far(reader.history()) == ("", None)
 
 
-def test_of_a_journal_whose_beginning_was_not_read_nothing_is_claimed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])
+def test_of_files_whose_beginning_was_not_read_nothing_is_claimed(
+    name: str, tmp_path: Path
+) -> None:
     run = grown(tmp_path)
-    size = (tmp_path / "journal.jsonl").stat().st_size
-    reader = RunReader(run.path, max_bytes=size - 100)
+    reader = RunReader(run.path, max_bytes=(tmp_path / name).stat().st_size - 100)
     reader.refresh()
     line, _ = so_far(reader.history())
-    assert line == "not known: the journal is too long to read here; the report reads all of it"
+    assert line == "not known: the record is too long to read here; the report reads all of it"
 
 
-def test_steps_whose_record_is_lost_end_the_account(tmp_path: Path) -> None:
+def test_steps_whose_record_is_lost_are_counted(tmp_path: Path) -> None:
     run = grown(tmp_path)
     path = tmp_path / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     kept = [r for r in records if r.get("iteration") != 21]
     path.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept))
-    assert sum(s.samples for s in segments_of(run.history)) == 200.0
-    assert run.line.endswith("; until step 20")
+    assert sum(s.samples for s in segments_of(run.history)) == 344.0
+    assert run.line.endswith("; of 29 of 30 steps")
 
 
 def test_another_micro_batch_needs_no_critical_batch_size(tmp_path: Path) -> None:
