@@ -65,7 +65,14 @@ def measured(rounds: int) -> dict[str, Any]:
             folder = Path(name)
             data = ["--data-path", make_dataset(folder / "text"), "--split", "95,4,1"]
             both = [*MODEL.split(), *data, "--train-samples", str(16 * STEPS), "--copus"]
-            both += ["--copus-mode", "observe", "--seq-length-schedule", LENGTHS]
+            both += [
+                "--copus-mode",
+                "observe",
+                "--seq-length",
+                "128",
+                "--seq-length-schedule",
+                LENGTHS,
+            ]
             for way, layouts in ways.items():
                 at, started = folder / way.replace(" ", "_"), time.monotonic()
                 launch(RANKS, TRAINER, *both, *flags_of(layouts), "--run-dir", at)

@@ -34,7 +34,7 @@ from copus_ext.controller.out_of_memory import memory_history
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.controller.present_samples import (
     PresentSamples,
-    ends_phase,
+    ends_segment,
     flags_in_present_samples,
     ratio_of,
 )
@@ -129,7 +129,7 @@ class Controller(Callback):
             self.layout_changes.open(context)
 
     def _begin_samples(self, context: CallbackContext) -> CallbackContext:
-        """Counts in the samples of the phase that the run is in; the context as the rest of the
+        """Counts in samples of the present length; the context as the rest of the
         controller sees it."""
         self._ratio = ratio_of(context)
         self.flags = flags_in_present_samples(self._given, self._ratio)
@@ -234,7 +234,7 @@ class Controller(Callback):
         self._on_layout(context)
         self._renew_table(context)
 
-    def on_phase_start(self, context: CallbackContext) -> None:
+    def on_segment_start(self, context: CallbackContext) -> None:
         """Goes on in samples of another length. The noise scale starts afresh, nothing that was
         timed counts any more, and the batch is the one that the trainer goes on with. Where the
         length stays, so does all that was measured."""
@@ -243,18 +243,18 @@ class Controller(Callback):
             self._record_outcome(now=True)
         context = self._begin_samples(context)
         config, settings = context.config, context.state.settings
-        self.state.enter_phase(
+        self.state.enter_segment(
             before=before,
             after=self._ratio,
             global_batch_size=settings.global_batch_size,
             micro_batch_size=settings.micro_batch_size or config.batch.micro_batch_size,
         )
         if before != self._ratio:
-            self.gns.on_phase_start(context)
+            self.gns.on_segment_start(context)
             self._on_layout(context)
             self._renew_table(context)
         self.log.note(
-            "phase",
+            "segment",
             iteration=context.state.iteration,
             consumed_samples=context.state.consumed_samples,
             seq_length=config.batch.seq_length,
@@ -272,8 +272,8 @@ class Controller(Callback):
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
         """Measures the step, decides if a decision is due, applies it, and records. The last step
-        of a phase decides nothing, as the next one is of other samples."""
-        is_last, context = ends_phase(context), self._present.of(context)
+        of a segment decides nothing, as the next one may be of other samples."""
+        is_last, context = ends_segment(context), self._present.of(context)
         self._measure(context)
         self._look_at_conditions(context)
         self.state.begin_annealing(

@@ -31,7 +31,7 @@ _POSITIONS = (
     "hold_shrinking_until_samples",
 )
 """Fields of a record that are positions of the run. What is inside of a decision stays in samples
-of its phase, so that it can be made again."""
+of its length, so that it can be made again."""
 
 
 class JournalVersionError(ValueError):
@@ -65,12 +65,12 @@ class DecisionLog:
 
     def count_from(self, *, ratio: int, rest: int) -> None:
         """Says which samples positions are given in from here on. The journal itself counts as the
-        run does, in samples of the first phase.
+        run does, in samples of `--seq-length`.
 
         Args:
-            ratio: samples of the run that one sample of the phase is.
+            ratio: samples of the run that one of the present length is.
             rest: what the position of the run leaves over when it is divided by `ratio`; the same
-                at every step of a phase.
+                at every step of a segment.
         """
         self._ratio, self._rest = ratio, rest
 
@@ -79,9 +79,9 @@ class DecisionLog:
 
         Args:
             kind: `start`, `decision`, `outcome`, `conditions`, `spike`, `paused`,
-                `resumed`, `phase`, `failure` or `end`; for a change of layout `relayout` and
+                `resumed`, `segment`, `failure` or `end`; for a change of layout `relayout` and
                 `relayout.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`.
-            fields: plain JSON types; positions in samples of the present phase.
+            fields: plain JSON types; positions in samples of the present length.
 
         Raises:
             OSError: it cannot be written.

@@ -59,7 +59,7 @@ def first_sizes(
 
     Args:
         context: of the start.
-        flags: of the controller, in samples of the present phase.
+        flags: of the controller, in samples of the present length.
         known: the rules of the launch.
         fixed_micro_batch: the trainer cannot take another micro-batch.
 

@@ -117,7 +117,7 @@ class GradientNoiseCallback(Callback):
                     error if type(error) is ValueError else repr(error),
                 )
 
-    def on_phase_start(self, context: CallbackContext) -> None:
+    def on_segment_start(self, context: CallbackContext) -> None:
         """Starts afresh: the noise scale counts samples, and these have another length now."""
         is_broken = self.observer.is_broken
         self._start_afresh(context)

@@ -140,7 +140,7 @@ class LayoutChangeManager:
             self._log.note("relayout.cancelled", **fields, reason="training ended first")
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
-        """Notes where the last checkpoint stands. In tokens, which mean the same in every phase."""
+        """Notes where the last checkpoint stands. In tokens, whatever the length of samples."""
         self._saved_tokens = _tokens(context.checkpoint_samples or 0, context)
 
     def prepare(self, layouts: list[Layout], context: CallbackContext) -> None:
@@ -160,7 +160,7 @@ class LayoutChangeManager:
 
         Args:
             change: to make.
-            context: at the end of a step, in samples of the present phase.
+            context: at the end of a step, in samples of the present length.
             now: settings of the next step whatever becomes of the change, or None.
             saves: whether to save before a change in the running processes even if the last
                 checkpoint is new enough to fall back to.
@@ -212,8 +212,8 @@ class LayoutChangeManager:
         else:
             self._costs.record_failure(start, change.to, outcome.reason, seconds=outcome.pause_s)
         self._state.elapsed_s += outcome.pause_s
-        # The journal is told in samples of the present phase, as the controller counts.
-        position = job.state.consumed_samples // job.config.phase.ratio
+        # The journal is told in samples of the present length, as the controller counts.
+        position = job.state.consumed_samples // job.config.segment.ratio
         self._note_relayout(about, job.state.iteration, position, outcome)
         change.done(outcome)
 

@@ -1,8 +1,8 @@
-"""A run as a controller sees it in a phase: as if all of it had samples of the present length.
+"""A run as a controller sees it: as if all of it had samples of the present length.
 
 A trainer counts in samples of `--seq-length`. Batches, noise scale and throughput are of samples of
 the present length, and a controller compares them with lengths of the run. So it is given all in
-the present samples, and takes a new view where a phase begins.
+the present samples, and takes a new view where their length changes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron.training.common.extras import defaults_of, extras_with
 from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.train.callbacks import CallbackContext
 
@@ -90,53 +91,53 @@ class PresentSamples:
 
 def ratio_of(context: CallbackContext) -> int:
     """Samples in which the run counts that a present sample is; 1 for other trainers."""
-    return context.config.phase.ratio if hasattr(context.config, "phase") else 1
+    return context.config.segment.ratio if hasattr(context.config, "segment") else 1
 
 
-def ends_phase(context: CallbackContext) -> bool:
-    """Whether the step just done is the last of a phase that another one follows."""
-    if not hasattr(context.config, "phase"):
+def ends_segment(context: CallbackContext) -> bool:
+    """Whether the step just done is the last of a segment that another one follows."""
+    if not hasattr(context.config, "segment"):
         return False
-    phase, config = context.config.phase, context.config
-    is_last = phase.number + 1 == len(config.all_phases)
-    return not is_last and context.state.consumed_samples >= phase.end
+    segment = context.config.segment
+    return not segment.is_last and context.state.consumed_samples >= segment.end
 
 
 def config_in_present_samples(config: Config) -> Config:
-    """The configuration of a run without phases whose samples have the present length."""
-    phase, batch, optim = config.phase, config.batch, config.optim
+    """The configuration of a run whose samples all have the present length."""
+    segment, batch, optim = config.segment, config.batch, config.optim
+    dividing = [defaults_of(extra) for extra, _ in extras_with("segment")]
     steps, ramp = batch.step_batch_size_schedule, batch.rampup_batch_size
     if steps is not None:
         steps = " ".join(
-            f"{start * batch.seq_length}:{max(size // phase.ratio, 1)}"
+            f"{start * batch.seq_length}:{max(size // segment.ratio, 1)}"
             for start, size in parse_steps(steps, batch.seq_length)
         )
     if ramp is not None:
-        start, increment, samples = (max(number // phase.ratio, 1) for number in ramp)
+        start, increment, samples = (max(number // segment.ratio, 1) for number in ramp)
         # A smaller increment where the way up is not a multiple of it.
-        way = max(batch.global_batch_size // phase.ratio, 1) - start
+        way = max(batch.global_batch_size // segment.ratio, 1) - start
         ramp = start, math.gcd(increment, way), samples
     wsd = optim.lr_wsd_decay_samples
     return config.replace(
-        **{field.name: field.default for field in dataclasses.fields(config.phases)},
-        seq_length=phase.seq_length,
+        **{name: value for defaults in dividing for name, value in defaults.items()},
+        seq_length=segment.seq_length,
         step_batch_size_schedule=steps,
         rampup_batch_size=ramp,
-        global_batch_size=max(batch.global_batch_size // phase.ratio, 1),
-        initial_global_batch_size=max(batch.initial_global_batch_size // phase.ratio, 1),
-        train_samples=batch.train_samples // phase.ratio,
-        lr_decay_samples=optim.lr_decay_samples // phase.ratio,
-        lr_warmup_samples=optim.lr_warmup_samples // phase.ratio,
-        lr_wsd_decay_samples=None if wsd is None else wsd // phase.ratio,
+        global_batch_size=max(batch.global_batch_size // segment.ratio, 1),
+        initial_global_batch_size=max(batch.initial_global_batch_size // segment.ratio, 1),
+        train_samples=batch.train_samples // segment.ratio,
+        lr_decay_samples=optim.lr_decay_samples // segment.ratio,
+        lr_warmup_samples=optim.lr_warmup_samples // segment.ratio,
+        lr_wsd_decay_samples=None if wsd is None else wsd // segment.ratio,
     )
 
 
 def flags_in_present_samples(flags: CopusConfig, ratio: int) -> CopusConfig:
-    """The controller's flags, whose batches are given in samples of the first phase.
+    """The controller's flags, whose batches are given in samples of `--seq-length`.
 
     Args:
         flags: as given.
-        ratio: samples of the first phase that a present one is.
+        ratio: samples of `--seq-length` that a present one is.
     """
     values: dict[str, Any] = {}
     for name in _OF_FLAGS:

@@ -9,7 +9,6 @@ from copus_ext.cost_model.extras import planned_flags
 from copus_ext.cost_model.model_spec import ATTENTION, EXPERT_FIELDS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from megatron.training.config.model_shape import LatentShape
-from megatron.training.config.phase_flags import parse_lengths
 from megatron.training.config.vocabulary import padding_unit
 
 
@@ -33,11 +32,8 @@ def spec_of_arguments(args: Any) -> ModelSpec:
         SpecError: a flag of the shape is missing.
         UsageError: a value of an extra that no launch takes.
     """
-    seq_length: int = args.seq_length or 0
-    if not seq_length and getattr(args, "seq_length_schedule", None) is not None:
-        seq_length = parse_lengths(args.seq_length_schedule)[0][1]
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-        if getattr(args, name) is None and not (name == "seq_length" and seq_length):
+        if getattr(args, name) is None:
             raise SpecError(f"--{name.replace('_', '-')} is required in --megatron-args")
     learned = args.position_embedding_type == "learned_absolute"
     geglu, ffn = getattr(args, "quick_geglu", False), args.ffn_hidden_size
@@ -57,7 +53,7 @@ def spec_of_arguments(args: Any) -> ModelSpec:
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
-        seq_length=seq_length,
+        seq_length=args.seq_length,
         ffn_hidden_size=ffn,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         kv_channels=args.kv_channels,
@@ -72,7 +68,7 @@ def spec_of_arguments(args: Any) -> ModelSpec:
         mtp_num_layers=getattr(args, "mtp_num_layers", None) or 0,
         **_experts(args),
         **(asdict(latent) if latent is not None else {}),
-        learned_positions=(args.max_position_embeddings or seq_length) if learned else 0,
+        learned_positions=(args.max_position_embeddings or args.seq_length) if learned else 0,
         dropout=args.hidden_dropout > 0,
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         gradient_bytes=_gradient_bytes(args),

@@ -236,11 +236,11 @@ class ControllerState:
         self.conditions, self.watch, self._shift = Conditions(usual=usual), StepTimeWatch(), None
         self.begin_visit()
 
-    def enter_phase(
+    def enter_segment(
         self, *, before: int, after: int, global_batch_size: int | None, micro_batch_size: int
     ) -> None:
-        """Goes on with the batch of a phase. If its samples have another length, times, losses and
-        noise scales of the old length tell nothing of the new one.
+        """Goes on with the batch of another segment. If its samples have another length, times,
+        losses and noise scales of the old length tell nothing of the new one.
 
         Args:
             before: tokens per sample until now, in any unit.

@@ -16,6 +16,7 @@ from copus_ext.reshard.relaunch import Request, lost_flags, merged, scheduled_la
 from megatron.training.checkpoint import files
 from megatron.training.common import optional
 from megatron.training.common.errors import UsageError
+from megatron.training.common.extras import as_given
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.layout import Layout
 
@@ -97,15 +98,13 @@ class LayoutFit:
         if missing:
             raise ValueError(f"the checkpoint does not say {missing[0]}")
         wanted = layout or scheduled_layout(stored) or Layout.of_arguments(stored)
-        batch, micro = stored["global_batch_size"], stored["micro_batch_size"]
-        # In a run with phases the flags give that of the first.
-        micro = next(iter(stored.get("phase_micro_batch_sizes") or ()), micro)
-
+        given = as_given(stored, stored)
+        batch, micro = given["global_batch_size"], given["micro_batch_size"]
         save = value_of(self.flags, "--save")
         request = partial(_request, batch=batch, checkpoint=save, why=why, stored=stored)
         if wanted.world_size <= ranks:
             sizes = self._sizes(wanted, micro, batch)
-            # That of a run whose first phase has a layout of its own may not fit this one.
+            # That of a run that begins under a layout of its own may not fit this one.
             for size in dict.fromkeys([micro, *sizes]):
                 found = request(wanted, size)
                 flags = merged(self.flags, found, stored=stored, blocked=blocked)

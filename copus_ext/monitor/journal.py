@@ -379,7 +379,7 @@ def _now_of(record: dict[str, Any]) -> dict[str, Any]:
 
 def _length_ratio(record: dict[str, Any]) -> int:
     """Samples in which the run counts that a sample of the present length is. The journal counts as
-    the run does, and what is inside of a decision in samples of its phase."""
+    the run does, and what is inside of a decision in samples of its length."""
     counted, own = whole(record.get("consumed_samples")), table(record.get("situation"))
     present = whole(own.get("consumed_samples"))
     ratio = counted // present if counted and present and present > 0 else 1

@@ -180,8 +180,7 @@ class RunHistory:
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Tokens of a sample in which the run counts: of the first phase, where they become
-        longer."""
+        """Tokens of a sample in which the run counts; samples of a step may be longer."""
         length = whole(self.config.get("seq_length"))
         return length if length and length > 0 else None
 

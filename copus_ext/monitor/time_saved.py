@@ -164,7 +164,7 @@ def segments_of(run: RunHistory) -> list[Segment]:
     decided = [d for d in run.decisions.standing if d.account and d.iteration is not None]
     accounts = [d.account for d in decided if d.account is not None]
     ends = [d.iteration or 0 for d in decided]
-    # In samples of the run, which mean the same in every phase.
+    # In samples of the run, which mean the same whatever the length of those of a step.
     known = [a.critical_batch_size and a.critical_batch_size * a.length_ratio for a in accounts]
     critical, lost = _filled(known), _lost_s(run, decided)
     speeds = _speeds(accounts, run)

@@ -16,7 +16,7 @@ import logging
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, get_args
@@ -248,8 +248,10 @@ _UNKNOWN: StoredFlags = MappingProxyType({})
 class ScheduleFlags:
     """What becomes of flags that give a run several layouts where it starts again."""
 
-    flags: Sequence[str]
-    """All flags, those of the schedule as they are to be."""
+    others: Sequence[str]
+    """All flags but those of the schedule."""
+    own: Sequence[str] = ()
+    """Those of the schedule as they are to be."""
     has_layout: bool = False
     """Whether they name the layout to start under, so that the flags of the first one stay."""
     lost: str = ""
@@ -286,11 +288,15 @@ def _followed(
     argv: Sequence[str], request: Request, stored: StoredFlags, blocked: Collection[Layout]
 ) -> ScheduleFlags:
     """The flags after the schedules of all extras."""
-    found = ScheduleFlags(flags=argv)
+    found = ScheduleFlags(others=argv)
     for _, schedule in extras_with("relaunch"):
-        own = schedule().follow(found.flags, request, stored, blocked)
-        lost = "; ".join(line for line in (found.lost, own.lost) if line)
-        found = replace(own, has_layout=own.has_layout or found.has_layout, lost=lost)
+        more = schedule().follow(found.others, request, stored, blocked)
+        found = ScheduleFlags(
+            others=more.others,
+            own=[*found.own, *more.own],
+            has_layout=found.has_layout or more.has_layout,
+            lost="; ".join(line for line in (found.lost, more.lost) if line),
+        )
     return found
 
 
@@ -325,14 +331,14 @@ def merged(
     if not follows.has_layout:
         others, more = _of_another_layout(argv, layout)
         values, switches, own = values | others, switches | more, _layout_flags(argv, layout)
-    flags = [*without_flags(follows.flags, values, switches), *own]
+    flags = [*without_flags(follows.others, values, switches), *own]
     if request.micro_batch_size is not None:
         flags += [_MICRO, str(request.micro_batch_size)]
     if request.global_batch_size is not None:
         flags += [_GLOBAL, str(request.global_batch_size)]
     if request.checkpoint is not None:
         flags += [_LOAD, request.checkpoint]
-    return flags
+    return [*flags, *follows.own]
 
 
 def scheduled_layout(stored: StoredFlags) -> Layout | None:

@@ -101,7 +101,7 @@ def test_a_kill_in_a_phase_with_a_layout_of_its_own(tmp_path: Path) -> None:
     wishes = {5: {"kill": 1}, 7: {"kill": 1}}
     env = {"COPUS_PROGRAM": str(WORKER), "COPUS_TEST_ASK": json.dumps(wishes)}
     env["COPUS_RESTART_WAIT"] = "0"
-    lengths = " ".join(FLAGS).replace("--seq-length 32", "").replace("100000", "8")
+    lengths = " ".join(FLAGS).replace("--seq-length 32", "--seq-length 16").replace("100000", "8")
     flags = [*lengths.split(), "--seq-length-schedule", "0:16 50%:32", "--save", "run"]
     flags += ["--micro-batch-size-schedule", "0:1 50%:1", "--save-interval", "2"]
     flags += ["--layout-schedule", "0:tp1.pp1.dp2 50%:tp1.cp2.pp1.dp1"]

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {extra.name: ROOT / extra.package.replace(".", "/") for extra in extras()}
 REFERENCES = ("flags", "check", "feature", "layout_problems", "batch_problems")
 REFERENCES += ("controller_problems", "cost_terms", "step_period", "model_format")
-REFERENCES += ("launcher", "relaunch", "callbacks")
+REFERENCES += ("launcher", "relaunch", "callbacks", "segment", "as_given", "settle", "run_data")
 ALL_CORE = """
 import importlib, json, pathlib, sys
 from megatron.training.common.extras import extras
@@ -162,6 +162,9 @@ EXTRA = Extra(
     controller_problems="parts:controller_problems",
     cost_terms="parts:cost_terms",
     step_period="parts:step_period",
+    segment="parts:segment",
+    settle="parts:settle",
+    as_given="parts:as_given",
     model_format="parts:Counted",
     launcher="parts:Counting",
     plan_commands={"counted": "parts:Planned"},
@@ -175,6 +178,7 @@ from copus_ext.planner.commands import PlanCommand
 from copus_ext.planner.request import UsageProblem
 from megatron.training.common.extras import CostTerms
 from megatron.training.config.fields import option
+from megatron.training.config.segment import Segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +215,23 @@ def cost_terms(candidates):
 
 def step_period(arguments):
     return arguments.get("count_to") or 1
+
+
+def segment(config):
+    end = config.batch.train_samples
+    return Segment(seq_length=16, start=1, end=end, ratio=2) if count_of(config) == 4 else None
+
+
+def settle(config, stored):
+    return config.replace(count_to=6) if count_of(config) == 5 else config
+
+
+def count_of(config):
+    return config.extras["count"].count_to
+
+
+def as_given(stored, now):
+    return {**stored, "rotary_base": 7}
 
 
 class Counted:
@@ -290,12 +311,18 @@ from megatron.training.checkpoint.convert.formats import format_of
 from megatron.training.common.errors import UsageError
 from megatron.training.common.extras import step_period
 from megatron.training.config.arguments import build_parser, parse_args, resolve
+from megatron.training.config.arguments import with_checkpoint_args
 
 base = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --lr 1e-3 "
 base += "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 2 --data-path x "
 config = resolve(parse_args((base + "--count-to 3").split()), 1)
 assert config.extras["count"].count_to == 3 and config.flat()["count_to"] == 3
-assert config.replace(count_to=4).extras["count"].count_to == 4
+longer = config.replace(count_to=4)
+assert longer.extras["count"].count_to == 4 and config.segment.is_whole_run
+assert not longer.segment.is_whole_run and longer.segment.sample_at(2) == 0
+assert resolve(parse_args((base + "--count-to 5").split()), 1).extras["count"].count_to == 6
+args = parse_args(base.split())
+assert with_checkpoint_args(args, {"rotary_base": 9}).rotary_base == 7
 for flags, said in (("13", "use 14"), ("3 --tensor-model-parallel-size 2", "needs --tensor")):
     try:
         resolve(parse_args((base + "--count-to " + flags).split()), 2)

@@ -237,7 +237,7 @@ def test_the_half_life_counts_samples_also_where_nothing_was_measured(
     assert callback.observer.num_skipped == 3
     assert callback.observer.half_life_samples == pytest.approx(215, abs=1)
     context.config.batch.seq_length = 4096
-    callback.on_phase_start(context)
+    callback.on_segment_start(context)
     assert callback.observer.half_life_samples == pytest.approx(107, abs=1)
     observed(1, observer=callback.observer)
     measured = callback.observer.to_json()["half_life_tokens"] / 32

@@ -160,7 +160,7 @@ def test_the_events_are_those_of_megatron_lm_and_our_six() -> None:
     named = "setup_start data_init_start train_start train_step_start train_step_end log train_end"
     evaluation = ("start", "step_start", "step_end", "end")
     events = {f"on_{name}" for name in named.split()} | {"on_grads_ready", "on_checkpoint_saved"}
-    events |= {"on_relayout_start", "on_relayout_end", "on_phase_start"}
+    events |= {"on_relayout_start", "on_relayout_end", "on_segment_start"}
     events |= {f"on_{split}_{name}" for split in ("eval", "test") for name in evaluation}
     found = {name for name in vars(Callback) if name.startswith("on_")}
     assert found == events | {"on_train_error"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.common.step_settings import StepInfo
+from megatron.training.common.step_settings import Request, StepInfo
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.train import build
 from megatron.training.train.job import Job
@@ -17,7 +17,7 @@ from megatron.training.train.step_feature import Schedule, StepFeature
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import run_in_fork
 
-FLAGS = "--train-iters 2 --eval-interval 2 --eval-iters 1 --save-interval 2 --log-interval 1"
+FLAGS = "--train-iters 3 --eval-interval 2 --eval-iters 1 --save-interval 2 --log-interval 1"
 
 
 class Recorder(StepFeature):
@@ -39,6 +39,10 @@ class Recorder(StepFeature):
         assert info.iteration == job.state.iteration
         job.context.scalars["recorder"] = float(10 * info.iteration)
         self.seen.append(("after", job.state.iteration))
+
+    def between_steps(self, job: Job) -> Request | None:
+        self.seen.append(("between", job.state.iteration))
+        return Request(kind="stop", reason="a test") if job.state.iteration == 2 else None
 
     def before_save(self, job: Job) -> None:
         self.seen.append(("save", job.state.iteration))
@@ -62,8 +66,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[str, int]]
 
 def test_hooks_come_in_the_order_of_the_step(run: tuple[list[tuple[str, int]], Path]) -> None:
     seen = [hook for hook in run[0] if hook[0] != "forward"]
-    steps = [("schedule", 0), ("optimizer", 0), ("after", 1)]
-    steps += [("schedule", 1), ("optimizer", 1), ("after", 2)]
+    steps = [("schedule", 0), ("optimizer", 0), ("after", 1), ("between", 1)]
+    steps += [("schedule", 1), ("optimizer", 1), ("after", 2), ("between", 2)]
     assert seen[: len(steps)] == steps
     assert seen[len(steps) :] == [("save", 2), ("removed", -1)]
     assert ("forward", 2) in run[0], "the evaluation"

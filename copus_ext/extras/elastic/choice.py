@@ -17,6 +17,7 @@ from copus_ext.launch.layout_fit import NoFit, layouts_for
 from copus_ext.reshard.relaunch import Request, merged, value_of, without_start
 from megatron.training.common import optional
 from megatron.training.common.errors import UsageError
+from megatron.training.common.extras import as_given
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.layout import Layout
@@ -67,9 +68,7 @@ class _Search:
         self._flags, self._stored, self._ranks = flags, stored, ranks
         self._has_gpu, self._why = has_gpu, why
         self._batch = stored["global_batch_size"]
-        self._micro = next(
-            iter(stored.get("phase_micro_batch_sizes") or ()), stored["micro_batch_size"]
-        )
+        self._micro = as_given(stored, stored)["micro_batch_size"]
 
     def first_legal(self) -> Choice:
         """The nearest batch, and for it the first layout.

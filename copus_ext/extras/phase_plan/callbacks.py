@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from megatron.training.common.errors import UsageError
 from megatron.training.config.layout import Layout
-from megatron.training.config.phase_flags import has_lengths
+from megatron.training.extras.phases.flags import flags_of
+from megatron.training.extras.phases.schedule import has_lengths
 
 if TYPE_CHECKING:
     from copus_ext.controller.callback import Controller
@@ -21,7 +22,7 @@ def callbacks(config: Config, controller: Controller | None) -> list[Callback]:
     Raises:
         UsageError: the controller cannot follow the phases.
     """
-    phases = config.phases
+    phases = flags_of(config)
     if not phases.phase_starts:
         return []
     if controller is not None and controller.flags.copus_mode == "act":
@@ -38,12 +39,12 @@ def _check(flags: CopusConfig, config: Config) -> None:
 
     if flags.copus_layouts == "all" and flags.copus_relayout == "relaunch":
         why = "--seq-length-schedule, whose flags count batches in samples of the first phase"
-        if not has_lengths(config.phases.seq_length_schedule):
+        if not has_lengths(flags_of(config).seq_length_schedule):
             why = "--layout-schedule, which has the layout of every launch"
         raise UsageError(
             f"--copus-relayout relaunch does not go with {why}; use --copus-relayout inprocess"
         )
-    for layout in map(Layout.from_text, dict.fromkeys(config.phases.phase_layouts)):
+    for layout in map(Layout.from_text, dict.fromkeys(flags_of(config).phase_layouts)):
         if config.moe.num_experts is not None and not layout.experts_see_whole_samples:
             raise UsageError(
                 f"{BLIND_TO_EXPERTS}: --layout-schedule has {layout}; make the ranks that share "

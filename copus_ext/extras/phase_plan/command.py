@@ -30,7 +30,7 @@ from copus_ext.planner.request import UsageProblem, length_line, megatron_flag
 from megatron.training.common.errors import UsageError, counted
 from megatron.training.common.program import program_name, tell
 from megatron.training.config.batch_schedule import make_schedule
-from megatron.training.config.phase_flags import parse_lengths
+from megatron.training.extras.phases.schedule import parse_lengths
 
 _SCRIPT = "plan-phases"
 SCHEMA = "copus.phases/1"

@@ -1,4 +1,4 @@
-"""Layouts of a run whose samples or batches grow, planned ahead."""
+"""Layouts of a run whose samples or batches grow: planned ahead, and taken."""
 
 from megatron.training.common.extras import Extra
 
@@ -6,5 +6,6 @@ EXTRA = Extra(
     title="plans of runs that grow",
     commands={"plan-phases": "command"},
     callbacks="callbacks:callbacks",
+    needs=("phases",),
     relaunch="relaunch:PhaseSchedule",
 )

@@ -17,6 +17,7 @@ from copus_ext.reshard.phases import ReshardResult
 from megatron.training.common.errors import UsageError
 from megatron.training.common.step_settings import Request
 from megatron.training.config.layout import Layout
+from megatron.training.extras.phases.flags import flags_of, phase_of
 from megatron.training.train.callbacks import Callback, CallbackContext
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class PhaseLayouts(Callback):
 
     def tensor_parallel_sizes(self, config: Config) -> list[int]:
         """Those of the layouts of all phases."""
-        return sorted({Layout.from_text(text).tp for text in config.phases.phase_layouts})
+        return sorted({Layout.from_text(text).tp for text in flags_of(config).phase_layouts})
 
     def on_setup_start(self, context: CallbackContext) -> None:
         """Checks that the run can change its layout.
@@ -86,17 +87,17 @@ class PhaseLayouts(Callback):
         if self._changes is self.own:
             self.own.open(context)
 
-    def on_phase_start(self, context: CallbackContext) -> Request | None:
+    def on_segment_start(self, context: CallbackContext) -> Request | None:
         """Asks for the layout of the phase, unless the run has it."""
-        config = context.config
-        if config.phase.layout is None or config.phase.layout == str(config.layout):
+        config, phase = context.config, phase_of(context.config)
+        if phase.layout is None or phase.layout == str(config.layout):
             return None
         self._pauses = PausePrior(config, self._flags, machine_of(config, None, None))
         change = LayoutChange(
             number=None,
-            to=Layout.from_text(config.phase.layout),
+            to=Layout.from_text(phase.layout),
             settings=context.state.settings,
-            reason=f"phase {config.phase.number} asks for {config.phase.layout}",
+            reason=f"phase {phase.number} asks for {phase.layout}",
             done=lambda outcome: self._report(outcome, context),
         )
         saves = config.checkpoint.save is not None
@@ -113,7 +114,7 @@ class PhaseLayouts(Callback):
         Raises:
             TrainingFailure: on every rank, if it failed and the old layout cannot cut the batch.
         """
-        from megatron.training.train.phases import check_batch
+        from megatron.training.extras.phases.feature import check_batch
 
         assert request.move is not None
         self._events.job = job
@@ -127,7 +128,7 @@ class PhaseLayouts(Callback):
         """Prints what became of a change; `context` is of the layout after it."""
         if dist.get_rank() != 0:
             return
-        wanted, layout = context.config.phase.layout, context.config.layout
+        wanted, layout = phase_of(context.config).layout, context.config.layout
         if outcome.kind == "moved":
             print(f"the layout is {layout} after {outcome.pause_s:.1f} s", flush=True)
         else:

@@ -10,7 +10,7 @@ from typing import Any
 from copus_ext.reshard.relaunch import Request, ScheduleFlags, number_of, value_of, without_flags
 from megatron.training.common.errors import UsageError
 from megatron.training.config.layout import Layout
-from megatron.training.config.phase_flags import Position, parse_positions, planned_starts
+from megatron.training.extras.phases.schedule import Position, parse_positions, planned_starts
 
 _LENGTHS = "--seq-length-schedule"
 _MICROS, _LAYOUTS = "--micro-batch-size-schedule", "--layout-schedule"
@@ -52,11 +52,11 @@ class _Entries:
 
     def flags(self) -> ScheduleFlags:
         place, lost = self._place(), self._lost()
-        flags = without_flags(self.argv, {_MICROS, _LAYOUTS}, ())
+        own: list[str] = []
         if self.request.micro_batch_size in (None, number_of(self.argv, "--micro-batch-size")):
             micros = _entries(self.argv, _MICROS)
             # The first entry says what the flag says.
-            flags += _schedule(_MICROS, [w for p, w in micros if p is None or p.amount > 0])
+            own += _schedule(_MICROS, [w for p, w in micros if p is None or p.amount > 0])
         before, later = [], []
         for position, word in _entries(self.argv, _LAYOUTS):
             samples = self._samples_before(position)
@@ -66,7 +66,8 @@ class _Entries:
                 before.append(word)
         now = [] if place is None else [f"{place[1]}:{self.request.layout}"]
         return ScheduleFlags(
-            flags=flags + _schedule(_LAYOUTS, [*before, *now, *later]),
+            others=without_flags(self.argv, {_MICROS, _LAYOUTS}, ()),
+            own=own + _schedule(_LAYOUTS, [*before, *now, *later]),
             has_layout=place is not None,
             lost=f"{_LAYOUTS} loses {' '.join(lost)}, where the layout stays" if lost else "",
         )

@@ -20,7 +20,7 @@ from copus_ext.planner.space import LAYOUT, Candidates
 from megatron.training.common.errors import UsageError
 from megatron.training.config.batch_schedule import BatchSchedule, make_schedule
 from megatron.training.config.layout import Layout
-from megatron.training.config.phase_flags import parse_lengths
+from megatron.training.extras.phases.schedule import parse_lengths
 
 _FASTEST = 8
 """Layouts of a stage that are looked at, beside those of the other stages."""
@@ -273,6 +273,7 @@ def with_own_flags(plan: PhasePlan, text: str, batch: Sequence[str]) -> list[str
     heads = _heads(plan, words)
     used = [c for *_, c in heads]
     if words:
+        flags += ["--seq-length", str(heads[0][2])]
         flags += ["--seq-length-schedule", " ".join(f"{at}:{n}" for _, at, n, _ in heads)]
     layouts = [f"{at}:{c.layout}" for _, at, _, c in heads[1:]]
     micro = [f"{at}:{c.micro_batch_size}" for _, at, _, c in heads[1:]]

@@ -11,25 +11,17 @@ from megatron.core.datasets.blended_megatron_dataset_config import parse_and_nor
 
 from megatron.training.checkpoint.load import NEW_IN_USE, NEW_IN_WEIGHTS, NEW_RATES, Stored
 from megatron.training.common.errors import UsageError
+from megatron.training.common.extras import as_given
 from megatron.training.common.program import other_command
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.config import GROUPS, Config
+from megatron.training.config.arguments import settled
 from megatron.training.config.derive import fill_in
 from megatron.training.config.draft import Draft
 from megatron.training.config.fields import option_specs
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.lengths import apply_checkpoint_lengths
 from megatron.training.config.moe_flags import layers_with_experts
-from megatron.training.config.phase_flags import (
-    has_lengths,
-    parse_lengths,
-    parse_phase_data,
-    parse_positions,
-    planned_starts,
-    with_planned_starts,
-)
-from megatron.training.config.phases import number_at
-from megatron.training.config.relayout import check_phase_layouts, in_layout_of_phase
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 
 # Fields in which a resumed run must agree with its checkpoint: always, unless it is finetuned, and
@@ -39,10 +31,9 @@ _SHAPE = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query
     untie_embeddings_and_output_weights max_position_embeddings"""
 _RUN = """seq_length seed data_path split use_distributed_optimizer rotary_base rotary_percent
     use_rope_scaling rope_scaling_factor layernorm_epsilon squared_relu"""
-_PHASES = ("seq_length_schedule", "rotary_base_schedule", "phase_data_path")
 _SCHEDULE = "lr min_lr lr_decay_style start_weight_decay end_weight_decay"
 _MUST_MATCH = (*_SHAPE.split(), *NEW_IN_WEIGHTS)
-_MUST_MATCH_TO_CONTINUE = (*_RUN.split(), *_PHASES, *NEW_IN_USE)
+_MUST_MATCH_TO_CONTINUE = (*_RUN.split(), *NEW_IN_USE)
 _MUST_MATCH_WITHOUT_OVERRIDE = (*_SCHEDULE.split(), *NEW_RATES)
 # Fields that change nothing while the flag behind them is off in both.
 _OF_LATENT_ATTENTION = """q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
@@ -74,7 +65,7 @@ def merge_resume_config(
 
     Returns:
         `config` with what the checkpoint decides: the lengths in samples, the padded vocabulary,
-        and the phase of the run with the layout that it asks for.
+        and what extras make of it.
 
     Raises:
         UsageError: the flags contradict the checkpoint or the vocabulary.
@@ -89,31 +80,8 @@ def merge_resume_config(
         if stored.lengths is not None and not config.checkpoint.finetune:
             override = config.optim.override_opt_param_scheduler
             config = apply_checkpoint_lengths(config, stored.lengths, override=override)
-            config = _resume_phase(config, stored)
-    check_phase_layouts(config)  # now that the rows of the vocabulary are known
-    return config
-
-
-def _resume_phase(config: Config, stored: Stored) -> Config:
-    """The configuration in the phase where the checkpoint stands. Phases that the checkpoint knows
-    begin where it has planned them, whatever batch the flags give now.
-
-    Raises:
-        UsageError: the phases do not suit the flags, or training is longer than then and the data
-            depend on where phases begin.
-    """
-    if not config.phases.phase_starts:
-        return config
-    total, then = config.batch.train_samples, stored.arguments["train_samples"]
-    if has_lengths(config.phases.seq_length_schedule) and total != then:
-        raise UsageError(
-            f"training of {then} samples cannot become {total} with --seq-length-schedule, whose "
-            "last phase has a frozen order of samples; drop --override-opt-param-scheduler, or "
-            "give --finetune to start another run"
-        )
-    config = with_planned_starts(config, planned_starts(stored.arguments))
-    number = number_at(config.phases.phase_starts, stored.state.consumed_samples)
-    return in_layout_of_phase(config.in_phase(number))
+    # Now that the rows of the vocabulary are known.
+    return settled(config, None if config.checkpoint.finetune else stored)
 
 
 def _padded_vocabulary(
@@ -206,7 +174,7 @@ def resume_step_settings(
         return plain, [note]
     batch, micro = stored.global_batch_size, stored.micro_batch_size
     micro = micro or config.batch.micro_batch_size
-    batch = batch or max(config.batch.initial_global_batch_size // config.phase.ratio, 1)
+    batch = batch or max(config.batch.initial_global_batch_size // config.segment.ratio, 1)
     uneven = config.batch.allow_uneven_micro_batches
     if not batch_problems(config.layout, micro, batch, uneven=uneven):
         return stored, []
@@ -227,11 +195,8 @@ def check_same_run(config: Config, stored: Stored) -> None:
     Raises:
         UsageError: naming the flag, both values and the fix.
     """
-    now, then = config.flat(), _filled_in(stored.arguments, config)
-    # A run that knows no phases has none; and the base that is stored is that of its phase.
-    then = {**dict.fromkeys(_PHASES), **then}
-    if bases := stored.arguments.get("phase_rotary_bases"):
-        then["rotary_base"] = bases[0]
+    now = config.flat()
+    then = _filled_in(as_given(stored.arguments, now), config)
     finetune = config.checkpoint.finetune
 
     def check(names: Iterable[str], fix: str) -> None:
@@ -300,13 +265,6 @@ def _meaning(name: str, value: Any, num_layers: int) -> Any:
             return layers_with_experts(str(value), num_layers)
     if name == "data_path":
         return list(value or [])
-    if name == "phase_data_path":
-        return parse_phase_data(value)
-    if name == "seq_length_schedule" and value is not None:
-        lengths = parse_lengths(value)
-        return lengths if len(lengths) > 1 else None
-    if name == "rotary_base_schedule" and value is not None:
-        return parse_positions(value, "--rotary-base-schedule")
     if name == "split" and value is not None:
         with contextlib.suppress(ValueError, ZeroDivisionError, AssertionError):
             return parse_and_normalize_split(value)

@@ -52,6 +52,19 @@ class Extra:
     batch_problems: str | None = None
     """Reference to a function (arguments, layout, micro_batch_size, global_batch_size) -> list of
     sentences: why a layout cannot cut a batch so."""
+    segment: str | None = None
+    """Reference to a function (config) -> the `Segment` that the run is in, or None where the extra
+    does not divide it."""
+    as_given: str | None = None
+    """Reference to a function (stored, now) -> the flags of a checkpoint by field name as its first
+    launch gave them, for a program with the flags `now`. Without torch."""
+    settle: str | None = None
+    """Reference to a function (config, stored) -> configuration: once flags are resolved, with
+    None, and once what they go on from is known, with the `Stored` checkpoint or None. UsageError
+    where the two do not go together."""
+    run_data: str | None = None
+    """Reference to a function (config, tokenizer, pin_memory=) -> `RunData` in place of that of the
+    core, or None. All ranks call it."""
     unpriced: tuple[str, ...] = ()
     """Flags that change the time or memory of a step and that `cost_terms` leaves out, by field
     name."""
@@ -181,6 +194,18 @@ def problems_of(what: str, arguments: Mapping[str, Any], *values: Any) -> list[s
         values: what the functions take besides.
     """
     return [line for _, find in extras_with(what) for line in find(arguments, *values)]
+
+
+def as_given(stored: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The flags of a checkpoint by field name, as its first launch gave them.
+
+    Args:
+        stored: as the checkpoint holds them.
+        now: those of the program that reads them.
+    """
+    for _, given in extras_with("as_given"):
+        stored = given(stored, now)
+    return stored
 
 
 def step_period(arguments: Mapping[str, Any]) -> int:

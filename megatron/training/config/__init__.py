@@ -6,7 +6,6 @@ from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import KernelConfig, ModelConfig
 from megatron.training.config.moe import MoeConfig
 from megatron.training.config.parallel import ParallelConfig, RecomputeConfig
-from megatron.training.config.phases import Phase, PhaseConfig
 from megatron.training.config.root import GROUPS, Config
 from megatron.training.config.runtime import RuntimeConfig
 from megatron.training.config.training import BatchConfig, OptimConfig, PrecisionConfig
@@ -23,8 +22,6 @@ __all__ = [
     "MoeConfig",
     "OptimConfig",
     "ParallelConfig",
-    "Phase",
-    "PhaseConfig",
     "PrecisionConfig",
     "RecomputeConfig",
     "RuntimeConfig",

@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.training.common.errors import UsageError
-from megatron.training.common.extras import extras
+from megatron.training.common.extras import as_given, extras, extras_with
 from megatron.training.common.program import with_hint
 from megatron.training.config import GROUPS, Config, ModelConfig, MoeConfig
+from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.derive import derive
 from megatron.training.config.draft import Draft, Environment
 from megatron.training.config.fields import OptionSpec, option_specs
@@ -23,15 +24,12 @@ from megatron.training.config.known_flags import (
     refused_beginnings,
 )
 from megatron.training.config.logging import profile_problems
-from megatron.training.config.phase_flags import begin_phases
-from megatron.training.config.relayout import check_phase_layouts
 
 TITLES = {
     "model": "model shape",
     "moe": "mixture of experts",
     "kernels": "implementation and fused kernels",
     "batch": "batch and length",
-    "phases": "phases of longer samples",
     "optim": "learning rate and optimizer",
     "precision": "precision",
     "parallel": "parallelism",
@@ -266,7 +264,6 @@ def resolve(
     given = {name: value for name, value in vars(args).items() if name in names}
     draft = Draft(values=given, explicit=args.explicit_flags & names)
     draft.require(world_size >= 1, f"world size {world_size} must be at least 1; start a rank")
-    begin_phases(draft)
     for name, flag in _required():
         draft.require(draft[name] is not None, f"{flag} is required; give it")
     draft.stop_if_problems()
@@ -277,7 +274,14 @@ def resolve(
     draft.values["ignored_flags"] = args.ignored_flags
     draft.values["notes"] = (*notes_of(args.ignored_flags), *draft.notes)
     config = Config.from_flat(draft.values, draft.explicit)
-    check_phase_layouts(config)
+    BatchSchedule.of(config)
+    return settled(config)
+
+
+def settled(config: Config, stored: Any = None) -> Config:
+    """The configuration after what extras make of it; see `Extra.settle`."""
+    for _, settle in extras_with("settle"):
+        config = settle(config, stored)
     return config
 
 
@@ -302,10 +306,7 @@ def with_checkpoint_args(args: argparse.Namespace, stored: Mapping[str, Any]) ->
     tokenizer = {n for n in vars(args) if n.startswith(("tokenizer_", "tiktoken_"))}
     tokenizer |= {"vocab_file", "merge_file", "legacy_tokenizer"}
     values = dict(vars(args))
-    bases = stored.get("phase_rotary_bases")
-    if bases and values.get("seq_length_schedule") is not None:
-        # The base that is stored is that of the phase of the checkpoint; flags give the first.
-        stored = {**stored, "rotary_base": bases[0]}
+    stored = as_given(stored, values)
     for name in (shape | tokenizer) - args.explicit_flags:
         if stored.get(name) is not None and name in values:
             value = stored[name]

@@ -13,6 +13,7 @@ from megatron.training.config.layout_rules import batch_problems
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
+    from megatron.training.config.segment import Segment
 
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 """Suffix of a number of tokens -> its factor."""
@@ -98,16 +99,29 @@ class BatchSchedule:
         later = [size for begin, size in self.steps if start < begin < end]
         return tuple(dict.fromkeys([self.at(start), *later]))
 
-    def problems(self, layout: Layout, micro_batch_size: int, **rules: Any) -> list[str]:
+    def sizes_in(self, segment: Segment) -> tuple[int, ...]:
+        """Returns the sizes of the steps of a segment, in samples of its own length."""
+        sizes = self.sizes_between(segment.start, segment.end)
+        return tuple(dict.fromkeys(size // segment.ratio for size in sizes))
+
+    def problems(
+        self,
+        layout: Layout,
+        micro_batch_size: int,
+        *,
+        segment: Segment | None = None,
+        **rules: Any,
+    ) -> list[str]:
         """Lists which sizes cannot be cut into micro-batches on this layout, one sentence each.
 
         Args:
             layout: the layout to judge.
             micro_batch_size: samples of one forward pass on one data-parallel rank.
+            segment: whose sizes count; None: all of them.
             rules: see `batch_problems`.
         """
-        found = []
-        for size in dict.fromkeys(self.sizes):
+        found, sizes = [], self.sizes if segment is None else self.sizes_in(segment)
+        for size in dict.fromkeys(sizes):
             found += batch_problems(layout, micro_batch_size, size, **rules)
         return found
 
@@ -117,7 +131,7 @@ class BatchSchedule:
 
         Raises:
             UsageError: flags that contradict each other, or sizes the layout cannot cut into
-            micro-batches. In a run of several phases, those of the present phase count.
+            micro-batches; those of the present segment count.
         """
         batch = config.batch
         schedule = make_schedule(
@@ -126,12 +140,9 @@ class BatchSchedule:
             step_batch_size_schedule=batch.step_batch_size_schedule,
             seq_length=batch.seq_length,
         )
-        phase, own = config.phase, schedule
-        if config.phases.phase_starts:
-            sizes = schedule.sizes_between(phase.start, phase.end)
-            # As if they followed one another sample by sample: only the sizes count here.
-            own = cls(steps=tuple((i, size // phase.ratio) for i, size in enumerate(sizes)))
-        problems = own.problems(config.layout, batch.micro_batch_size, **config.batch_rules)
+        problems = schedule.problems(
+            config.layout, batch.micro_batch_size, segment=config.segment, **config.batch_rules
+        )
         if problems:
             raise UsageError("\n".join(problems))
         return schedule

@@ -16,10 +16,9 @@ from megatron.training.config.layout_rules import (
     layout_problems,
     recompute_problems,
 )
-from megatron.training.config.lengths import derive_horizon, derive_weight_decay, schedule_of
+from megatron.training.config.lengths import derive_horizon, derive_weight_decay
 from megatron.training.config.model_flags import derive_features
 from megatron.training.config.moe_flags import derive_moe, derive_moe_kernels, derive_moe_layout
-from megatron.training.config.phase_flags import derive_phases, has_phases
 
 # Field -> (supported values, why not the others and what to do).
 _SUPPORTED: dict[str, tuple[tuple[str | None, ...], str]] = {
@@ -159,7 +158,6 @@ def derive(draft: Draft, environment: Environment) -> None:
         _derive_model,
         _derive_layout,
         derive_horizon,
-        derive_phases,
         _derive_precision,
         _derive_eight_bits,
         _derive_kernels,
@@ -343,10 +341,6 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
         f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below "
         f"--pipeline-model-parallel-size {pp}; raise it",
     )
-    if not has_phases(draft):  # else each phase checks its own batches
-        rules = {"uneven": draft["allow_uneven_micro_batches"], "group_size": group}
-        rules["arguments"] = draft.values
-        draft.problems += schedule_of(draft).problems(layout, draft["micro_batch_size"], **rules)
     draft.require(
         not draft["overlap_param_gather"]
         or (draft["use_distributed_optimizer"] and draft["overlap_grad_reduce"]),

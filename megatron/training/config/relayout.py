@@ -35,7 +35,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
     problems = layout_problems(
         layout,
         config.flat(),
-        seq_length=config.phase.seq_length,
+        seq_length=config.segment.seq_length,
         sequence_parallel=sequence_parallel,
         knows_vocabulary=model.padded_vocab_size is not None,
     )
@@ -65,7 +65,7 @@ def wants_sequence_parallel(config: Config) -> bool:
 
 def is_sequence_parallel(config: Config, layout: Layout) -> bool:
     """Whether a run cuts its activations over the tensor-parallel ranks of a layout."""
-    divides = config.phase.seq_length % (layout.tp * layout.cp) == 0
+    divides = config.segment.seq_length % (layout.tp * layout.cp) == 0
     cuts = _needs_sequence_parallel(config) or (divides and wants_sequence_parallel(config))
     return layout.tp > 1 and cuts
 
@@ -74,34 +74,6 @@ def _needs_sequence_parallel(config: Config) -> bool:
     has_experts = config.moe.num_experts is not None
     is_asked = "sequence_parallel" in config.explicit
     return is_asked or config.model.multi_latent_attention or has_experts
-
-
-def in_layout_of_phase(config: Config) -> Config:
-    """The same run under the layout that its phase asks for, if that asks for one.
-
-    Raises:
-        UsageError: the model cannot be laid out this way; one line that names --layout-schedule.
-    """
-    phase = config.phase
-    if phase.layout is None:
-        return config
-    try:
-        return with_layout(config, Layout.from_text(phase.layout))
-    except UsageError as error:
-        problems = str(error).replace("\n", "; ")
-        raise UsageError(
-            f"--layout-schedule: phase {phase.number} cannot take {phase.layout}: {problems}"
-        ) from error
-
-
-def check_phase_layouts(config: Config) -> None:
-    """Checks the layouts of all phases that come after the present one, as the run will enter them.
-
-    Raises:
-        UsageError: one line that names --layout-schedule.
-    """
-    for phase in config.all_phases[config.phases.present_phase + 1 :]:
-        in_layout_of_phase(config.in_phase(phase.number))
 
 
 UNEVEN_FIELDS = (

@@ -17,8 +17,8 @@ from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import KernelConfig, ModelConfig
 from megatron.training.config.moe import MoeConfig
 from megatron.training.config.parallel import ParallelConfig, RecomputeConfig
-from megatron.training.config.phases import Phase, PhaseConfig, phases_of
 from megatron.training.config.runtime import RuntimeConfig
+from megatron.training.config.segment import Segment, segment_of
 from megatron.training.config.training import BatchConfig, OptimConfig, PrecisionConfig
 
 _OF_CORE: Mapping[str, type] = MappingProxyType(
@@ -27,7 +27,6 @@ _OF_CORE: Mapping[str, type] = MappingProxyType(
         "moe": MoeConfig,
         "kernels": KernelConfig,
         "batch": BatchConfig,
-        "phases": PhaseConfig,
         "optim": OptimConfig,
         "precision": PrecisionConfig,
         "parallel": ParallelConfig,
@@ -80,8 +79,6 @@ class Config:
     """Implementation and fused kernels."""
     batch: BatchConfig
     """Batches and length of training."""
-    phases: PhaseConfig
-    """Phases of longer samples."""
     optim: OptimConfig
     """Learning rate and optimizer."""
     precision: PrecisionConfig
@@ -118,34 +115,10 @@ class Config:
             "arguments": self.flat(),
         }
 
-    @property
-    def all_phases(self) -> tuple[Phase, ...]:
-        """The phases of the run in order. There is one unless the flags have a schedule of lengths,
-        layouts or micro-batches."""
-        return phases_of(
-            self.phases,
-            seq_length=self.batch.seq_length,
-            train_samples=self.batch.train_samples,
-            rotary_base=self.model.rotary_base,
-            micro_batch_size=self.batch.micro_batch_size,
-        )
-
-    @property
-    def phase(self) -> Phase:
-        """The phase that the run is in."""
-        return self.all_phases[self.phases.present_phase]
-
-    def in_phase(self, number: int) -> Config:
-        """Returns the configuration of the run in a phase: with its rotary base and micro-batch
-        size. `batch.seq_length` stays the first length, the unit in which samples are counted."""
-        if number == self.phases.present_phase:
-            return self
-        phase = self.all_phases[number]
-        return self.replace(
-            present_phase=number,
-            rotary_base=phase.rotary_base,
-            micro_batch_size=phase.micro_batch_size,
-        )
+    @functools.cached_property
+    def segment(self) -> Segment:
+        """The part of the run that it is in."""
+        return segment_of(self)
 
     def flat(self) -> dict[str, Any]:
         """Returns field name -> value over all groups, with lists for tuples, so that JSON can

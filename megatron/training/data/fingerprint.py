@@ -90,7 +90,7 @@ def order_of(source: Any) -> dict[str, int]:
     made for, so that arrays of one name are equal unless a file was changed.
 
     Args:
-        source: a data set of megatron-core, of a phase, or a part of one.
+        source: a data set of megatron-core, or parts of some.
     """
     found: dict[str, int] = {}
     name = getattr(source, "unique_description_hash", type(source).__name__)

@@ -22,7 +22,7 @@ from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.data.fingerprint import changes, identity_of
-from megatron.training.data.run_data import RunData, all_prefixes, build_run_data
+from megatron.training.data.run_data import RunData, build_run_data
 from megatron.training.distributed.process_groups import build_groups, destroy_groups
 from megatron.training.distributed.stragglers import RankTimes
 from megatron.training.model.gpt import Model, build_model
@@ -74,7 +74,7 @@ def build_job(
     callbacks.fire("on_data_init_start", context)
     data = _build_data(config, tokenizer, device)
     context.data_identity = _settle_data(config, stored, data)
-    readers = data.open(config.phase)
+    readers = data.open(config)
     job = Job(
         config=config,
         device=device,
@@ -185,7 +185,7 @@ def _settle_data(config: Config, stored: Stored | None, data: RunData) -> list[d
     now, problem = [], None
     if dist.get_rank() == 0:
         try:
-            now = identity_of(all_prefixes(config))
+            now = identity_of(data.prefixes)
             now += [{"order": data.order()}] * bool(now)
         except OSError as error:
             problem = f"a data set cannot be read: {error}; check --data-path"

@@ -134,10 +134,11 @@ class Callback:
     def on_relayout_end(self, context: CallbackContext) -> None:
         """Those of the new layout are there, or after a failure those of the old one again."""
 
-    def on_phase_start(self, context: CallbackContext) -> Request | None:
-        """The next step is the first with samples of another length; `context.config.phase` tells
-        which. Not fired where a launch begins. A request is obeyed before that step. Its settings
-        are in samples of the new phase, and hold for the layout as it is before the move."""
+    def on_segment_start(self, context: CallbackContext) -> Request | None:
+        """The next step is the first of another segment of the run, `context.config.segment`, whose
+        samples may have another length. Not fired where a launch begins. A request is obeyed before
+        that step. Its settings are in samples of the new length, and hold for the layout as it is
+        before the move."""
 
     def on_train_error(self, context: CallbackContext, error: BaseException) -> None:
         """This rank has raised an error and leaves. The others do not know, so that nothing

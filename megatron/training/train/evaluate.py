@@ -31,7 +31,7 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason
         The loss in nats per token, or why the ranks agreed to break it off and leave.
     """
     config, layout = job.config, job.config.layout
-    size, mbs = evaluation_batch(config, config.phase), config.batch.micro_batch_size
+    size, mbs = evaluation_batch(config, config.segment), config.batch.micro_batch_size
     event = "on_eval" if split == "valid" else "on_test"
     job.fire(f"{event}_start")
     if config.runtime.manual_gc and config.runtime.manual_gc_eval:

@@ -80,7 +80,7 @@ class Job:
     data: RunData
     """All samples of the run."""
     train_data: BatchReader
-    """Training samples of the present phase, addressed by position."""
+    """Training samples of the present segment, addressed by position."""
     valid_data: BatchReader | None
     """Validation samples, or None."""
     test_data: BatchReader | None
@@ -205,11 +205,11 @@ class Job:
 
     @property
     def seq_length(self) -> int:
-        return self.config.phase.seq_length
+        return self.config.segment.seq_length
 
     @property
     def flops_per_sample(self) -> float:
-        """Model FLOPs of one sample of the present phase, forward and backward."""
+        """Model FLOPs of one sample of the present length, forward and backward."""
         length = self.seq_length
         if length not in self._flops:
             shape = ModelShape.of(self.config.flat())
@@ -217,9 +217,9 @@ class Job:
         return self._flops[length]
 
     def open_readers(self) -> None:
-        """Reads the samples of the present phase from now on."""
+        """Reads the samples of the present segment from now on."""
         self.close_readers()
-        readers = self.data.open(self.config.phase)
+        readers = self.data.open(self.config)
         self.train_data, self.valid_data = readers.train, readers.valid
         self.test_data = readers.test
 
@@ -254,11 +254,10 @@ class Job:
     @property
     def is_filled_up(self) -> bool:
         """Whether masked samples fill up the next step, whose samples do not divide over the
-        layout. Only the last step of a phase can be one, where a controller or other flags have
+        layout. Only the last step of a segment can be one, where a controller or other flags have
         moved steps away from the boundary."""
-        left, phase = self.samples_left_in_phase, self.config.phase
-        is_last = phase.number + 1 == len(self.config.all_phases)
-        return not is_last and self.global_batch_size == left < self.config.layout.batch_unit
+        left, unit = self.samples_left_in_segment, self.config.layout.batch_unit
+        return not self.config.segment.is_last and self.global_batch_size == left < unit
 
     @property
     def num_filled_up(self) -> int:
@@ -268,26 +267,25 @@ class Job:
     @property
     def counted_samples(self) -> int:
         """What the next step adds to `consumed_samples`."""
-        return self.global_batch_size * self.config.phase.ratio
+        return self.global_batch_size * self.config.segment.ratio
 
     @property
-    def samples_left_in_phase(self) -> int:
-        """Samples of the present length that no step of the phase has read yet."""
-        phase = self.config.phase
-        return (phase.end - self.state.consumed_samples) // phase.ratio
+    def samples_left_in_segment(self) -> int:
+        """Samples of the present length that no step of the segment has read yet."""
+        segment = self.config.segment
+        return (segment.end - self.state.consumed_samples) // segment.ratio
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Samples of the next step and of its micro-batches. No step crosses the end of a phase.
+        """Samples of the next step and of its micro-batches. No step crosses the end of a segment.
         Where a controller sets them, the last step takes the most that is left, in smaller
-        micro-batches if that takes more. The last step of a phase takes the rest in any case."""
+        micro-batches if that takes more. The last step of a segment takes the rest in any case."""
         micro = self.state.settings.micro_batch_size or self.config.batch.micro_batch_size
-        wanted, phase = self.state.settings.global_batch_size, self.config.phase
-        left, layout = self.samples_left_in_phase, self.config.layout
-        is_last = phase.number + 1 == len(self.config.all_phases)
+        wanted, segment = self.state.settings.global_batch_size, self.config.segment
+        left, layout = self.samples_left_in_segment, self.config.layout
         if wanted is None:
-            wanted = self.batch_schedule.at(self.state.consumed_samples) // phase.ratio
-            if is_last:
+            wanted = self.batch_schedule.at(self.state.consumed_samples) // segment.ratio
+            if segment.is_last:
                 return wanted, micro
         if wanted <= left:
             return wanted, micro
@@ -296,7 +294,7 @@ class Job:
         most, b = max(sizes)
         if most:
             return most, b
-        return (wanted, micro) if is_last else (left, 1)
+        return (wanted, micro) if segment.is_last else (left, 1)
 
     @property
     def samples_left(self) -> int:
@@ -313,7 +311,7 @@ class Job:
         """Steps that are left if the batch stays as it is planned now."""
         wanted = self.state.settings.global_batch_size
         if wanted is not None:
-            left = self.samples_left // self.config.phase.ratio
+            left = self.samples_left // self.config.segment.ratio
             return steps_for(left, wanted, least=self.config.layout.batch_unit)
         total = self.config.batch.train_samples
         return self.batch_schedule.iterations_left(self.state.consumed_samples, total)
@@ -353,7 +351,7 @@ class Job:
         """Lists why a layout cannot cut the steps that follow into micro-batches; empty if it can.
 
         Args:
-            settings: of these steps. Where they name no batch, all of the present phase count.
+            settings: of these steps. Where they name no batch, all of the segment count.
             layout: the present one, or another.
         """
         micro = settings.micro_batch_size or self.config.batch.micro_batch_size
@@ -363,12 +361,8 @@ class Job:
 
     @property
     def _scheduled_sizes(self) -> tuple[int, ...]:
-        """Samples of the steps of the present phase as the flags say."""
-        if not self.config.phases.phase_starts:
-            return self.batch_schedule.sizes
-        phase = self.config.phase
-        sizes = self.batch_schedule.sizes_between(phase.start, phase.end)
-        return tuple(size // phase.ratio for size in sizes)
+        """Samples of the steps of the present segment as the flags say."""
+        return self.batch_schedule.sizes_in(self.config.segment)
 
     def set_rates(self) -> None:
         """Sets learning rate, weight decay and beta2 for the next step."""

@@ -10,7 +10,6 @@ from megatron.training.train.callbacks import join_requests
 from megatron.training.train.evaluate import evaluate
 from megatron.training.train.job import Job
 from megatron.training.train.nan_guard import BadSteps
-from megatron.training.train.phases import enter_next_phase
 from megatron.training.train.reporting import Reporter
 from megatron.training.train.step import train_step
 
@@ -29,7 +28,7 @@ def train(job: Job) -> StopReason | None:
         batch = job.global_batch_size
         if state.iteration + 1 in config.batch.iterations_to_skip:
             state.skip_samples(job.counted_samples)
-            request = enter_next_phase(job)
+            request = _between_steps(job)
             stop_reason, is_saved = _apply_request(job, request, StopReason.of(request))
             saved = state.iteration if is_saved else saved
             continue
@@ -54,12 +53,10 @@ def train(job: Job) -> StopReason | None:
         if not (stop_reason is not None and stop_reason.is_urgent) and job.evaluation_due(info):
             interrupted = _evaluate(job, reporter, "valid")
             stop_reason, evaluated = stop_reason or interrupted, state.iteration
-        # Before the save: its position and its settings are those of the next phase.
-        phase_request = enter_next_phase(job)
-        request, stop_reason = (
-            join_requests(request, phase_request),
-            stop_reason or StopReason.of(phase_request),
-        )
+        # Before the save: its position and its settings are those of the next segment.
+        between = _between_steps(job)
+        request = join_requests(request, between)
+        stop_reason = stop_reason or StopReason.of(between)
         stop_reason, is_saved = _apply_request(
             job, request, stop_reason, is_due=shared.save or job.save_is_due, by_file=shared.save
         )
@@ -73,6 +70,10 @@ def train(job: Job) -> StopReason | None:
     stop_reason = stop_reason or _evaluate(job, reporter, "test", where="on test set")
     job.fire("on_train_end")
     return stop_reason
+
+
+def _between_steps(job: Job) -> Request | None:
+    return join_requests(*(feature.between_steps(job) for feature in job.features))
 
 
 def _apply_request(

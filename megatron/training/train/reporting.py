@@ -170,7 +170,7 @@ class Reporter:
             elapsed_per_iteration_ms=1000.0 * over.elapsed_s / over.steps,
             learning_rate=info.learning_rate,
             global_batch_size=info.global_batch_size,
-            seq_length=info.seq_length if config.phases.phase_starts else None,
+            seq_length=None if config.segment.is_whole_run else info.seq_length,
             losses=losses,
             loss_scale=float(job.optimizer.get_loss_scale().item()),
             grad_norm=info.grad_norm,
@@ -198,7 +198,7 @@ class Reporter:
     def evaluation(self, loss: float, *, split: str, where: str = "") -> None:
         """Records and prints the result of an evaluation."""
         state, length = self.job.state, self.job.seq_length
-        fields = {"seq_length": length} if self.job.config.phases.phase_starts else {}
+        fields = {} if self.job.config.segment.is_whole_run else {"seq_length": length}
         self.job.tracker.evaluation(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,

@@ -333,7 +333,7 @@ def train_step(job: Job) -> tuple[StepInfo, StepSummary]:
         updated=result.updated,
         elapsed_s=shared.elapsed_s,
         seq_length=job.seq_length,
-        length_ratio=config.phase.ratio,
+        length_ratio=config.segment.ratio,
         further_losses=shared.further_losses,
         load_balancing_loss=load and statistics.fmean(load.balance_losses),
         max_expert_load=load and max(load.max_over_mean),
@@ -421,7 +421,7 @@ def _local_batches(job: Job) -> Iterator[Batch] | None:
     if not job.needs_data:
         return None
     where = {"dp_rank": job.groups.dp.rank(), "dp_size": job.config.layout.dp}
-    first = job.config.phase.sample_at(job.state.consumed_samples)
+    first = job.config.segment.sample_at(job.state.consumed_samples)
     if job.is_filled_up:
         return job.train_data.read_evaluation(
             num_samples=job.global_batch_size,

@@ -11,7 +11,7 @@ from megatron.training.common.extras import extras_with
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron.training.common.step_settings import StepInfo
+    from megatron.training.common.step_settings import Request, StepInfo
     from megatron.training.config import Config
     from megatron.training.model.gpt import Model
     from megatron.training.train.job import Job
@@ -54,6 +54,15 @@ class StepFeature:
     def after_step(self, job: Job, info: StepInfo) -> None:
         """The step has been counted: `job.state` is that after it, where the hooks before the
         optimizer have seen that before it. `job.context.scalars[TAG] = value` records a number."""
+
+    def between_steps(self, job: Job) -> Request | None:
+        """The step is recorded, or left out, and what is asked of the run comes next. Here an extra
+        may take the run to its next segment.
+
+        Returns:
+            What is asked for besides; its settings hold already.
+        """
+        return None
 
     def before_save(self, job: Job) -> None:
         """A checkpoint is about to be written from the present state."""

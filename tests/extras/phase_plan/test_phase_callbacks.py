@@ -12,10 +12,10 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.extras.phase_plan.layouts import PhaseLayouts
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
+from tests.extras.phases.test_phases import BASE, THREE
 from tests.helpers.jobs import EIGHT
-from tests.unit.test_phases import BASE, THREE
 
-RUN = "--train-iters 20 --global-batch-size 32 --seq-length-schedule"
+RUN = "--seq-length 64 --train-iters 20 --global-batch-size 32 --seq-length-schedule"
 
 
 def callbacks_of(flags: str, *, lengths: str = THREE, world_size: int = 1) -> list[Any]:

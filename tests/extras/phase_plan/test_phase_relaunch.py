@@ -14,14 +14,15 @@ from copus_ext.reshard.relaunch import lost_flags, merged
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
-from megatron.training.config.phases import number_at
-from megatron.training.config.relayout import in_layout_of_phase, with_layout
-from tests.unit.test_phases import stored_at
+from megatron.training.config.relayout import with_layout
+from megatron.training.extras.phases.flags import flags_of, in_phase, number_at, phase_of, phases_of
+from megatron.training.extras.phases.resume import in_layout_of_phase
+from tests.extras.phases.test_phases import stored_at
 from tests.unit.test_relaunch import BASE, asked
 from tests.unit.test_restart_policy import Case, save
 
 PHASED = " ".join(BASE).replace("--seq-length 32 --max-position-embeddings 32", "").split()
-PHASED += ["--max-position-embeddings", "1024", "--global-batch-size", "64"]
+PHASED += ["--max-position-embeddings", "1024", "--global-batch-size", "64", "--seq-length", "64"]
 PHASED += ["--seq-length-schedule", "0:64 40%:256 75%:1024"]
 LAYOUT_SCHEDULE = ["--layout-schedule", "0:tp1.pp1.dp4 40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1"]
 MICROS = ["--micro-batch-size-schedule", "0:1 75%:1"]
@@ -34,8 +35,8 @@ def phased(layout: Layout, *flags: str, blocked: Any = (), **fields: Any) -> Any
     flags_then = merged(argv, wanted, stored=stored, blocked=blocked)
     config = resolve(parse_args(flags_then), layout.world_size)
     assert merged(flags_then, wanted, stored=stored) == flags_then
-    number = number_at(config.phases.phase_starts, wanted.consumed_samples)
-    assert in_layout_of_phase(config.in_phase(number)).layout == layout
+    number = number_at(flags_of(config).phase_starts, wanted.consumed_samples)
+    assert in_layout_of_phase(in_phase(config, number)).layout == layout
     return config, lost_flags(argv, wanted, stored=stored, blocked=blocked)
 
 
@@ -52,9 +53,9 @@ def test_the_layout_asked_for_holds_until_the_next_phase(
     layout: Layout, consumed: int, layouts: tuple[str, ...]
 ) -> None:
     config, lost = phased(layout, *MICROS, consumed_samples=consumed, micro_batch_size=1)
-    assert config.phases.phase_starts == (0, 256, 448)
-    assert (config.phases.phase_layouts, lost) == (layouts, "")
-    assert config.phases.phase_micro_batch_sizes == (1, 1, 1)
+    assert flags_of(config).phase_starts == (0, 256, 448)
+    assert (flags_of(config).phase_layouts, lost) == (layouts, "")
+    assert flags_of(config).phase_micro_batch_sizes == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_a_phase_begins_at_its_planned_step(consumed: int, left: str) -> None:
     argv += ["--global-batch-size", "16"]
     argv += ["--layout-schedule", "51%:tp2.pp1.dp2 60%:tp4.pp1.dp1"]
     first = resolve(parse_args(argv), 4)
-    assert first.phases.phase_starts == (0, 176, 192)
+    assert flags_of(first).phase_starts == (0, 176, 192)
     stored = {**first.flat(), "consumed_train_samples": consumed}
     found = layout_fit._request(Layout(dp=4), 1, batch=8, stored=stored)
     assert relaunch.value_of(merged(argv, found, stored=stored), "--layout-schedule") == left
@@ -99,14 +100,14 @@ def test_a_phase_begins_at_its_planned_step(consumed: int, left: str) -> None:
 
 def test_layouts_of_other_ranks_and_blocked_ones_are_lost() -> None:
     config, lost = phased(Layout(dp=2))
-    assert config.phases.phase_layouts == ()
+    assert flags_of(config).phase_layouts == ()
     assert lost == (
         "--layout-schedule loses 40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1, where the layout stays"
     )
     assert phased(Layout(dp=2), consumed_samples=256)[1].startswith("--layout-schedule loses 75%")
     config, lost = phased(Layout(dp=4), blocked=[Layout(cp=2, dp=2)])
     assert lost == "--layout-schedule loses 40%:tp1.cp2.pp1.dp2, where the layout stays"
-    assert config.phases.phase_layouts == ("tp1.pp1.dp4", "tp1.pp1.dp4", "tp2.cp2.pp1.dp1")
+    assert flags_of(config).phase_layouts == ("tp1.pp1.dp4", "tp1.pp1.dp4", "tp2.cp2.pp1.dp1")
     plain = asked(layout=Layout(dp=2))
     assert lost_flags(BASE, plain) == ""
 
@@ -116,16 +117,16 @@ def test_micro_batches_of_phases_follow_another_first_one() -> None:
     sizes = {4: (4, 2, 1), 2: (2, 1, 1)}
     for size, wanted in sizes.items():
         config, _ = phased(Layout(dp=2), *micros, micro_batch_size=size)
-        assert config.phases.phase_micro_batch_sizes == wanted
-    assert phased(Layout(dp=2), *micros)[0].phases.phase_micro_batch_sizes == (4, 2, 1)
+        assert flags_of(config).phase_micro_batch_sizes == wanted
+    assert flags_of(phased(Layout(dp=2), *micros)[0]).phase_micro_batch_sizes == (4, 2, 1)
 
 
 def test_later_phases_choose_sequence_parallelism_as_without_a_restart() -> None:
     config, _ = phased(Layout(dp=4))
-    later = with_layout(config.in_phase(2), Layout(tp=2, cp=2))
+    later = with_layout(in_phase(config, 2), Layout(tp=2, cp=2))
     assert later.parallel.sequence_parallel
     config, _ = phased(Layout(dp=4), "--tensor-model-parallel-size", "1")
-    later = with_layout(config.in_phase(2), Layout(tp=2, cp=2))
+    later = with_layout(in_phase(config, 2), Layout(tp=2, cp=2))
     assert not later.parallel.sequence_parallel, "the flags name a tensor size without it"
 
 
@@ -158,7 +159,7 @@ def saved_at(case: Case, consumed_samples: int, layout: Layout, iteration: int) 
     """The checkpoint that the next restart finds."""
     save(Path("saved"), iteration)
     config = resolve(parse_args(PHASES), 4)
-    assert config.phases.phase_starts == (0, 384, 768)
+    assert flags_of(config).phase_starts == (0, 384, 768)
     case.stored = {**config.flat(), **layout.to_arguments()}
     case.stored["consumed_train_samples"] = consumed_samples
 
@@ -171,7 +172,7 @@ def starts_as(case: Case, following: NextLaunch) -> tuple[Layout, ...]:
     consumed = case.stored["consumed_train_samples"]
     first = resolve(parse_args(PHASES), 4)
     merged = merge_resume_config(config, stored_at(consumed, first), vocab_size=128)
-    later = merged.all_phases[merged.phase.number + 1 :]
+    later = phases_of(merged)[phase_of(merged).number + 1 :]
     layouts = [Layout.from_text(one.layout) if one.layout else merged.layout for one in later]
     return merged.layout, *layouts
 
@@ -202,7 +203,7 @@ def test_fewer_ranks_train_all_phases_under_one_layout(in_phases: Case) -> None:
     lost = "--layout-schedule loses 75%:tp2.cp2.pp1.dp1, where the layout stays"
     assert following.line.endswith(lost) and "\n" not in following.line
     first = Case(PHASES).policy.first(2)
-    assert resolve(parse_args(first.flags), 2).phases.phase_layouts == ()
+    assert flags_of(resolve(parse_args(first.flags), 2)).phase_layouts == ()
     assert "loses 40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1" in first.line
     assert Case(PHASES).policy.first(4).flags == PHASES
 
@@ -232,7 +233,7 @@ def test_a_restart_keeps_the_layouts_of_smaller_batches() -> None:
     del flags[flags.index("--train-iters") : flags.index("--train-iters") + 2]
     flags += ["--step-batch-size-schedule", "0:2 512:8", "--layout-schedule", "25%:tp1.pp1.dp4"]
     case, first = Case(flags), resolve(parse_args(flags), 4)
-    assert first.phases.phase_starts == (0, 16)
+    assert flags_of(first).phase_starts == (0, 16)
     save(Path("saved"), 9)
     case.stored = {**first.flat(), **Layout(dp=4).to_arguments(), "consumed_train_samples": 24}
     following = case.crash(entered=[(Layout(dp=4), 8)], step=40)

@@ -36,7 +36,7 @@ from copus_ext.planner.space import Limits
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
-from megatron.training.config.phases import number_at
+from megatron.training.extras.phases.flags import flags_of, number_at, phases_of
 
 SHAPE = """--num-layers 4 --hidden-size 64 --num-attention-heads 8 --max-position-embeddings 1024
 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
@@ -65,7 +65,7 @@ def test_stages_begin_where_the_trainer_changes(batch: int, flags: str) -> None:
     if "1.2K" in flags:
         flags = flags.replace("4096:32 1.2K:48", "1.2K:32 4096:48")
     words = shlex.split(f"{SHAPE} {flags} --global-batch-size {batch} --micro-batch-size 1")
-    words += ["--train-samples", "1280", "--seq-length-schedule", LENGTHS]
+    words += ["--train-samples", "1280", "--seq-length", "64", "--seq-length-schedule", LENGTHS]
     config = resolve(parse_args(words), 1)
     step, ramp = (getattr(config.batch, f"{x}_schedule" if x[0] == "s" else x) for x in (
         "step_batch_size", "rampup_batch_size"
@@ -78,7 +78,7 @@ def test_stages_begin_where_the_trainer_changes(batch: int, flags: str) -> None:
         rampup_batch_size=ramp,
     )
     heads = {s.phase: s.start_tokens // 64 for s in reversed(stages)}
-    assert [heads[n] for n in range(3)] == list(config.phases.phase_starts)
+    assert [heads[n] for n in range(3)] == list(flags_of(config).phase_starts)
     assert [s.seq_length for s in stages] == sorted(s.seq_length for s in stages)
     for before, after in itertools.pairwise(stages):
         assert before.start_tokens + before.tokens == after.start_tokens
@@ -206,8 +206,8 @@ def test_choices_are_the_fastest_of_each_layout_and_way() -> None:
     assert best == pytest.approx(planner.rank([64], top=1)[0].ranked[0].prediction.step_s)
 
 
-ASKED = f"""--megatron-args "{SHAPE}  --seq-length-schedule '0:64 50%:256 90%:1024' --train-samples
-51200 --global-batch-size 64" --cluster cpu:4"""
+ASKED = f"""--megatron-args "{SHAPE} --seq-length 64 --train-samples 51200
+--seq-length-schedule '0:64 50%:256 90%:1024' --global-batch-size 64" --cluster cpu:4"""
 
 
 def test_the_command_plans_every_phase(capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,10 +241,10 @@ def test_flags_of_a_plan_start_that_run(capsys: pytest.CaptureFixture[str]) -> N
         for s in record["stages"]
     ]
     assert config.layout == asked[0]
-    layouts = config.phases.phase_layouts or [str(asked[0])] * 3
+    layouts = flags_of(config).phase_layouts or [str(asked[0])] * 3
     assert list(layouts) == [str(x) for x in asked]
     micro = [s["configuration"]["micro_batch_size"] for s in record["stages"]]
-    assert list(config.phases.phase_micro_batch_sizes) == micro
+    assert list(flags_of(config).phase_micro_batch_sizes) == micro
 
 
 @pytest.mark.parametrize("text", ["64", "0:64 50%:256"])
@@ -273,10 +273,10 @@ def test_flags_say_where_the_layout_changes_with_the_batch(text: str, micro: int
     words = [*shlex.split(SHAPE), "--train-samples", "1280", *flags]
     words += [] if ":" in text else ["--seq-length", "64"]
     config = resolve(parse_args(words), 4)
-    assert len(config.all_phases) == (3 if ":" in text else 2)
+    assert len(phases_of(config)) == (3 if ":" in text else 2)
     for part in parts:
-        at = number_at(config.phases.phase_starts, part.stage.start_tokens // 64)
-        found, c = config.all_phases[at], part.choice.configuration
+        at = number_at(flags_of(config).phase_starts, part.stage.start_tokens // 64)
+        found, c = phases_of(config)[at], part.choice.configuration
         assert (found.layout, found.micro_batch_size) == (str(c.layout), c.micro_batch_size)
         assert found.seq_length == part.stage.seq_length
 

@@ -12,7 +12,6 @@ from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.fields import option
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import nearest_multiples
-from megatron.training.config.phase_flags import has_phases
 
 ADAPTIVE = "adaptive"
 """Value of `--clip-group-norm`: the smallest norm of a step."""
@@ -30,6 +29,9 @@ _EXCLUDED = (
     ("allow_uneven_micro_batches", "groups are whole micro-batches"),
     ("grad_compression_rank", "residuals would keep what was not clipped"),
     ("kfac", "nobody has run both together"),
+    ("seq_length_schedule", "groups must fit every length of samples"),
+    ("layout_schedule", "groups must fit every layout"),
+    ("micro_batch_size_schedule", "groups must fit every micro-batch"),
 )
 
 
@@ -64,7 +66,7 @@ def check_group_clipping(draft: Draft, environment: Environment) -> None:
     """Notes what groups of samples do not go with.
 
     Args:
-        draft: with its phases, layout and kernels.
+        draft: with its layout and kernels.
         environment: unused.
     """
     size, norm = draft["clip_group_size"], draft["clip_group_norm"]
@@ -90,11 +92,6 @@ def check_group_clipping(draft: Draft, environment: Environment) -> None:
         not draft["gradient_accumulation_fusion"],
         f"{flag} excludes fused gradient accumulation, with which nobody has run it; give "
         "--no-gradient-accumulation-fusion",
-    )
-    draft.require(
-        not has_phases(draft),
-        f"{flag} excludes --seq-length-schedule, --layout-schedule and --micro-batch-size-schedule:"
-        " groups must fit every phase; drop one",
     )
     if limit is None or math.isfinite(limit):
         draft.notes.append(

@@ -68,7 +68,8 @@ def check_slow_links(draft: Draft, environment: Environment) -> None:
 
 
 def _max_stages(draft: Draft) -> int:
-    """Pipeline stages of the layout that has most, over all phases."""
+    """Pipeline stages of the layout that has most, over all that the run is to take."""
+    # Phases are checked before, in the order of names.
     later = [Layout.from_text(text).pp for text in draft.values.get("phase_layouts", ())]
     return max(draft["pipeline_model_parallel_size"], *later, 1)
 

@@ -12,7 +12,7 @@ from tests.helpers.on_ranks import on_ranks
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("phase-requests")
-    return on_ranks("worker_phase_requests", folder, 1, timeout_s=400)
+    return on_ranks("tests.extras.phases.worker_requests", folder, 1, timeout_s=400)
 
 
 def parts(row: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:

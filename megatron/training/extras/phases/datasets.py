@@ -25,10 +25,11 @@ from megatron.core.datasets.utils import normalize
 
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.errors import UsageError
-from megatron.training.config import DataConfig, Phase
+from megatron.training.config import DataConfig
 from megatron.training.data.dataloader import SampleSource
 from megatron.training.data.datasets import Blend, build_datasets, cache_errors, parse_blend
 from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.extras.phases.flags import Phase
 
 _MOCK = ""
 """Stands for the prefix of invented data."""

@@ -31,7 +31,7 @@ BASE = (
 --train-iters 15 --clip-grad 0.5 --lr-decay-style cosine --lr-warmup-iters 2 --log-interval 1
 {SHARDED}"""
 )
-LENGTHS = ["--seq-length-schedule", "0:64 40%:256 75%:1024"]
+LENGTHS = ["--seq-length", "64", "--seq-length-schedule", "0:64 40%:256 75%:1024"]
 """6, 6 and 3 steps."""
 ROTARY = ["--rotary-base-schedule", "40%:40000 75%:160000"]
 LAYOUTS = ["--layout-schedule", "40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1"]
@@ -82,7 +82,7 @@ def record(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(output: Path) -> Any:
     """Returns the step records of every run."""
-    from megatron.training.model import rotary
+    from megatron.training.extras.phases import rotary
 
     results: dict[str, Any] = {}
 

@@ -1,26 +1,27 @@
-"""Phases of a run, each with its own length of samples, layout and micro-batch.
-
-A run counts in samples of `--seq-length` tokens, the length of its first phase, from beginning to
-end. A sample of a later phase counts as as many of them as it is times longer. So tokens, learning
-rate and all lengths in samples follow one count, whatever the phase.
-"""
+"""Phases of a run, each with its own length of samples, layout and micro-batch: their flags, and
+what follows from them."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron.training.config.fields import derived, option
+from megatron.training.config.segment import Segment
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseConfig:
-    """Flags of a run whose samples become longer, and what follows from them."""
+    """Flags of the extra, and what follows from them."""
 
     seq_length_schedule: str | None = option(None)
     """Tokens per sample over the run, such as "0:4096 90%:16384 2.4B:65536". A position is a number
-    of tokens or a percentage of training; the first is 0. Every length is a multiple of the first.
-    A position moves to the next step boundary."""
+    of tokens or a percentage of training; the first is 0, with --seq-length. Every length is a
+    multiple of the first. A position moves to the next step boundary."""
     rotary_base_schedule: str | None = option(None)
     """Rotary base over the run, such as "90%:500000 97%:8000000". Its positions are positions of
     --seq-length-schedule. A phase that is not named keeps the base before it. Default:
@@ -53,19 +54,11 @@ class PhaseConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
-    """A part of a run with one length of samples and one layout."""
+class Phase(Segment):
+    """A segment with one layout. The first one has ratio 1."""
 
     number: int
     """From 0."""
-    seq_length: int
-    """Tokens per sample."""
-    start: int
-    """Samples consumed where it begins."""
-    end: int
-    """Samples consumed where it ends."""
-    ratio: int
-    """Samples of the first phase, in which a run counts, that one sample of this phase is."""
     rotary_base: int
     """Base of the rotary positions."""
     micro_batch_size: int
@@ -78,44 +71,16 @@ class Phase:
         """Samples of its own length."""
         return (self.end - self.start) // self.ratio
 
-    def sample_at(self, consumed_samples: int) -> int:
-        """Samples of this phase that come before a position of the run."""
-        assert self.start <= consumed_samples <= self.end, (consumed_samples, self)
-        return (consumed_samples - self.start) // self.ratio
+
+def flags_of(config: Config) -> PhaseConfig:
+    return config.extras["phases"]
 
 
-def phases_of(
-    phases: PhaseConfig,
-    *,
-    seq_length: int,
-    train_samples: int,
-    rotary_base: int,
-    micro_batch_size: int,
-) -> tuple[Phase, ...]:
-    """The phases of a run in order; a run without a schedule has one.
-
-    Args:
-        phases: as derived.
-        seq_length: tokens per sample of the first phase.
-        train_samples: length of training.
-        rotary_base: of a run without a schedule.
-        micro_batch_size: of a run without a schedule.
-    """
-    if not phases.phase_starts:
-        return (
-            Phase(
-                number=0,
-                seq_length=seq_length,
-                start=0,
-                end=train_samples,
-                ratio=1,
-                rotary_base=rotary_base,
-                micro_batch_size=micro_batch_size,
-                layout=None,
-            ),
-        )
-    bounds = itertools.pairwise([*phases.phase_starts, train_samples])
-    lengths, layouts = phases.phase_seq_lengths, phases.phase_layouts
+def phases_of(config: Config) -> tuple[Phase, ...]:
+    """The phases of a run in order; () without a schedule of lengths, layouts or micro-batches."""
+    flags = flags_of(config)
+    bounds = itertools.pairwise([*flags.phase_starts, config.batch.train_samples])
+    lengths, layouts = flags.phase_seq_lengths, flags.phase_layouts
     return tuple(
         Phase(
             number=number,
@@ -123,11 +88,38 @@ def phases_of(
             start=start,
             end=end,
             ratio=lengths[number] // lengths[0],
-            rotary_base=phases.phase_rotary_bases[number],
-            micro_batch_size=phases.phase_micro_batch_sizes[number],
+            is_last=number + 1 == len(lengths),
+            rotary_base=flags.phase_rotary_bases[number],
+            micro_batch_size=flags.phase_micro_batch_sizes[number],
             layout=layouts[number] if layouts else None,
         )
         for number, (start, end) in enumerate(bounds)
+    )
+
+
+def segment_of(config: Config) -> Phase | None:
+    """See `Extra.segment`."""
+    phases = phases_of(config)
+    return phases[flags_of(config).present_phase] if phases else None
+
+
+def phase_of(config: Config) -> Phase:
+    """The phase that a run with several is in."""
+    segment = config.segment
+    assert isinstance(segment, Phase), "a run without phases"
+    return segment
+
+
+def in_phase(config: Config, number: int) -> Config:
+    """The configuration of the run in a phase: with its rotary base and micro-batch size.
+    `batch.seq_length` stays the first length, the unit in which samples are counted."""
+    if number == flags_of(config).present_phase:
+        return config
+    phase = phases_of(config)[number]
+    return config.replace(
+        present_phase=number,
+        rotary_base=phase.rotary_base,
+        micro_batch_size=phase.micro_batch_size,
     )
 
 

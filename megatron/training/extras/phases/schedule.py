@@ -125,8 +125,13 @@ def parse_phase_data(words: Sequence[str] | None) -> dict[int, tuple[str, ...]]:
     return {number: tuple(blend) for number, blend in blends.items()}
 
 
-def begin_phases(draft: Draft) -> None:
-    """Fills in `--seq-length` from the schedule, and checks that the two agree."""
+def has_lengths(text: str | None) -> bool:
+    """Whether a `--seq-length-schedule` divides a run into phases. One length alone does not."""
+    return text is not None and len(parse_lengths(text)) > 1
+
+
+def check_phases(draft: Draft, environment: Environment) -> None:
+    """Freezes where each phase begins, and notes what phases cannot be; see `Extra.check`."""
     text = draft["seq_length_schedule"]
     if not has_lengths(text):
         idle = [flag_of(name) for name in _NEED_LENGTHS if draft[name] is not None]
@@ -134,33 +139,13 @@ def begin_phases(draft: Draft) -> None:
             not idle,
             f"{', '.join(idle)} needs --seq-length-schedule with several lengths; give them, too",
         )
-    if text is None:
-        return
-    first = parse_lengths(text)[0][1]
-    draft.default("seq_length", first)
+    first = draft["seq_length"] if text is None else parse_lengths(text)[0][1]
     draft.require(
         draft["seq_length"] == first,
         f"--seq-length {draft['seq_length']} differs from the first length of "
-        f"--seq-length-schedule, {first}; drop --seq-length",
+        f"--seq-length-schedule, {first}; give --seq-length {first}",
     )
-
-
-def has_lengths(text: str | None) -> bool:
-    """Whether a `--seq-length-schedule` divides a run into phases. One length alone does not."""
-    return text is not None and len(parse_lengths(text)) > 1
-
-
-def has_phases(draft: Draft) -> bool:
-    """Whether the flags divide the run into several phases."""
-    return has_lengths(draft["seq_length_schedule"]) or any(
-        position.amount > 0
-        for name in _MAY_STAND_ALONE
-        for position, _ in parse_positions(draft[name] or "0:-", flag_of(name))
-    )
-
-
-def derive_phases(draft: Draft, environment: Environment) -> None:
-    """Freezes where each phase begins and how it trains; after the lengths are known."""
+    draft.stop_if_problems()
     _derive(draft, {})
 
 

@@ -18,10 +18,10 @@ from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.lengths import TrainingLengths
-from megatron.training.config.phase_flags import parse_lengths, parse_phase_data
-from megatron.training.config.phases import number_at
-from megatron.training.config.relayout import in_layout_of_phase
-from megatron.training.train.phases import settings_in
+from megatron.training.extras.phases.feature import settings_in
+from megatron.training.extras.phases.flags import flags_of, in_phase, number_at, phase_of, phases_of
+from megatron.training.extras.phases.resume import in_layout_of_phase
+from megatron.training.extras.phases.schedule import parse_lengths, parse_phase_data
 from tests.unit.test_batch_schedule import schedules
 
 BASE = (
@@ -33,6 +33,7 @@ THREE = "0:64 40%:256 75%:1024"
 
 def config_of(flags: str, schedule: str = THREE, world_size: int = 1) -> Config:
     words = [*BASE.split(), *flags.split(), "--seq-length-schedule", schedule]
+    words += [] if "--seq-length" in words else ["--seq-length", "64"]
     return resolve(parse_args(words), world_size)
 
 
@@ -50,7 +51,7 @@ def test_three_phases() -> None:
     assert config.batch.seq_length == 64
     found = [
         (p.start, p.end, p.seq_length, p.ratio, p.num_samples, p.rotary_base, p.micro_batch_size)
-        for p in config.all_phases
+        for p in phases_of(config)
     ]
     assert found == [
         (0, 128, 64, 1, 128, 10000, 2),
@@ -62,10 +63,10 @@ def test_three_phases() -> None:
 def test_positions_in_tokens_and_percent_are_the_same() -> None:
     by_share = config_of("--train-samples 1000 --global-batch-size 16", "0:64 40%:128")
     by_tokens = config_of("--train-samples 1000 --global-batch-size 16", "0:64 25.6K:128")
-    assert by_share.phases.phase_starts == by_tokens.phases.phase_starts == (0, 400)
+    assert flags_of(by_share).phase_starts == flags_of(by_tokens).phase_starts == (0, 400)
     # 10,000 tokens are 156.25 samples of 64, and steps have 4.
     config = config_of("--train-iters 99 --global-batch-size 4", "0:64 0.00001B:128")
-    assert config.phases.phase_starts == (0, 160)
+    assert flags_of(config).phase_starts == (0, 160)
 
 
 @given(schedules, st.integers(0, 500))
@@ -95,8 +96,8 @@ def test_every_boundary_is_a_step_boundary_of_a_ramp() -> None:
     while consumed < 2000:
         seen.append(consumed)
         consumed += schedule.at(consumed)
-    assert set(config.phases.phase_starts) <= set(seen)
-    assert all((p.end - p.start) % p.ratio == 0 for p in config.all_phases[:-1])
+    assert set(flags_of(config).phase_starts) <= set(seen)
+    assert all((p.end - p.start) % p.ratio == 0 for p in phases_of(config)[:-1])
 
 
 def test_the_phase_of_a_position() -> None:
@@ -107,10 +108,10 @@ def test_the_phase_of_a_position() -> None:
 
 def test_a_run_in_a_phase_has_its_base_and_micro_batch() -> None:
     config = config_of("--train-iters 20 --global-batch-size 16 --rotary-base-schedule 40%:5")
-    later = config.in_phase(1)
+    later = in_phase(config, 1)
     assert later.model.rotary_base == 5 and later.batch.micro_batch_size == 1
-    assert later.batch.seq_length == 64 and later.phase.seq_length == 256
-    assert later.in_phase(0) == config
+    assert later.batch.seq_length == 64 and later.segment.seq_length == 256
+    assert in_phase(later, 0) == config
     assert Config.from_flat(later.flat(), later.explicit) == later
 
 
@@ -124,7 +125,8 @@ def test_lengths_in_samples_are_those_of_a_run_without_phases() -> None:
 
 def test_one_length_is_no_schedule() -> None:
     config = config_of("--train-iters 20 --global-batch-size 16", "0:64")
-    assert config.phases.phase_starts == () and len(config.all_phases) == 1
+    assert flags_of(config).phase_starts == () and not phases_of(config)
+    assert config.segment.is_whole_run
 
 
 def test_layouts_of_phases() -> None:
@@ -133,8 +135,8 @@ def test_layouts_of_phases() -> None:
         "--micro-batch-size-schedule 40%:2",
         world_size=4,
     )
-    assert config.phases.phase_layouts == ("tp1.pp1.dp4", "tp1.pp1.dp4", "tp2.pp2.dp1")
-    assert [p.layout for p in config.all_phases][2] == "tp2.pp2.dp1"
+    assert flags_of(config).phase_layouts == ("tp1.pp1.dp4", "tp1.pp1.dp4", "tp2.pp2.dp1")
+    assert [p.layout for p in phases_of(config)][2] == "tp2.pp2.dp1"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_layouts_of_phases() -> None:
         ("", "0:64 90:", "has the part '90:'"),
         ("", "0:64 90%:many", "has the length 'many'"),
         ("", "", "--seq-length-schedule is empty"),
-        ("--seq-length 32", THREE, "drop --seq-length"),
+        ("--seq-length 32", THREE, "give --seq-length 64"),
         ("", "0:64 90%:2048", "raise the latter"),
         ("", "0:64 51%:128 52%:256", "move the positions apart"),
         ("", "0:64 99.9%:128", "has no step"),
@@ -199,8 +201,8 @@ def test_bases_and_data_of_phases_need_lengths() -> None:
 def test_one_length_begins_no_phase_and_hides_none() -> None:
     plain = alone("--global-batch-size 16")
     config = alone("--global-batch-size 16 --seq-length-schedule 0:64")
-    assert config.phases.phase_starts == plain.phases.phase_starts == (0, 80)
-    assert config.phases.phase_layouts == plain.phases.phase_layouts
+    assert flags_of(config).phase_starts == flags_of(plain).phase_starts == (0, 80)
+    assert flags_of(config).phase_layouts == flags_of(plain).phase_layouts
     assert any("one length" in note for note in config.runtime.notes)
     # No batch of 3 divides over the first layout, and a later phase has no say in that.
     with pytest.raises(UsageError, match="phase 0 has batches of 3"):
@@ -215,15 +217,15 @@ def test_layouts_and_micro_batches_may_change_without_lengths() -> None:
     words = [*f"{BASE} {ALONE} {ramp}".split(), "0:16 5120:48"]
     words += ["--micro-batch-size-schedule", "5120:3 9216:2"]
     config = resolve(parse_args(words), 2)
-    assert config.phases.phase_starts == (0, 80, 176)
-    found = [(p.seq_length, p.ratio, p.micro_batch_size, p.layout) for p in config.all_phases]
+    assert flags_of(config).phase_starts == (0, 80, 176)
+    found = [(p.seq_length, p.ratio, p.micro_batch_size, p.layout) for p in phases_of(config)]
     one, two = "tp1.pp1.dp2", "tp2.pp1.dp1"
     assert found == [(64, 1, 2, one), (64, 1, 3, two), (64, 1, 2, two)]
     # No batch of the second stage divides over the layout of the first.
     assert BatchSchedule.of(config).sizes == (16, 48)
     odd = [*f"{BASE} {ALONE} --global-batch-size 9".split(), "--step-batch-size-schedule"]
     odd += ["0:16 5120:9", "--micro-batch-size-schedule", "25%:1"]
-    assert resolve(parse_args(odd), 2).all_phases[1].micro_batch_size == 1
+    assert phases_of(resolve(parse_args(odd), 2))[1].micro_batch_size == 1
     with pytest.raises(UsageError, match="phase 1 has batches of 9"):
         resolve(parse_args(odd[:-2]), 2)
 
@@ -256,16 +258,16 @@ def test_a_run_of_one_length_goes_on_with_other_layouts() -> None:
     """No data depend on where its phases begin."""
     stored = stored_at(100, alone("--global-batch-size 16"))
     resumed = merge_resume_config(alone("--global-batch-size 16"), stored, vocab_size=100)
-    assert (resumed.phase.number, str(resumed.layout)) == (1, "tp2.pp1.dp1")
+    assert (phase_of(resumed).number, str(resumed.layout)) == (1, "tp2.pp1.dp1")
     later = alone("--global-batch-size 16 --layout-schedule 75%:tp2.pp1.dp1")
     resumed = merge_resume_config(later, stored, vocab_size=100)
-    assert resumed.phases.phase_starts == (0, 240) and str(resumed.layout) == "tp1.pp1.dp2"
+    assert flags_of(resumed).phase_starts == (0, 240) and str(resumed.layout) == "tp1.pp1.dp2"
     words = f"{BASE} --seq-length 64 --train-samples 320 --global-batch-size 16".split()
     none = merge_resume_config(resolve(parse_args(words), 2), stored, vocab_size=100)
-    assert len(none.all_phases) == 1
+    assert not phases_of(none)
     stored = stored_at(100, none)
     resumed = merge_resume_config(alone("--global-batch-size 16"), stored, vocab_size=100)
-    assert resumed.phase.number == 1
+    assert phase_of(resumed).number == 1
 
 
 def test_another_batch_moves_no_phase_that_has_been_planned() -> None:
@@ -276,16 +278,16 @@ def test_another_batch_moves_no_phase_that_has_been_planned() -> None:
     half, batch = "--layout-schedule 50%:tp2.pp1.dp1", "--global-batch-size"
     stored = stored_at(128, run(f"{batch} 16 {half}"))
     config = merge_resume_config(run(f"{batch} 8 {half}"), stored, vocab_size=100)
-    assert config.phases.phase_starts == (0, 160) and str(config.layout) == "tp1.pp1.dp2"
+    assert flags_of(config).phase_starts == (0, 160) and str(config.layout) == "tp1.pp1.dp2"
     # 164 samples are asked for, which end within a step of 16; a step of 8 would end at 168.
     odd = "--layout-schedule 51%:tp2.pp1.dp1"
     stored = stored_at(168, run(f"{batch} 16 {odd}"))
     config = merge_resume_config(run(f"{batch} 8 {odd}"), stored, vocab_size=100)
-    assert config.phases.phase_starts == (0, 176) and str(config.layout) == "tp1.pp1.dp2"
+    assert flags_of(config).phase_starts == (0, 176) and str(config.layout) == "tp1.pp1.dp2"
     # A position that is new counts in the length of the checkpoint and the present batch.
     more = f"{odd} 76%:tp1.pp1.dp2"
     config = merge_resume_config(run(f"{batch} 8 {more}"), stored, vocab_size=100)
-    assert config.phases.phase_starts == (0, 176, 248)
+    assert flags_of(config).phase_starts == (0, 176, 248)
 
 
 def test_a_schedule_may_stand_alone() -> None:
@@ -307,8 +309,8 @@ RUN = "--train-iters 20 --global-batch-size 32 --rotary-base-schedule 40%:40000"
 
 def stored_at(consumed_samples: int, config: Config) -> Stored:
     """A checkpoint of a run at a position."""
-    number = number_at(config.phases.phase_starts, consumed_samples)
-    config = config.in_phase(number).replace(padded_vocab_size=128)
+    number = number_at(flags_of(config).phase_starts, consumed_samples)
+    config = in_phase(config, number).replace(padded_vocab_size=128)
     return Stored(
         folder=Path("saved"),
         iteration=1,
@@ -334,14 +336,14 @@ def test_a_resumed_run_is_in_the_phase_of_its_samples(
     consumed: int, number: int, base: int
 ) -> None:
     config = resumed(consumed)
-    assert config.phase.number == number and config.model.rotary_base == base
-    assert config.phases.phase_starts == (0, 256, 480)
+    assert phase_of(config).number == number and config.model.rotary_base == base
+    assert flags_of(config).phase_starts == (0, 256, 480)
 
 
 def test_boundaries_are_frozen_at_the_first_launch() -> None:
     other = "--train-samples 640 --global-batch-size 48 --rotary-base-schedule 40%:40000"
-    assert config_of(other).phases.phase_starts == (0, 288, 480)
-    assert resumed(0, other).phases.phase_starts == (0, 256, 480)
+    assert flags_of(config_of(other)).phase_starts == (0, 288, 480)
+    assert flags_of(resumed(0, other)).phase_starts == (0, 256, 480)
 
 
 def test_a_resumed_run_takes_the_layout_of_its_phase() -> None:
@@ -370,7 +372,7 @@ def test_another_schedule_is_refused(flags: str, schedule: str, words: str) -> N
 
 
 def test_a_schedule_in_other_words_is_the_same() -> None:
-    assert resumed(300, schedule="0:64  40.0%:256 75%:1024").phase.number == 1
+    assert phase_of(resumed(300, schedule="0:64  40.0%:256 75%:1024")).number == 1
 
 
 @pytest.mark.parametrize(
@@ -400,7 +402,7 @@ def test_a_layout_that_a_phase_can_enter_is_taken_at_the_start() -> None:
     """Experts under tensor parallelism split activations over the sequence by themselves."""
     experts = "--num-experts 4 --disable-bias-linear --swiglu --layout-schedule 75%:tp2.pp1.dp1"
     config = config_of(f"--train-iters 20 --global-batch-size 32 {experts}", world_size=2)
-    assert in_layout_of_phase(config.in_phase(2)).parallel.sequence_parallel
+    assert in_layout_of_phase(in_phase(config, 2)).parallel.sequence_parallel
 
 
 def test_rows_of_a_checkpoint_must_suit_the_layouts_of_all_phases() -> None:
@@ -414,12 +416,12 @@ def test_rows_of_a_checkpoint_must_suit_the_layouts_of_all_phases() -> None:
 def test_data_of_phases_in_other_words_are_the_same() -> None:
     def of(*words: str) -> Config:
         base = BASE.replace("--mock-data", "--data-path a").split()
-        phases = ["--seq-length-schedule", THREE, "--phase-data-path", *words]
+        phases = ["--seq-length", "64", "--seq-length-schedule", THREE, "--phase-data-path", *words]
         return resolve(parse_args([*base, *RUN.split(), *phases]), 1)
 
     stored = stored_at(300, of("1:", "long", "2:", "0.7", "books", "0.3", "code"))
     same = of("1: long 2: 0.7 books", "0.3 code")
-    assert merge_resume_config(same, stored, vocab_size=100).phase.number == 1
+    assert phase_of(merge_resume_config(same, stored, vocab_size=100)).number == 1
     with pytest.raises(UsageError, match="--phase-data-path is"):
         merge_resume_config(of("1: long 2: 0.6 books 0.4 code"), stored, vocab_size=100)
 
@@ -436,12 +438,13 @@ def test_phases_begin_with_a_run_and_not_in_one() -> None:
         with pytest.raises(UsageError, match=r"was trained with None; .*--finetune"):
             merge_resume_config(config_of(RUN), stored, vocab_size=100)
         fresh = merge_resume_config(config_of(f"{RUN} --finetune"), stored, vocab_size=100)
-        assert fresh.phase.number == 0
+        assert phase_of(fresh).number == 0
 
 
 def test_flags_of_a_checkpoint_give_the_first_base() -> None:
-    stored = config_of(RUN).in_phase(1).flat()
-    words = [*BASE.split(), *RUN.split(), "--seq-length-schedule", THREE, "--use-checkpoint-args"]
+    stored = in_phase(config_of(RUN), 1).flat()
+    words = [*BASE.split(), *RUN.split(), "--seq-length", "64", "--use-checkpoint-args"]
+    words += ["--seq-length-schedule", THREE]
     args: Namespace = with_checkpoint_args(parse_args(words), stored)
     assert args.rotary_base == 10000
     # A program that makes text has no schedule, and wants the present one.
@@ -451,7 +454,7 @@ def test_flags_of_a_checkpoint_give_the_first_base() -> None:
 
 def test_settings_keep_their_tokens() -> None:
     config = config_of(RUN)
-    first, second, third = config.all_phases
+    first, second, third = phases_of(config)
     settings = StepSettings(global_batch_size=96, micro_batch_size=4, lr_factor=0.5)
     later = settings_in(second, first, settings, config)
     assert later == StepSettings(global_batch_size=24, micro_batch_size=1, lr_factor=0.5)

@@ -17,7 +17,7 @@ from copus_ext.controller.layout_changes import LayoutChangeManager
 from copus_ext.controller.present_samples import (
     PresentSamples,
     config_in_present_samples,
-    ends_phase,
+    ends_segment,
     flags_in_present_samples,
 )
 from copus_ext.goodput.config_change import ConfigChange
@@ -27,9 +27,10 @@ from megatron.training.common.step_settings import StepSettings
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.extras.phases.flags import in_phase
 from megatron.training.train.callbacks import CallbackContext
+from tests.extras.phases.test_phases import BASE, config_of
 from tests.helpers.steps import step_info
-from tests.unit.test_phases import BASE, config_of
 
 RUN = "--train-iters 20 --global-batch-size 32 --lr-warmup-iters 2 --lr-decay-iters 18"
 
@@ -45,10 +46,10 @@ def context_of(config: Config, consumed_samples: int, **step: Any) -> CallbackCo
 
 
 def test_a_run_in_a_phase_looks_like_a_run_of_its_length() -> None:
-    seen = config_in_present_samples(config_of(RUN).in_phase(1))
+    seen = config_in_present_samples(in_phase(config_of(RUN), 1))
     alone = RUN.replace("--global-batch-size 32", "--global-batch-size 8 --seq-length 256")
     own = resolve(parse_args([*BASE.split(), *alone.split()]), 1)
-    assert seen.phases == own.phases and seen.phase.ratio == 1
+    assert seen.extras == own.extras and seen.segment.is_whole_run
     assert replace(seen.batch, micro_batch_size=2) == replace(
         own.batch, eval_samples=seen.batch.eval_samples
     )
@@ -58,8 +59,9 @@ def test_a_run_in_a_phase_looks_like_a_run_of_its_length() -> None:
 
 def test_batches_of_a_schedule_are_in_present_samples() -> None:
     flags = "--train-iters 20 --step-batch-size-schedule"
-    words = [*BASE.split(), *flags.split(), "0:32 8192:64", "--seq-length-schedule", "0:64 50%:256"]
-    config = resolve(parse_args(words), 1).in_phase(1)
+    words = [*BASE.split(), *flags.split(), "0:32 8192:64", "--seq-length", "64"]
+    words += ["--seq-length-schedule", "0:64 50%:256"]
+    config = in_phase(resolve(parse_args(words), 1), 1)
     assert config_in_present_samples(config).batch.step_batch_size_schedule == "0:8 8192:16"
 
 
@@ -69,7 +71,7 @@ def test_the_first_phase_is_seen_as_it_is() -> None:
 
 
 def test_counters_are_seen_in_present_samples_and_settings_are_written_through() -> None:
-    context = context_of(config_of(RUN).in_phase(1), 400, global_batch_size=8, length_ratio=4)
+    context = context_of(in_phase(config_of(RUN), 1), 400, global_batch_size=8, length_ratio=4)
     seen = PresentSamples().of(context)
     assert seen.state.consumed_samples == seen.state.lr_samples == 100
     assert seen.step is not None and seen.step.consumed_samples == 100
@@ -83,7 +85,7 @@ def test_a_view_of_a_context_writes_through_and_keeps_no_model() -> None:
     class Chunk:
         pass
 
-    context = context_of(config_of(RUN).in_phase(1), 400)
+    context = context_of(in_phase(config_of(RUN), 1), 400)
     context.model, context.checkpoint_samples = [Chunk()], 300
     old = weakref.ref(context.model[0])
     seen = PresentSamples().of(context)
@@ -99,8 +101,8 @@ def test_a_view_of_a_context_writes_through_and_keeps_no_model() -> None:
 
 @pytest.mark.parametrize(("consumed", "is_last"), [(224, False), (256, True)])
 def test_the_last_step_of_a_phase(consumed: int, is_last: bool) -> None:
-    assert ends_phase(context_of(config_of(RUN), consumed)) == is_last
-    assert not ends_phase(context_of(config_of(RUN).in_phase(2), 640))
+    assert ends_segment(context_of(config_of(RUN), consumed)) == is_last
+    assert not ends_segment(context_of(in_phase(config_of(RUN), 2), 640))
 
 
 def test_flags_give_batches_in_samples_of_the_first_phase() -> None:
@@ -115,7 +117,7 @@ def test_rates_are_relative_to_as_many_tokens() -> None:
     config = config_of(RUN)
     flags = CopusConfig(copus=True, copus_mode="act")
     first = rules.rate_rules_of(flags, config)
-    later = rules.rate_rules_of(flags, config_in_present_samples(config.in_phase(1)))
+    later = rules.rate_rules_of(flags, config_in_present_samples(in_phase(config, 1)))
     assert first.lr_factor(64) == later.lr_factor(16)
 
 
@@ -135,10 +137,10 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
         state.record_step(key=key, **step)
     assert state.step_times[key]
     same = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
-    same.enter_phase(before=4, after=4, global_batch_size=32, micro_batch_size=2)
+    same.enter_segment(before=4, after=4, global_batch_size=32, micro_batch_size=2)
     assert (same.global_batch_size, same.micro_batch_size) == (32, 2)
     assert same.step_times == state.step_times and same.last_decision_samples == 200
-    state.enter_phase(before=1, after=4, global_batch_size=16, micro_batch_size=1)
+    state.enter_segment(before=1, after=4, global_batch_size=16, micro_batch_size=1)
     assert (state.last_decision_samples, state.last_change_samples) == (50, 25)
     assert (state.global_batch_size, state.micro_batch_size, state.annealing_from) == (16, 1, 8)
     assert not state.step_times and not state.steps and state.watch.key == ""
@@ -171,7 +173,7 @@ def test_the_age_of_a_checkpoint_is_the_same_in_every_phase() -> None:
     context.checkpoint_samples = 224
     manager.on_checkpoint_saved(present.of(context))
     assert not manager.saves_first(present.of(context))
-    later = context_of(config.in_phase(1), 288)
+    later = context_of(in_phase(config, 1), 288)
     assert not manager.saves_first(present.of(later)), "64 samples of the first length"
     later.state.consumed_samples = 292
     assert manager.saves_first(present.of(later))

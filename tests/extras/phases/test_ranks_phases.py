@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_phases import MOVED_AT, RESUMED
+from tests.extras.phases.worker import MOVED_AT, RESUMED
 from tests.helpers.on_ranks import on_ranks
 
 Runs = dict[str, Any]
@@ -17,7 +17,9 @@ pytestmark = pytest.mark.timeout(1880)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return on_ranks("worker_phases", tmp_path_factory.mktemp("phases"), 4, timeout_s=1800)
+    return on_ranks(
+        "tests.extras.phases.worker", tmp_path_factory.mktemp("phases"), 4, timeout_s=1800
+    )
 
 
 def losses(steps: list[dict[str, Any]]) -> list[float]:
@@ -163,7 +165,7 @@ def test_a_controller_crosses_every_boundary_exactly(runs: Runs) -> None:
 
 
 def test_the_batch_of_a_controller_keeps_its_tokens(runs: Runs) -> None:
-    records = [record for record in runs["journal"] if record["kind"] == "phase"]
+    records = [record for record in runs["journal"] if record["kind"] == "segment"]
     assert [record["consumed_samples"] for record in records] == [384, 768]
     assert [record["seq_length"] for record in records] == [256, 1024]
     changes = [r for r in runs["journal"] if r["kind"] == "decision" and r["applied"]]

@@ -8,11 +8,25 @@ import torch.distributed as dist
 
 from megatron.training.common.errors import TrainingFailure
 from megatron.training.common.step_settings import Request, StepSettings
-from megatron.training.config import Config, Phase
+from megatron.training.config import Config
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
-from megatron.training.model.rotary import set_rotary_base
+from megatron.training.extras.phases.flags import Phase, in_phase, phase_of, phases_of
+from megatron.training.extras.phases.rotary import set_rotary_base
 from megatron.training.train.job import Job
+from megatron.training.train.step_feature import StepFeature
+
+
+class Phases(StepFeature):
+    """Takes the run from one phase to the next."""
+
+    def between_steps(self, job: Job) -> Request | None:
+        return enter_next_phase(job)
+
+
+def phases_of_job(config: Config, model: object, groups: object) -> Phases | None:
+    """See `Extra.feature`."""
+    return Phases() if phases_of(config) else None
 
 
 def enter_next_phase(job: Job) -> Request | None:
@@ -28,13 +42,12 @@ def enter_next_phase(job: Job) -> Request | None:
         TrainingFailure: on every rank, if the present layout cannot cut the batch.
         ValueError: on every rank, if it cannot cut the batch that a callback asks for.
     """
-    old = job.config.phase
-    config, state = job.config, job.state
-    if state.consumed_samples < old.end or old.number + 1 == len(config.all_phases):
+    config, state, old = job.config, job.state, phase_of(job.config)
+    if state.consumed_samples < old.end or old.is_last:
         return None
-    new = config.all_phases[old.number + 1]
+    new = phases_of(config)[old.number + 1]
     with job.phase(f"entering phase {new.number}"):
-        job.config = job.context.config = config.in_phase(new.number)
+        job.config = job.context.config = in_phase(config, new.number)
         if job.checkpointer is not None:
             job.checkpointer.config = job.config
         if new.rotary_base != old.rotary_base:
@@ -59,7 +72,7 @@ def enter_next_phase(job: Job) -> Request | None:
                 flush=True,
             )
     job.watchdog.reset_step_times()
-    request = job.fire("on_phase_start")
+    request = job.fire("on_segment_start")
     if request is not None and request.settings is not None:
         job.adopt(request.settings)
     if request is None or request.move is None:
@@ -82,8 +95,8 @@ def check_batch(job: Job) -> None:
     problems = batch_problems(job.config.layout, micro, batch, **job.config.batch_rules)
     if problems and not job.is_filled_up:
         raise TrainingFailure(
-            f"phase {job.config.phase.number} cannot go on as {job.config.layout}: {problems[0]}; "
-            "start again with --load, and a layout that can"
+            f"phase {phase_of(job.config).number} cannot go on as {job.config.layout}: "
+            f"{problems[0]}; start again with --load, and a layout that can"
         )
 
 

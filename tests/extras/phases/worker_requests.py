@@ -14,7 +14,7 @@ BASE = (
     + " --max-position-embeddings 64 --global-batch-size 16 --train-iters 6 --log-interval 1"
     + " --lr-decay-style constant --lr-warmup-iters 0"
 )
-LENGTHS = ["--seq-length-schedule", "0:32 50%:64"]
+LENGTHS = ["--seq-length", "32", "--seq-length-schedule", "0:32 50%:64"]
 """Three steps of each length, of 16 and of 8 samples."""
 SKIPPED = ["--iterations-to-skip", "3"]
 """Leaves out the last step of the first phase."""
@@ -32,7 +32,7 @@ class Asks(Callback):
         self.kind, self.settings_of_steps = kind, settings
         self.moved_at: list[int] = []
 
-    def on_phase_start(self, context: CallbackContext) -> Request:
+    def on_segment_start(self, context: CallbackContext) -> Request:
         """Asks for all of it."""
         return Request(
             kind=self.kind, reason="a test", settings=self.settings_of_steps, move=self.move
