@@ -12,7 +12,6 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.live import Live
@@ -20,23 +19,11 @@ from rich.live import Live
 from copus_ext.monitor.run_files import END_BYTES, RunReader, run_problem
 from copus_ext.monitor.run_status import RunStatus, status_of
 from copus_ext.monitor.terminal import screen
-from megatron.training.common.program import CommandParser, other_command, program_name, tell
+from megatron.training.common.program import CommandParser, program_name, tell
 from megatron.training.logging.metrics import encode
 
 _EVERY_S = 2.0
 _MIN_S = 0.1
-_SERVED = ("--serve", "--address", "--port", "--token", "--token-file")
-
-
-class _Served(argparse.Action):
-    """A flag of the page server that was removed."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        parser.error(
-            f"{'/'.join(self.option_strings)} was removed; use `{other_command('report.py')} RUN "
-            "-o FILE --follow` for a page that updates itself, and `python -m http.server --bind "
-            "127.0.0.1 --directory FOLDER` to reach it through ssh -L"
-        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,8 +41,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help=f"show it again every SECONDS (default: {_EVERY_S:g}) until the run is done",
     )
-    for flag in _SERVED:
-        p.add_argument(flag, action=_Served, nargs="*", help=argparse.SUPPRESS)
     return p
 
 

@@ -218,7 +218,6 @@ class Controller(Callback):
             rampup_batch_size=rules.ramp_of(context.config),
             note=self.table.note,
             link_bytes_per_s=self.link and self.link.bytes_per_s,
-            peak_flops=self.table.peak_flops,
             global_batch_size=self.state.global_batch_size,
             micro_batch_size=self.state.micro_batch_size,
             headroom=headroom and headroom.to_json(),

@@ -102,7 +102,7 @@ class ThroughputTable:
         factors: PartFactors = USUAL,
         memory: MemoryHistory | None = None,
     ) -> None:
-        self.config, self.flags, self._gpu = config, flags, gpu
+        self.config, self.flags = config, flags
         self._memory = memory or MemoryHistory()
         self._factors = factors
         self._known = {_uncut(x): x for x in (flag_layout, config.layout) if x is not None}
@@ -165,17 +165,6 @@ class ThroughputTable:
         if before == after:
             return 1.0
         return self.raw_step_s(c, after) / self.raw_step_s(c, before)
-
-    @property
-    def peak_flops(self) -> float | None:
-        """Arithmetic per second that a rank is built for; None if unknown, or of CPU ranks that no
-        flag describes."""
-        is_known = self._gpu is not None or self.flags.copus_cluster is not None
-        if self.planner is None or not is_known:
-            return None
-        precision = self.config.precision
-        half = precision.bf16 or precision.fp16
-        return self.planner.cluster.gpu.peak("bf16" if half else "fp32")
 
     def rows(
         self,

@@ -194,8 +194,6 @@ class DecisionHistory:
     """`act` or `observe`; empty if no start was read."""
     flags: dict[str, Any] = field(default_factory=dict)
     """Of the last launch."""
-    peak_flops: float | None = None
-    """Of a rank of the last launch, FLOP/s."""
     headroom: Headroom | None = None
     """What was to be gained in the rest of the run, as last recorded by the last launch."""
     failure: str = ""
@@ -292,7 +290,6 @@ class DecisionHistory:
         """A launch undoes decisions that lie beyond its first step."""
         self.mode = text(record.get("mode"), 20)
         self.flags = table(record.get("flags"))
-        self.peak_flops = number(record.get("peak_flops"))
         self.has_ramp = bool(record.get("rampup_batch_size"))
         self.failure, self.begun_t = "", None
         self.headroom = _headroom(record.get("headroom"))

@@ -69,9 +69,6 @@ class Step(NamedTuple):
     launch: str
     loss: float | None
     """Nats per token; may be NaN."""
-    rate: float | None
-    """Learning rate."""
-    grad_norm: float | None
     batch: int | None
     micro: int | None
     seconds: float | None
@@ -86,10 +83,6 @@ class Step(NamedTuple):
     """95 % interval, samples; no upper end while it is unbounded."""
     train_iterations: int | None
     """Steps of the whole run, as estimated at this one."""
-    expert_load: float | None = None
-    """Tokens of the busiest expert over the mean; None in a dense model."""
-    balance_loss: float | None = None
-    """Loss of the load of experts with coefficient 1; 1 is an even load."""
     seq_length: int | None = None
     """Tokens per sample where samples become longer; None: as the flags say."""
 
@@ -353,8 +346,6 @@ def _step(record: dict[str, Any], launch: str) -> Step | None:
         t=written(record),
         launch=launch,
         loss=_loss(record),
-        rate=number(record.get("learning_rate")),
-        grad_norm=measured(record.get("grad_norm")),
         batch=whole(record.get("global_batch_size")),
         micro=whole(record.get("micro_batch_size")),
         seconds=None if elapsed is None else elapsed / 1000.0,
@@ -364,8 +355,6 @@ def _step(record: dict[str, Any], launch: str) -> Step | None:
         low=number(known.get("low_samples")),
         high=number(known.get("high_samples")),
         train_iterations=whole(record.get("train_iterations")),
-        expert_load=number(record.get("max_expert_load")),
-        balance_loss=number(table(record.get("losses")).get("load_balancing_loss")),
         seq_length=whole(record.get("seq_length")),
     )
 

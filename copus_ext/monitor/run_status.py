@@ -1,4 +1,8 @@
-"""How a run stands: one value, from what its files say."""
+"""How a run and its controller stand: one value, from what the files of the run say.
+
+What is unknown is None or empty; `_s` are seconds, `_sd` of a gain is the standard deviation of the
+logarithm of 1 plus the gain.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,20 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.goodput.decide import critical_batch_size_words
+from copus_ext.goodput.headroom import Headroom
+from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
+from copus_ext.goodput.messages import goodput, next_choice
 from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.launch.restart_policy import CrashLimits
-from copus_ext.monitor.controller_status import ControllerStatus, controller_status
-from copus_ext.monitor.journal import MOVED, DecisionHistory
+from copus_ext.monitor.journal import MOVED, DecisionHistory, DecisionRecord
 from copus_ext.monitor.liveness import RunLiveness, State, is_paused, latest_checkpoint, liveness
 from copus_ext.monitor.run_files import END_BYTES, GOES_ON, RunHistory, RunReader, Step
-from copus_ext.monitor.values import LINE, text, whole
+from copus_ext.monitor.time_saved import TimeSaved, so_far
+from copus_ext.monitor.values import FOREIGN, LINE, text, whole
 from megatron.training.config.layout import Layout
-from megatron.training.config.model_shape import ModelShape
-from megatron.training.model.flops import training_flops_per_sample
 
 SLOW_STEPS = 10
 """Medians without a step that are worth an alarm."""
@@ -33,27 +37,25 @@ _HOUR_S = 3600.0
 _STEPS = 100
 """Last steps that are looked at."""
 _ALARMS = 5
-_MAX_FLOPS = 1e21
-"""A peak above is an error."""
+_CHANGES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """The gradient noise scale after the last step."""
+    """The gradient noise scale after the last step, with its 95 % interval."""
 
     status: str
     """`ok`, `lower_bound_only` or `none`."""
     phi_samples: float | None
     low_samples: float | None
     high_samples: float | None
-    """95 % interval; no upper end when unbounded."""
+    """None while it is unbounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
     iteration: int
     age_s: float
-    """Seconds since it was committed."""
     steps_ago: int | None
 
 
@@ -64,13 +66,83 @@ class Alarm:
     iteration: int | None = None
     """Steps done when it was recorded; None if it holds now."""
     age_s: float | None = None
-    """Seconds since; None if it holds now."""
+    """None if it holds now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextChoice:
+    """The best alternative to the current configuration."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    layout: str
+    goodput: float | None
+    """Predicted useful samples per second; None while nothing has told how fast this machine is."""
+    gain: float | None
+    """Predicted relative gain in goodput over the current configuration."""
+    gain_sd: float | None
+    needed: float | None
+    """Gain required to change to it."""
+    verdict: str
+    """`chosen`, or the reason against it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeStatus:
+    """A decision to change something, and its outcome."""
+
+    number: int | None
+    """Of the decision."""
+    iteration: int | None
+    kind: str
+    """`batch`, or `relayout` if the layout changes too."""
+    to: str
+    gain: float | None
+    """Predicted gain in goodput."""
+    gain_sd: float | None
+    samples_per_s_before: float | None
+    predicted_samples_per_s: float | None
+    """None where nothing had told how fast this machine is."""
+    predicted_sd: float | None
+    samples_per_s: float | None
+    """Measured; None before it is known."""
+    speed_over_predicted: float | None
+    pause_s: float | None
+    state: str
+    """`measured`, `being measured`, `only observed`, `under way`, or why it was not made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerStatus:
+    mode: str
+    """`act` or `observe`."""
+    policy: str
+    iteration: int | None = None
+    """Step of the last decision."""
+    reason: str = "nothing decided yet"
+    """Why the last decision came out as it did, or why there is none."""
+    target_batch: float | None = None
+    """Batch that the policy aims at in the end, samples."""
+    goodput: float | None = None
+    """Useful samples per second of the current configuration, as timed for the last decision."""
+    best: NextChoice | None = None
+    """None if none was compared since the last change."""
+    noise_scale_multiplier: float | None = None
+    critical_batch_size: float | None = None
+    """What the last decision went by, samples."""
+    critical_batch_size_source: str = ""
+    """That size and what it comes from, in words."""
+    headroom: Headroom | None = None
+    """What there is to gain in the rest of the run."""
+    so_far: str = ""
+    """What was gained so far against staying at the start, or why that is not known."""
+    time_saved: TimeSaved | None = None
+    changes: tuple[ChangeStatus, ...] = ()
+    """The last three, newest last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How a run stands. What is unknown is None."""
-
     run: str
     """Its directory."""
     t: float
@@ -79,9 +151,8 @@ class RunStatus:
     why: str
     """Why it is over, or what else to know."""
     silent_s: float | None
-    """Seconds since the last sign of life."""
+    """Since the last sign of life."""
     launch: str
-    """Name of the last launch."""
     launches: int
     launches_at_least: bool
     """Whether there may be more, before what was read of the record."""
@@ -89,35 +160,26 @@ class RunStatus:
     """Launches that recorded no end and were followed by another."""
     iteration: int | None
     train_iterations: int | None
-    """Steps of the whole run, as estimated at the last one."""
+    """Of the whole run, as estimated at the last step."""
     consumed_samples: int | None
     train_samples: int | None
     share_done: float | None
     left_s: float | None
-    """Seconds to the end of the run at the pace of the last steps, pauses included."""
+    """To the end of the run at the pace of the last steps, pauses included."""
     loss: float | None
     """Of the last step, nats per token."""
     valid_loss: float | None
     valid_iteration: int | None
-    learning_rate: float | None
-    grad_norm: float | None
-    expert_load: float | None
-    """Tokens of the busiest expert over the mean; None in a dense model."""
     skipped: int
     """Of the last hundred steps, those that left the weights unchanged."""
     step_s: float | None
-    """Median seconds of the last steps of the current configuration."""
+    """Median of the last steps of the current configuration."""
     samples_per_s: float | None
-    """Throughput of all ranks."""
+    """Of all ranks."""
     tokens_per_s: float | None
-    tflops_per_gpu: float | None
-    """Arithmetic of the model, TFLOP/s of a rank."""
-    mfu: float | None
-    """That over the peak of the rank."""
     global_batch_size: int | None
     micro_batch_size: int | None
     layout: str
-    """Such as `tp1.pp2.dp4`; empty if unknown."""
     noise: Noise | None
     """None without --copus."""
     controller: ControllerStatus | None
@@ -125,7 +187,6 @@ class RunStatus:
     paused: bool
     """Whether an operator has paused the controller."""
     saved: Saved | None
-    """None before the first checkpoint."""
     alarms: tuple[Alarm, ...]
     """Newest last."""
 
@@ -152,12 +213,13 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
     last = steps[-1] if steps else None
     signs = liveness(run, t=t)
     entered_t, layout = _layout(run)
-    pace = _pace(run, steps, entered_t=entered_t, layout=layout)
-    wall_samples_per_s = pace.pop("wall_samples_per_s", None)
+    pace = _pace(run, steps, entered_t)
     num_launches, crashes = _launches(run)
     valid = next((e for e in reversed(run.evaluations) if e.split == "valid"), None)
-    measured = next((s for s in reversed(steps) if s.noise_status is not None), None)
-    current = (layout, last and last.micro, last and last.batch)
+    noisy = next((s for s in reversed(steps) if s.noise_status is not None), None)
+    source = last or (run.launches[-1] if run.launches else None)
+    consumed, total = source and source.samples, whole(run.config.get("train_samples"))
+    now = _alarms(run, signs, step_s=pace.step_s, last=last, crashes=crashes, t=t)
     return RunStatus(
         run=text(run.path),
         t=t,
@@ -168,27 +230,27 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         launches=num_launches,
         launches_at_least=not run.is_whole,
         crashes=len(crashes),
+        iteration=source and source.iteration,
         train_iterations=last and last.train_iterations,
+        consumed_samples=consumed,
+        train_samples=total,
+        share_done=consumed / total if total and consumed is not None else None,
+        left_s=seconds_left(run, t=t),
         loss=last and last.loss,
         valid_loss=valid and valid.loss,
         valid_iteration=valid and valid.iteration,
-        learning_rate=last and last.rate,
-        grad_norm=last and last.grad_norm,
-        expert_load=last and last.expert_load,
         skipped=sum(not step.updated for step in steps),
+        step_s=pace.step_s,
+        samples_per_s=pace.samples_per_s,
+        tokens_per_s=pace.tokens_per_s,
         global_batch_size=last and last.batch,
         micro_batch_size=last and last.micro,
         layout=layout,
-        noise=measured and _noise(measured),
-        controller=controller_status(reader, run, current=current),
+        noise=noisy and _noise(noisy),
+        controller=_controller(reader, run, (layout, last and last.micro, last and last.batch)),
         paused=is_paused(run.path),
         saved=_saved(run, last, t),
-        alarms=(
-            *_recorded_alarms(run, t=t),
-            *_alarms(run, signs, step_s=pace.get("step_s"), last=last, crashes=crashes, t=t),
-        ),
-        **_position(run, last, signs.is_alive, wall_samples_per_s),
-        **pace,
+        alarms=(*_recorded_alarms(run, t=t), *now),
     )
 
 
@@ -199,12 +261,11 @@ def seconds_left(run: RunHistory, *, t: float) -> float | None:
         run: what was read.
         t: now, seconds since the epoch.
     """
-    steps = _last_steps(run)
-    if not steps:
+    steps, total = _last_steps(run), whole(run.config.get("train_samples"))
+    pace = _pace(run, steps, _layout(run)[0]).wall_samples_per_s
+    if not (steps and total and pace and liveness(run, t=t).is_alive):
         return None
-    entered_t, layout = _layout(run)
-    pace = _pace(run, steps, entered_t=entered_t, layout=layout).get("wall_samples_per_s")
-    return _position(run, steps[-1], liveness(run, t=t).is_alive, pace)["left_s"]
+    return max(total - steps[-1].samples, 0) / pace
 
 
 def _last_steps(run: RunHistory) -> list[Step]:
@@ -247,60 +308,32 @@ def _layout_of_flags(config: Mapping[str, Any]) -> str:
         return ""
 
 
-def _position(
-    run: RunHistory, last: Step | None, is_alive: bool, samples_per_s: float | None
-) -> dict[str, Any]:
-    """How far the run is, and how long it has to go."""
-    source = last or (run.launches[-1] if run.launches else None)
-    consumed, total = source and source.samples, whole(run.config.get("train_samples"))
-    is_known = bool(total) and consumed is not None
-    left = max(total - consumed, 0) if is_known and total and consumed is not None else None
-    return {
-        "iteration": source and source.iteration,
-        "consumed_samples": consumed,
-        "train_samples": total,
-        "share_done": consumed / total if is_known and total and consumed is not None else None,
-        "left_s": left / samples_per_s if is_alive and left is not None and samples_per_s else None,
-    }
+class _Pace(NamedTuple):
+    """Speed of the last steps of one configuration."""
+
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    wall_samples_per_s: float | None = None
+    """With the time between the steps, in samples in which the run counts."""
 
 
-def _pace(
-    run: RunHistory, steps: Sequence[Step], *, entered_t: float, layout: str
-) -> dict[str, Any]:
-    """Speed of the last steps of one configuration; `wall_samples_per_s` counts the time between
-    them too.
-
-    Args:
-        run: what was read.
-        steps: the last ones.
-        entered_t: when the layout was entered, seconds since the epoch.
-        layout: the current one.
-    """
-    names = ("step_s", "samples_per_s", "tokens_per_s", "tflops_per_gpu", "mfu")
-    found: dict[str, Any] = dict.fromkeys(names)
+def _pace(run: RunHistory, steps: Sequence[Step], entered_t: float) -> _Pace:
+    """The pace of the last steps in a layout that was entered then."""
     steps = _of_one_configuration(steps, entered_t)
     batch = steps[-1].batch if steps else None
     times = [step.seconds for step in steps if step.seconds is not None and step.seconds > 0]
     if not batch or not times:
-        return found
+        return _Pace()
     step_s = statistics.median(times)
-    samples_per_s = batch / step_s
     wall_s = (steps[-1].t or 0.0) - (steps[0].t or 0.0)
-    found |= {"step_s": step_s, "samples_per_s": samples_per_s}
-    wall_samples_per_s = (len(steps) - 1) * batch / wall_s if wall_s > 0 else samples_per_s
+    wall = (len(steps) - 1) * batch / wall_s if wall_s > 0 else batch / step_s
     counted = run.tokens_per_sample
     length = steps[-1].seq_length or counted
-    if length is not None:
-        found["tokens_per_s"] = length * samples_per_s
-    # What is left is counted in samples of the first length.
-    ratio = length / counted if length and counted else 1.0
-    found["wall_samples_per_s"] = wall_samples_per_s * ratio
-    flops = _flops_of_a_rank({**run.config, "seq_length": length}, layout, samples_per_s)
-    if flops is not None:
-        found["tflops_per_gpu"] = flops / 1e12
-        peak = _peak_flops(run)
-        found["mfu"] = None if peak is None else flops / peak
-    return found
+    tokens_per_s = None if length is None else length * batch / step_s
+    return _Pace(
+        step_s, batch / step_s, tokens_per_s, wall * (length / counted if length and counted else 1)
+    )
 
 
 def _of_one_configuration(steps: Sequence[Step], entered_t: float) -> list[Step]:
@@ -308,43 +341,12 @@ def _of_one_configuration(steps: Sequence[Step], entered_t: float) -> list[Step]
     found: list[Step] = []
     for step in reversed(steps):
         last = steps[-1]
-        is_other = (step.batch, step.micro, step.seq_length) != (
-            last.batch,
-            last.micro,
-            last.seq_length,
-        )
-        if is_other or (step.t or 0.0) < entered_t <= (steps[-1].t or 0.0):
+        sizes = (step.batch, step.micro, step.seq_length)
+        is_other = sizes != (last.batch, last.micro, last.seq_length)
+        if is_other or (step.t or 0.0) < entered_t <= (last.t or 0.0):
             break
         found.append(step)
     return found[::-1]
-
-
-def _flops_of_a_rank(config: Mapping[str, Any], layout: str, samples_per_s: float) -> float | None:
-    """Arithmetic of the model per second; None where the flags do not tell."""
-    names = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"]
-    names += ["num_query_groups", "kv_channels", "seq_length", "padded_vocab_size"]
-    if not all(whole(config.get(name)) for name in names):
-        return None
-    try:
-        flops = training_flops_per_sample(ModelShape.of(config), config["seq_length"])
-        return flops * samples_per_s / Layout.from_text(layout).world_size
-    except (KeyError, TypeError, ValueError, ArithmeticError):
-        return None
-
-
-def _peak_flops(run: RunHistory) -> float | None:
-    """Of a rank, as the controller recorded it, or of the machine that the flags name. No file that
-    the flags name is opened: its path is one of the machine that trains."""
-    known = run.decisions.peak_flops
-    if known is not None and 0 < known < _MAX_FLOPS:
-        return known
-    kind = text(run.config.get("copus_cluster")).partition(":")[0]
-    try:
-        gpu = preset(f"{kind}:1").gpu
-    except SpecError:
-        return None
-    half = run.config.get("bf16") is True or run.config.get("fp16") is True
-    return gpu.peak("bf16" if half else "fp32")
 
 
 def _saved(run: RunHistory, last: Step | None, t: float) -> Saved | None:
@@ -397,16 +399,7 @@ def _alarms(
     crashes: Sequence[float],
     t: float,
 ) -> list[Alarm]:
-    """What holds now.
-
-    Args:
-        run: what was read.
-        signs: of life.
-        step_s: median step.
-        last: step.
-        crashes: when launches began that followed a crash.
-        t: now, seconds since the epoch.
-    """
+    """What holds now."""
     lines: dict[str, str] = {}
     age_s = None if last is None else t - (last.t or 0.0)
     if signs.state == "training" and step_s and age_s and age_s > max(SLOW_STEPS * step_s, 10.0):
@@ -416,8 +409,8 @@ def _alarms(
         off = f"{100 * (ratio - 1):+.0f} %"
         lines["prediction"] = f"the last change runs {off} off the predicted throughput"
     if signs.is_alive:
-        switched = [s.t for s in run.decisions.relayouts if s.kind == MOVED and s.t]
-        lately = sum(t - then < _HOUR_S for then in switched)
+        moved = [s.t for s in run.decisions.relayouts if s.kind == MOVED and s.t]
+        lately = sum(t - then < _HOUR_S for then in moved)
         if lately > MANY_RELAYOUTS:
             lines["many changes"] = f"the layout changed {lately} times within an hour"
         limits = CrashLimits()
@@ -436,3 +429,110 @@ def _last_ratio(decisions: DecisionHistory) -> tuple[float, float] | None:
     known = (d.outcome for d in reversed(decisions.made) if d.outcome is not None)
     ratios = ((o.ratio, o.predicted_sd or 0.0) for o in known if (o.steps or 0) >= WINDOW_STEPS)
     return next(((ratio, sd) for ratio, sd in ratios if ratio is not None), None)
+
+
+# The controller.
+
+_Current = tuple[str, int | None, int | None]
+"""Layout, micro-batch size and global batch size of the last step."""
+
+
+def _controller(reader: RunReader, run: RunHistory, current: _Current) -> ControllerStatus | None:
+    """The controller of a run; None without a journal."""
+    decisions, standing = run.decisions, run.decisions.standing
+    if decisions.is_empty:
+        return None
+    known: dict[str, Any] = {}
+    if standing:
+        try:
+            known = _last_decision(reader.decision_at(standing[-1].place), current)
+        except FOREIGN:
+            known["reason"] = "the record of this decision is damaged"
+    if decisions.failure:
+        known["reason"] = f"controller disabled: {text(decisions.failure, LINE)}"
+    mode, policy = decisions.mode, text(decisions.flags.get("copus_policy"), LINE)
+    if not mode:  # the start of the launch is not among the lines that were read
+        mode, policy = (text(run.config.get(f"copus_{name}")) for name in ("mode", "policy"))
+    line, saved = so_far(run)
+    return ControllerStatus(
+        so_far=line,
+        time_saved=saved,
+        mode=mode or "act",
+        policy=policy,
+        headroom=decisions.headroom,
+        changes=tuple(_change(d) for d in standing if d.is_change)[-_CHANGES:],
+        **known,
+    )
+
+
+def _last_decision(record: Mapping[str, Any], current: _Current) -> dict[str, Any]:
+    s, d = DecisionInputs.from_json(record["situation"]), Decision.from_json(record["decision"])
+    row = next((row for row in (s.now, d.to, *s.rows) if _names(row) == current), None)
+    # Gains over one configuration say nothing of the one that follows it.
+    found = next_choice(s, d) if row == s.now else None
+    best = None
+    if found is not None:
+        layout, micro_batch_size, global_batch_size = _names(found.row)
+        best = NextChoice(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            layout=layout,
+            goodput=goodput(s, found.row) if d.is_scaled else None,
+            gain=found.gain,
+            gain_sd=found.gain_sd,
+            needed=found.needed,
+            verdict=text(found.blocked_reason) or "chosen",
+        )
+    return {
+        "iteration": s.iteration,
+        "reason": text(d.reason, LINE),
+        "target_batch": d.target_batch,
+        "goodput": goodput(s, row) if row is not None and row.source == "measured" else None,
+        "best": best,
+        "noise_scale_multiplier": s.rules.noise_scale_multiplier,
+        "critical_batch_size": s.critical_batch_size,
+        "critical_batch_size_source": critical_batch_size_words(s) if s.critical_batch_size else "",
+    }
+
+
+def _names(row: ConfigThroughput) -> tuple[str, int, int]:
+    return str(row.layout), row.micro_batch_size, row.global_batch_size
+
+
+def _change(d: DecisionRecord) -> ChangeStatus:
+    outcome, relayout = d.outcome, d.relayout
+    to = d.to if outcome is None else outcome.after
+    changes_layout = d.kind == "relayout" or relayout is not None
+    changes_layout |= outcome is not None and outcome.before.layout != outcome.after.layout
+    words = [f"batch {to.batch} in {to.micro}"] if to.batch and to.micro else []
+    pause_s = None if outcome is None else outcome.pause_s
+    if changes_layout:
+        words.append(to.layout or (relayout.to if relayout is not None else ""))
+        pause_s = None if relayout is None else relayout.pause_s
+    told = d if outcome is None or outcome.gain is None else outcome
+    predicted = d if outcome is None else outcome
+    return ChangeStatus(
+        number=d.number,
+        iteration=d.iteration,
+        kind="relayout" if changes_layout else "batch",
+        to=" on ".join(filter(None, words)),
+        gain=told.gain,
+        gain_sd=told.gain_sd,
+        samples_per_s_before=outcome and outcome.speed_before,
+        predicted_samples_per_s=predicted.predicted,
+        predicted_sd=predicted.predicted_sd,
+        samples_per_s=outcome and outcome.speed,
+        speed_over_predicted=outcome and outcome.ratio,
+        pause_s=pause_s,
+        state=_state(d),
+    )
+
+
+def _state(d: DecisionRecord) -> str:
+    if d.outcome is not None:
+        return "measured"
+    if not d.applied:
+        return "only observed"
+    if d.relayout is not None and not d.was_made:
+        return f"not done: {text(d.relayout.reason or d.relayout.kind, LINE)}"
+    return "being measured" if d.was_made else "under way"

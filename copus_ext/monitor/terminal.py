@@ -10,11 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from copus_ext.goodput.decide import PREDICTED, gain_words
-from copus_ext.monitor.controller_status import ChangeStatus, ControllerStatus
 from copus_ext.monitor.explain import gain as expected
 from copus_ext.monitor.explain import seconds, time_left
 from copus_ext.monitor.liveness import State
-from copus_ext.monitor.run_status import RunStatus
+from copus_ext.monitor.run_status import ChangeStatus, ControllerStatus, RunStatus
 from megatron.training.common.errors import counted
 
 _STYLES: dict[State, str] = {
@@ -72,8 +71,6 @@ def _rows(status: RunStatus) -> Iterator[tuple[str, RenderableType]]:
     if status.global_batch_size is not None:
         sizes = _sizes(status.global_batch_size, status.micro_batch_size)
         yield "now", f"{sizes} on {status.layout or 'an unknown layout'}"
-    if status.expert_load is not None:
-        yield "experts", f"the busiest has {status.expert_load:.2f} times the mean load"
     if status.noise is not None:
         yield "noise scale", _noise(status)
     if status.controller is not None:
@@ -103,8 +100,6 @@ def _loss(status: RunStatus) -> str:
     if status.valid_loss is not None:
         where = "" if status.valid_iteration is None else f" at step {status.valid_iteration:,}"
         parts.append(f"validation {status.valid_loss:.4f}{where}")
-    if status.learning_rate is not None:
-        parts.append(f"learning rate {status.learning_rate:.3g}")
     return ", ".join(parts)
 
 
@@ -114,10 +109,6 @@ def _speed(status: RunStatus) -> str:
         parts.append(f"{_short(status.tokens_per_s)} tokens/s")
     if status.step_s is not None:
         parts.append(f"{_short(status.step_s)} s a step")
-    if status.tflops_per_gpu is not None:
-        parts.append(f"{_short(status.tflops_per_gpu)} TFLOP/s a rank")
-    if status.mfu is not None:
-        parts.append(f"MFU {100 * status.mfu:.1f} %")
     return ", ".join(parts)
 
 

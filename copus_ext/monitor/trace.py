@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,10 @@ FILE = "decisions.json"
 """Name of the trace, beside those of steps."""
 Event = dict[str, Any]
 
-_PROCESS = 1_000_000_000
-"""Process number in the trace; above those of any machine."""
+_PROCESSES = 5_000_000
+"""Process numbers of each file: more than Linux gives."""
+_PROCESS = 4_000_000_000
+"""Ours: above those of all files."""
 _TRACKS = ("launches", "layouts", "decisions", "changes of layout", "evaluations", "events")
 _END_OF_TIME_S = 1e11
 _MAX_HEAD, _MAX_BYTES = 1 << 24, 1 << 30
@@ -205,15 +206,14 @@ def with_steps(trace: dict[str, Any], paths: list[Path]) -> tuple[dict[str, Any]
         The trace, and a line for each file that is left out because it cannot be read.
     """
     events, problems = list(trace["traceEvents"]), []
-    taken: set[int] = {_PROCESS}
     for place, path in enumerate(paths):
         try:
             steps = _steps(path)
             base_ns = whole(steps.get("baseTimeNanoseconds")) or 0
-            about = {"shift_us": (base_ns - trace["baseTimeNanoseconds"]) / 1000, "taken": taken}
+            shift_us = (base_ns - trace["baseTimeNanoseconds"]) / 1000
             name = path.name.removesuffix(".json.gz")
-            found = rows(steps["traceEvents"])
-            events += list(_moved(found, name=name, step=len(paths), place=place, **about))
+            own = (_moved(e, name, place, len(paths), shift_us) for e in rows(steps["traceEvents"]))
+            events += [event for event in own if event is not None]
         except _DAMAGED as error:
             problems.append(text(f"{path} is left out: {error}"))
     return {**trace, "traceEvents": events}, problems
@@ -231,32 +231,22 @@ def _steps(path: Path) -> dict[str, Any]:
     return steps
 
 
-def _moved(
-    events: list[Event], *, name: str, step: int, place: int, shift_us: float, taken: set[int]
-) -> Iterator[Event]:
-    """The events of a file on the common clock, with process and arrow numbers that no other file
-    has. Events with an invalid time are left out."""
-    own: dict[int, int] = {}
-    for event in events:
-        moved = dict(event)
-        if "ts" in moved:
-            ts = number(moved["ts"])
-            if ts is None:
-                continue
-            moved["ts"] = ts + shift_us
-        pid = whole(moved.get("pid"))
-        if pid is not None:
-            if pid not in own:
-                own[pid] = pid if pid not in taken else max(taken) + 1
-                taken.add(own[pid])
-            moved["pid"] = own[pid]
-        arrow = whole(moved.get("id"))
-        if arrow is not None:
-            moved["id"] = arrow * step + place
-        if moved.get("ph") == "M" and moved.get("name") == "process_name":
-            was = text(table(moved.get("args")).get("name"))
-            moved["args"] = {"name": f"{name} {was}"}
-        yield moved
+def _moved(event: Event, name: str, place: int, num: int, shift_us: float) -> Event | None:
+    """An event of a file on the common clock, with numbers of processes and arrows that no other
+    file has; None if its time is invalid."""
+    moved = dict(event)
+    if "ts" in moved:
+        ts = number(moved["ts"])
+        if ts is None:
+            return None
+        moved["ts"] = ts + shift_us
+    if (pid := whole(moved.get("pid"))) is not None:
+        moved["pid"] = pid + (place + 1) * _PROCESSES
+    if (arrow := whole(moved.get("id"))) is not None:
+        moved["id"] = arrow * num + place
+    if moved.get("ph") == "M" and moved.get("name") == "process_name":
+        moved["args"] = {"name": f"{name} {text(table(moved.get('args')).get('name'))}"}
+    return moved
 
 
 def write_trace(path: Path, trace: dict[str, Any]) -> None:

@@ -499,13 +499,13 @@ def test_a_cluster_is_the_one_of_the_run_and_known_by_its_name_or_found(tmp_path
         ThroughputTable(config(), flags(copus_cluster="h100-80g:8"), gpu=None)
     with pytest.raises(UsageError, match="--copus-profile"):
         ThroughputTable(config(), flags(copus_profile="/no/such/file"), gpu=None)
-    assert ThroughputTable(config(), flags(), gpu=None).peak_flops is None
-    found = ThroughputTable(config(), flags(), gpu=("NVIDIA H100 80GB HBM3", 81559.0)).peak_flops
-    assert found == GPUS["H100-80GB"].peak("fp32")
+    found = ThroughputTable(config(), flags(), gpu=("NVIDIA H100 80GB HBM3", 81559.0)).planner
+    assert found is not None and found.cluster.gpu == GPUS["H100-80GB"]
     own = replace(preset("cpu:2"), gpu=replace(GPUS["CPU-rank"], fp32_peak_flops=7e9))
     (tmp_path / "own.json").write_text(json.dumps(own.to_json()))
     named = flags(copus_cluster=str(tmp_path / "own.json"))
-    assert ThroughputTable(config(), named, gpu=None).peak_flops == 7e9
+    found = ThroughputTable(config(), named, gpu=None).planner
+    assert found is not None and found.cluster.gpu.fp32_peak_flops == 7e9
 
 
 @pytest.mark.parametrize("has_links", [False, True])
