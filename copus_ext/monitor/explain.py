@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-from copus_ext.goodput.decide import critical_batch_size_words
 from copus_ext.goodput.headroom import Headroom
-from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.journal import (
     ABANDONED,
     CALLED_OFF,
@@ -173,51 +171,3 @@ def _against(value: float, other: float) -> str:
     """How a number compares with another, such as `3.0 % more than`."""
     off = value / other - 1.0
     return f"{percent(abs(off))} {'more' if off > 0 else 'less'} than"
-
-
-def explain(d: DecisionRecord, s: DecisionInputs | None) -> list[str]:
-    """Why a decision was made, sentence by sentence.
-
-    Args:
-        d: the decision.
-        s: all that it depended on; None if that cannot be read.
-    """
-    where = f"After step {d.iteration} the run was at {d.now}."
-    lines = [where] if d.now.batch is not None else []
-    if s is not None:
-        lines.append(_noise(s))
-    if d.is_change:
-        verb = "It took" if d.applied else "It only observed; it would have taken"
-        lines.append(f"{verb} {d.to}.")
-        if d.gain is not None:
-            needs = "" if d.needed is None else f"; the switch needed {percent(d.needed)}"
-            lines.append(f"It expected {gain(d.gain, d.gain_sd)} goodput{needs}.")
-            if d.gain < 0 and d.applied:
-                lines.append("Nobody had timed it, so it was tried: it may be faster than that.")
-    else:
-        lines.append(f"It stayed. The reason against the best alternative: {d.reason}.")
-        if d.gain is not None and d.needed is not None:
-            lines.append(
-                f"That switch was predicted to be worth {gain(d.gain, d.gain_sd)} goodput "
-                f"and needed {percent(d.needed)}."
-            )
-    if d.target is not None:
-        lines.append(f"Its target batch was {d.target:g}.")
-    came = result(d)
-    return [*lines, f"Outcome: {came}."] if came else lines
-
-
-def _noise(s: DecisionInputs) -> str:
-    """What the decision knew of the noise scale."""
-    critical = s.critical_batch_size
-    if critical is None and s.noise.grad_norm_sq is not None:
-        return "The gradient showed only noise, so that no noise scale was known."
-    if critical is None:
-        return "The noise scale was not measured yet."
-    if critical == 0:
-        return "The noise scale had no lower bound above 0 yet."
-    low, high = s.noise.low_samples, s.noise.high_samples
-    interval = ""
-    if low is not None and high is not None:
-        interval = f"; 95 % interval of the noise scale: {low:.1f} to {high:.1f}"
-    return f"It knew: {critical_batch_size_words(s)}{interval}."

@@ -6,12 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from copus_ext.goodput.inputs import DecisionInputs
-from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor.explain import (
     date,
     difference,
-    explain,
     gain,
     headline,
     percent,
@@ -19,14 +16,13 @@ from copus_ext.monitor.explain import (
     relayout_result,
     result,
     seconds,
-    time_left,
 )
 from copus_ext.monitor.journal import ABANDONED, CALLED_OFF, DecisionRecord, OutcomeRecord, sizes_of
-from copus_ext.monitor.liveness import liveness
 from copus_ext.monitor.run_files import QUIET_EVENTS, Launch, RunHistory
-from copus_ext.monitor.run_status import seconds_left
-from copus_ext.monitor.time_saved import so_far
-from copus_ext.monitor.values import FOREIGN, number, rows, table, text
+from copus_ext.monitor.run_status import RunStatus
+from copus_ext.monitor.terminal import alarms, rows
+from copus_ext.monitor.values import number, table, text
+from copus_ext.monitor.values import rows as objects
 from megatron.training.common.errors import counted
 
 _TROUBLE = (
@@ -40,55 +36,33 @@ _TROUBLE = (
 )
 
 
-def verdict(run: RunHistory, *, t: float) -> str:
+def verdict(status: RunStatus, run: RunHistory) -> str:
     """How the run stands and what its controller has brought, in a sentence."""
-    signs = liveness(run, t=t)
-    state = signs.why if signs.state == "empty" else signs.state
+    words = status.why if status.state == "empty" else status.state
     steps = f" after {counted(run.steps[-1].iteration, 'step')}" if run.steps else ""
-    line = so_far(run)[0]
-    made = f"{counted(len(run.decisions.made), 'change')}; time saved: {line}"
-    return f"{state[:1].upper()}{state[1:]}{steps}; {made if line else 'it has no controller'}."
+    brought = "it has no controller"
+    if status.controller is not None:
+        made = counted(len(run.decisions.made), "change")
+        brought = f"{made}; time saved: {status.controller.so_far}"
+    return f"{words[:1].upper()}{words[1:]}{steps}; {brought}."
 
 
-def facts(run: RunHistory, *, t: float) -> dict[str, str]:
-    """The head of a report; without what is unknown.
-
-    Args:
-        run: what was read.
-        t: now, seconds since the epoch.
-    """
-    last = run.steps[-1] if run.steps else None
-    left_s = seconds_left(run, t=t)
+def facts(status: RunStatus, run: RunHistory) -> dict[str, str]:
+    """The head of a report: what the status says, and what else is known of the whole run."""
+    took_s = _between(run.begin, run.last)
     found = {
-        "State": _state(run, t),
-        "Asked": "; ".join(run.asked),
-        "Steps": _share(last.iteration, run.train_iterations) if last else "",
-        "Samples": _share(last.samples, run.config.get("train_samples")) if last else "",
-        "Loss": _losses(run),
-        "Layout": " then ".join(_short([x.layout for x in run.layouts])),
-        "Batch": " then ".join(_short(_batches(run))),
-        "Controller": _controller(run),
-        "Went by": _went_by(run),
-        "So far": so_far(run)[0],
-        "To gain": str(run.decisions.headroom or ""),
-        "Time left": "" if left_s is None else time_left(left_s, run.decisions.headroom, t=t),
-        "Began": "" if run.begin is None else f"{date(run.begin)} UTC",
-        "Took": "" if (took_s := _between(run.begin, run.last)) is None else seconds(took_s),
-        "Of this": "; ".join(_time_spent(run)),
-        "Launches": str(sum(not x.entered for x in run.launches) or ""),
-        "Ranks": " then ".join(_short(_ranks(run))),
-        "Directory": text(run.path, 500),
+        **dict(rows(status)),
+        "asked": "; ".join(run.asked),
+        "alarms": "; ".join(alarms(status)),
+        "layouts": " then ".join(_short([x.layout for x in run.layouts])),
+        "batches": " then ".join(_short(_batches(run))),
+        "began": "" if run.begin is None else f"{date(run.begin)} UTC",
+        "last record": "" if run.last is None else f"{date(run.last)} UTC",
+        "took": "" if took_s is None else seconds(took_s),
+        "of this": "; ".join(_time_spent(run)),
+        "ranks": " then ".join(_short(_ranks(run))),
     }
     return {label: value for label, value in found.items() if value}
-
-
-def _state(run: RunHistory, t: float) -> str:
-    """What the run does, or how it ended, as the status screen says it."""
-    signs = liveness(run, t=t)
-    words = f"{signs.state}: {signs.why}" if signs.why else signs.state
-    if run.last is None or signs.state in ("done", "stopped"):
-        return words
-    return f"{words}; last record {date(run.last)} UTC"
 
 
 def _time_spent(run: RunHistory) -> list[str]:
@@ -124,22 +98,6 @@ def _between(begin: float | None, end: float | None) -> float | None:
     return None if begin is None or end is None else end - begin
 
 
-def _share(done: int, of: Any) -> str:
-    if isinstance(of, int) and of > 0:
-        return f"{done:,} of {of:,} ({percent(done / of)})"
-    return f"{done:,}"
-
-
-def _losses(run: RunHistory) -> str:
-    losses = (s.finite_loss for s in run.steps[-WINDOW_STEPS:])
-    known = [loss for loss in losses if loss is not None]
-    loss = f"{sum(known) / len(known):.4f} over the last {WINDOW_STEPS} steps" if known else ""
-    evaluated = (e.loss for e in reversed(run.evaluations) if e.split == "valid")
-    valid = number(next(evaluated, None))
-    last = "" if valid is None else f"{valid:.4f} at the last validation"
-    return ", ".join(filter(None, [loss, last]))
-
-
 def _batches(run: RunHistory) -> list[str]:
     sizes = [str(step.batch) for step in run.steps if step.batch is not None]
     return [size for size, _ in itertools.groupby(sizes)]
@@ -150,28 +108,6 @@ def _short(names: list[str], most: int = 8) -> list[str]:
         return names
     left_out = len(names) - most
     return [*names[: most // 2], f"({left_out} more)", *names[-(most // 2) :]]
-
-
-def _controller(run: RunHistory) -> str:
-    decisions = run.decisions
-    if not decisions.mode and not decisions.decided:
-        return "off"
-    policy = text(run.config.get("copus_policy"), 40)
-    of = f", policy {policy}" if policy else ""
-    num = counted(len(decisions.decided), "decision")
-    return f"mode {decisions.mode or '?'}{of}: {num}, {counted(len(decisions.made), 'change')}"
-
-
-def _went_by(run: RunHistory) -> str:
-    """The critical batch sizes that decisions went by, by their source."""
-    known = [d.account for d in run.decisions.standing if d.account is not None]
-    known = [a for a in known if a.critical_batch_size is not None]
-    bound = sum(a.is_bound for a in known)
-    counts = [(bound, "a bound that needs no measurement"), (len(known) - bound, "the noise scale")]
-    words = [f"{counted(n, 'decision')} by {what}" for n, what in counts if n]
-    if not known:
-        return ""
-    return f"{' and '.join(words)}; the last one by {known[-1].critical_batch_size:.4g} samples"
 
 
 CANDIDATE = (
@@ -187,19 +123,6 @@ CANDIDATE = (
 """Columns of the candidates of a decision."""
 
 
-def last_decision(decided: DecisionRecord, record: dict[str, Any]) -> list[str]:
-    """Why a decision was made, sentence by sentence.
-
-    Args:
-        decided: its values.
-        record: its whole record.
-    """
-    try:
-        return explain(decided, DecisionInputs.from_json(table(record.get("situation"))))
-    except FOREIGN:
-        return [*explain(decided, None), "The record of this decision is damaged."]
-
-
 def candidates(record: dict[str, Any]) -> list[list[str]]:
     """The configurations that a decision compared, each with what was for and against it.
 
@@ -207,7 +130,7 @@ def candidates(record: dict[str, Any]) -> list[list[str]]:
         record: whole record of the decision.
     """
     shown = []
-    for candidate in rows(table(record.get("decision")).get("candidates")):
+    for candidate in objects(table(record.get("decision")).get("candidates")):
         row = table(candidate.get("row"))
         sizes, speed = sizes_of(row), number(row.get("samples_per_s"))
         share, needed = number(candidate.get("gain")), number(candidate.get("needed"))

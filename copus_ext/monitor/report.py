@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -13,11 +12,11 @@ from markupsafe import Markup
 from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor import facts
 from copus_ext.monitor.chart import Chart, Column, Series, draw, running_mean, thinned, turns
-from copus_ext.monitor.explain import date, gain, headline, percent
+from copus_ext.monitor.explain import date, gain, headline, percent, result
 from copus_ext.monitor.facts import JournalLine
 from copus_ext.monitor.journal import DecisionRecord
-from copus_ext.monitor.liveness import liveness
 from copus_ext.monitor.run_files import RunHistory, RunReader
+from copus_ext.monitor.run_status import status_of
 from copus_ext.monitor.values import number
 
 _MAX_LINES = 2000
@@ -36,8 +35,8 @@ class Report:
     verdict: str
     facts: dict[str, str]
     charts: Sequence[Chart]
-    decision: Sequence[str]
-    """Why the last decision came out as it did."""
+    decision: str
+    """The last decision and its reason."""
     candidates: Sequence[Sequence[str]]
     """Those of the last decision; see `facts.CANDIDATE`."""
     changes: Sequence[Sequence[str]]
@@ -55,18 +54,18 @@ def report_of(reader: RunReader, *, reload_s: float | None = None) -> Report:
     Raises:
         OSError: a file of the run cannot be read.
     """
-    reader.refresh()
-    run, t = reader.history(), time.time()
+    status = status_of(reader)
+    run = reader.history()
     standing = run.decisions.standing
     record = reader.decision_at(standing[-1].place) if standing else {}
     return Report(
         title=run.name,
-        made_t=t,
-        reload_s=None if liveness(run, t=t).state == "done" else reload_s,
-        verdict=facts.verdict(run, t=t),
-        facts=facts.facts(run, t=t),
+        made_t=status.t,
+        reload_s=None if status.state == "done" else reload_s,
+        verdict=facts.verdict(status, run),
+        facts=facts.facts(status, run),
         charts=[_loss(run), _batch(run), _layout(run), *_noise(run)],
-        decision=facts.last_decision(standing[-1], record) if standing else [],
+        decision=_decided(standing[-1]) if standing else "",
         candidates=facts.candidates(record),
         changes=[facts.change(outcome) for outcome in run.decisions.outcomes],
         journal=facts.journal(run),
@@ -135,6 +134,12 @@ def _batch(run: RunHistory) -> Chart:
             ),
         ],
     )
+
+
+def _decided(d: DecisionRecord) -> str:
+    came = result(d)
+    outcome = f". Outcome: {came}" if came else ""
+    return f"Decision {d.number} after step {d.iteration}. {headline(d)}: {d.reason}{outcome}."
 
 
 def _why(d: DecisionRecord) -> str:

@@ -35,23 +35,28 @@ def screen(status: RunStatus) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style=_LABEL, no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, value in _rows(status):
-        grid.add_row(Text(label), Text(value) if isinstance(value, str) else value)
+    for label, value in rows(status):
+        style = _STYLES.get(status.state, "") if label == "state" else ""
+        grid.add_row(Text(label), Text(value, style=style))
+        if label == "step" and status.share_done is not None:
+            done = min(status.share_done, 1.0)
+            grid.add_row(Text(""), ProgressBar(total=1.0, completed=done, width=40))
     parts: list[RenderableType] = [grid]
     if status.controller is not None and status.controller.changes:
         parts.append(_changes(status.controller))
-    for alarm in status.alarms:
-        when = "" if alarm.age_s is None else f" ({seconds(alarm.age_s)} ago)"
-        parts.append(Text(f"! {alarm.line}{when}", style="red"))
+    parts += [Text(f"! {line}", style="red") for line in alarms(status)]
     return Group(*parts)
 
 
-def _rows(status: RunStatus) -> Iterator[tuple[str, RenderableType]]:
-    state = Text(status.state, style=_STYLES.get(status.state, ""))
-    if status.why:
-        state.append(f": {status.why}", style="default")
+def alarms(status: RunStatus) -> list[str]:
+    ages = ("" if x.age_s is None else f" ({seconds(x.age_s)} ago)" for x in status.alarms)
+    return [f"{alarm.line}{when}" for alarm, when in zip(status.alarms, ages)]
+
+
+def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
+    """Label and words of what is known, for a screen and for a page."""
     yield "run", status.run
-    yield "state", state
+    yield "state", f"{status.state}: {status.why}" if status.why else status.state
     if status.state not in ("empty", "training") and status.silent_s is not None:
         label = "ended" if status.state in ("done", "stopped") else "last sign"
         yield label, f"{seconds(status.silent_s)} ago"
@@ -59,8 +64,6 @@ def _rows(status: RunStatus) -> Iterator[tuple[str, RenderableType]]:
         yield "launch", _launches(status)
     if status.iteration is not None:
         yield "step", _step(status)
-    if status.share_done is not None:
-        yield "", ProgressBar(total=1.0, completed=min(status.share_done, 1.0), width=40)
     if status.left_s is not None:
         headroom = None if status.controller is None else status.controller.headroom
         yield "time left", time_left(status.left_s, headroom, t=status.t)
@@ -122,9 +125,7 @@ def _noise(status: RunStatus) -> str:
     return f"{phi} samples [{noise.low_samples:.1f}, {high}], smoothed until the last step"
 
 
-def _decisions(
-    controller: ControllerStatus, *, paused: bool
-) -> Iterator[tuple[str, RenderableType]]:
+def _decisions(controller: ControllerStatus, *, paused: bool) -> Iterator[tuple[str, str]]:
     mode = "observes only, " if controller.mode == "observe" else ""
     where = "" if controller.iteration is None else f"at step {controller.iteration:,}: "
     if controller.so_far:

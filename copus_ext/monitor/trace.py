@@ -15,9 +15,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from copus_ext.monitor.explain import headline, percent, relayout_result, result
-from copus_ext.monitor.journal import MOVED, DecisionHistory, DecisionRecord, RelayoutRecord
-from copus_ext.monitor.run_files import QUIET_EVENTS, RunHistory, RunReader
+from copus_ext.monitor.explain import percent, relayout_result
+from copus_ext.monitor.facts import journal
+from copus_ext.monitor.journal import MOVED, RelayoutRecord
+from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
 from megatron.training.common.control import TRACES
 from megatron.training.common.outside import parse_json
@@ -33,47 +34,12 @@ _PROCESSES = 5_000_000
 """Process numbers of each file: more than Linux gives."""
 _PROCESS = 4_000_000_000
 """Ours: above those of all files."""
-_TRACKS = ("launches", "layouts", "decisions", "changes of layout", "evaluations", "events")
+_TRACKS = ("decisions", "changes of layout", "events")
 _END_OF_TIME_S = 1e11
 _MAX_HEAD, _MAX_BYTES = 1 << 24, 1 << 30
 _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d{1,20})\b')
 _DAMAGED = (*FOREIGN, OSError, EOFError, zlib.error)
 """Errors of reading a trace."""
-
-
-class Events:
-    """Collects events of one clock.
-
-    Args:
-        base_ns: where the clock begins, nanoseconds since the epoch.
-    """
-
-    def __init__(self, base_ns: int) -> None:
-        self._base_ns = base_ns
-        named = {"ph": "M", "pid": _PROCESS}
-        self.found: list[Event] = [{**named, "name": "process_name", "args": {"name": "copus"}}]
-        for tid, name in enumerate(_TRACKS):
-            self.found.append({**named, "tid": tid, "name": "thread_name", "args": {"name": name}})
-
-    def instant(self, track: str, name: str, t: float | None, **args: Any) -> None:
-        """An event at a time in seconds since the epoch; nothing without one."""
-        self._add(track, name, t, args, ph="i", s="t")
-
-    def span(self, track: str, name: str, t: float | None, end: float | None, **args: Any) -> None:
-        if t is not None and end is not None:
-            dur = max(round(1e6 * (end - t), 3), 0.0)
-            self._add(track, name, t, args, ph="X", dur=dur)
-
-    def _add(
-        self, track: str, name: str, t: float | None, args: dict[str, Any], **fields: Any
-    ) -> None:
-        if t is None or not 0 <= t < _END_OF_TIME_S:
-            return
-        # Whole nanoseconds: a float has no room for them since 1970.
-        ns = round(1e6 * t) * 1000 - self._base_ns
-        about = {"cat": "copus", "pid": _PROCESS, "tid": _TRACKS.index(track), "ts": ns / 1000}
-        known = {k.replace("_", " "): v for k, v in args.items() if v is not None and v != ""}
-        self.found.append({"name": name, **about, **fields, "args": known})
 
 
 def timeline(run: Path) -> dict[str, Any] | None:
@@ -91,76 +57,50 @@ def timeline(run: Path) -> dict[str, Any] | None:
         return None
     bases = (base_of(path) for path in reversed(traces_of(run)))
     base_ns = next((base for base in bases if base is not None), 0)
-    events = Events(base_ns)
-    run_history = reader.history()
-    _add_history(events, run_history)
-    _add_decisions(events, run_history.decisions)
-    return {"displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns, "traceEvents": events.found}
+    history = reader.history()
+    about = {"ph": "M", "pid": _PROCESS}
+    events: list[Event] = [{**about, "name": "process_name", "args": {"name": "copus"}}]
+    for tid, name in enumerate(_TRACKS):
+        events.append({**about, "tid": tid, "name": "thread_name", "args": {"name": name}})
+    for line in journal(history):
+        needed = None if line.needed is None else percent(line.needed)
+        args = {"step": line.iteration, "reason": line.why, "gain": line.gain}
+        args |= {"gain needed": needed, "outcome": line.outcome}
+        track = "decisions" if line.group in ("change", "stay") else "events"
+        events += _event(track, line.what, line.t, base_ns, args, ph="i", s="t")
+    for relayout in history.decisions.relayouts:
+        events += _phases(relayout, base_ns)
+    return {"displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns, "traceEvents": events}
 
 
-def _add_history(events: Events, run: RunHistory) -> None:
-    after = [launch.t for launch in run.launches[1:]] + [None]
-    for launch, follower_t in zip(run.launches, after):
-        ends = [t for t in (launch.last_t, follower_t) if t is not None]
-        about = {"first_step": launch.iteration + 1, "last_step": launch.last_iteration}
-        events.span(
-            "launches", launch.name, launch.t, min(ends, default=None), **about, ended=launch.why
-        )
-    after = [layout.t for layout in run.layouts[1:]] + [run.last]
-    for layout, end in zip(run.layouts, after):
-        events.span("layouts", layout.layout, layout.t, end, step=layout.iteration)
-    for e in run.evaluations:
-        about = {"step": e.iteration, "samples": e.samples, "loss": number(e.loss)}
-        events.instant("evaluations", e.split, e.t, **about)
-    for event in run.events:
-        if event.kind in QUIET_EVENTS:
-            continue
-        events.instant("events", event.kind, event.t, step=event.iteration, line=event.line)
+def _event(
+    track: str, name: str, t: float | None, base_ns: int, args: dict[str, Any], **fields: Any
+) -> list[Event]:
+    """An event at a time in seconds since the epoch; none without a time."""
+    if t is None or not 0 <= t < _END_OF_TIME_S:
+        return []
+    # Whole nanoseconds: a float has no room for them since 1970.
+    ns = round(1e6 * t) * 1000 - base_ns
+    about = {"cat": "copus", "pid": _PROCESS, "tid": _TRACKS.index(track), "ts": ns / 1000}
+    known = {name: value for name, value in args.items() if value is not None and value != ""}
+    return [{"name": name, **about, **fields, "args": known}]
 
 
-def _add_decisions(events: Events, journal: DecisionHistory) -> None:
-    for d in journal.decided:
-        events.instant("decisions", headline(d), d.t, **_about(d))
-    for relayout in journal.relayouts:
-        _add_relayout(events, relayout)
-    for note in journal.notes:
-        events.instant("events", note.kind, note.t, step=note.iteration, line=note.line)
-
-
-def _about(d: DecisionRecord) -> dict[str, Any]:
-    gain, needed = (None if v is None else percent(v) for v in (d.gain, d.needed))
-    return {
-        "decision": d.number,
-        "step": d.iteration,
-        "samples": d.samples,
-        "kind": d.kind,
-        "reason": d.reason,
-        "gain": gain,
-        "gain_needed": needed,
-        "from": str(d.now) if d.now.batch is not None else "",
-        "to": str(d.to) if d.is_change else "",
-        "applied": d.applied,
-        "outcome": result(d),
-    }
-
-
-def _add_relayout(events: Events, s: RelayoutRecord) -> None:
+def _phases(s: RelayoutRecord, base_ns: int) -> list[Event]:
     """A change of layout over its phases, which follow each other."""
-    name = f"{s.start} to {s.to}" + ("" if s.kind == MOVED else f", {s.kind}")
-    about = {
-        "decision": s.number,
-        "step": s.iteration,
-        "reason": s.reason,
-        "result": relayout_result(s),
-    }
     if s.t is None or s.pause_s is None:
-        return events.instant("changes of layout", name, s.t, **about)
-    t = s.t - s.pause_s
-    events.span("changes of layout", name, t, s.t, **about)
-    for phase, seconds in s.phases.items():
-        end = min(t + max(seconds, 0.0), s.t)
-        events.span("changes of layout", phase, t, end)
-        t = end
+        return []
+    begin, found = s.t - s.pause_s, []
+    whole = {f"{s.start} to {s.to}" + ("" if s.kind == MOVED else f", {s.kind}"): s.pause_s}
+    for parts in (whole, s.phases):
+        t = begin
+        for name, took_s in parts.items():
+            end = min(t + max(took_s, 0.0), s.t)
+            args = {"step": s.iteration, "result": relayout_result(s)} if parts is whole else {}
+            dur = max(round(1e6 * (end - t), 3), 0.0)
+            found += _event("changes of layout", name, t, base_ns, args, ph="X", dur=dur)
+            t = end
+    return found
 
 
 def traces_of(run: Path) -> list[Path]:

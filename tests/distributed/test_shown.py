@@ -194,7 +194,7 @@ def test_a_gain_is_a_ratio_of_outcomes_or_a_prediction_with_its_doubt(
     shown = [*results["told"][name], capsys.readouterr().out]
     report = report_of(RunReader(run))
     shown += [" ".join(map(str, line)) for line in (*report.changes, *report.journal)]
-    shown += [report.verdict, *report.decision]
+    shown += [report.verdict, report.decision, *report.facts.values()]
     for text in shown:
         assert "gains " not in text
         flat = " ".join(text.split())

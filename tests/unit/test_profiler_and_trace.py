@@ -31,6 +31,8 @@ from megatron.training.resilience.exit_status import RunOutcome
 from tests.helpers.jobs import TINY
 from tests.helpers.written_runs import WrittenRun, usual_run
 
+DECISIONS_TRACK = 0
+
 
 class Broken:
     """A profiler that cannot go on."""
@@ -202,7 +204,7 @@ def test_decisions_and_changes_are_events_with_their_reason(tmp_path: Path) -> N
     events = course_of(run)
     records = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     decided = [r for r in records if r["kind"] == "decision"]
-    shown = [e for e in events if "applied" in e.get("args", ())]
+    shown = [e for e in events if e.get("ph") == "i" and e["tid"] == DECISIONS_TRACK]
     assert [e["args"]["reason"] for e in shown] == [r["decision"]["reason"] for r in decided]
     assert [e["args"]["step"] for e in shown] == [r["iteration"] for r in decided]
     (relayout,) = [r for r in records if r["kind"] == "relayout"]
@@ -227,7 +229,11 @@ def test_both_are_on_one_clock(tmp_path: Path) -> None:
     base_s = trace["baseTimeNanoseconds"] / 1e9
     events = trace["traceEvents"]
     times = {e["name"]: base_s + e["ts"] / 1e6 for e in events if "ts" in e}
-    (decision,) = [base_s + e["ts"] / 1e6 for e in events if "applied" in e.get("args", ())]
+    (decision,) = [
+        base_s + e["ts"] / 1e6
+        for e in events
+        if e.get("cat") == "copus" and e["tid"] == DECISIONS_TRACK
+    ]
     assert before - 0.01 < times["of step 1"] < times["of step 2"] < decision + 0.01
     assert decision < time.time() + 0.01
     # The two traces are of one process, and would be one there.

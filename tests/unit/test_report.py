@@ -148,8 +148,8 @@ def test_candidates_are_those_that_the_last_decision_compared(run: Path, shown: 
         assert line[5] == gain(candidate["gain"], candidate["gain_sd"])
         assert line[6] == percent(candidate["needed"]).replace("-", "")
         assert line[7] == candidate["blocked_reason"] or "allowed"
-    assert shown.decision[0].startswith(f"After step {last['iteration']} the run was at batch ")
-    assert any(last["decision"]["reason"] in line for line in shown.decision)
+    assert shown.decision.startswith(f"Decision 6 after step {last['iteration']}. ")
+    assert last["decision"]["reason"] in shown.decision
 
 
 def test_of_what_a_crash_had_done_again_the_newer_counts(tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_of_what_a_crash_had_done_again_the_newer_counts(tmp_path: Path) -> None
     (undone,) = [x for x in shown.journal if x.iteration == 30 and x.group != "run"]
     assert "undone" in undone.outcome
     assert series_of(shown, "Batch")["change"].x == [160]
-    assert shown.decision[0].startswith("After step 20 ")
-    assert shown.facts["Launches"] == "2"
+    assert shown.decision.startswith("Decision 1 after step 20.")
+    assert shown.facts["launch"] == "job.0.1, 1 restart, 1 crash"
 
 
 def test_ranks_of_an_elastic_run_are_told_over_time(tmp_path: Path) -> None:
@@ -195,12 +195,12 @@ def test_ranks_of_an_elastic_run_are_told_over_time(tmp_path: Path) -> None:
         for i, record in enumerate(records):
             file.write(json.dumps({"v": 1, "t": 1000.0 + i, "m": float(i), **record}) + "\n")
     facts = report_of(RunReader(tmp_path)).facts
-    assert facts["Ranks"] == "4 then 3 after a loss then 4 after a join"
-    assert facts["Launches"] == "1"
+    assert facts["ranks"] == "4 then 3 after a loss then 4 after a join"
+    assert facts["launch"] == "c, 0 restarts, 0 crashes"
     # Three of six seconds were steps that count; one step was done again.
-    assert "3 s steps (50.0 %)" in facts["Of this"]
-    assert "1 s steps that a restart did again" in facts["Of this"]
-    assert "2 s recoveries and joins" in facts["Of this"]
+    assert "3 s steps (50.0 %)" in facts["of this"]
+    assert "1 s steps that a restart did again" in facts["of this"]
+    assert "2 s recoveries and joins" in facts["of this"]
 
 
 def test_time_that_a_crash_has_wasted_is_told_from_time_between_launches(tmp_path: Path) -> None:
@@ -218,14 +218,14 @@ def test_time_that_a_crash_has_wasted_is_told_from_time_between_launches(tmp_pat
     facts = report_of(reader).facts
     launches = [(x.name, x.iteration, x.last_iteration) for x in reader.history().launches]
     assert launches == [("job.0.0", 0, 90), ("job.0.1", 50, 60)]
-    assert facts["Steps"] == "60 of 1,000 (6.0 %)", "of what the last step expects"
-    parts = [part.partition(" s ") for part in facts["Of this"].split("; ")]
+    assert facts["step"].startswith("60 of 1,000,"), "of what the last step expects"
+    parts = [part.partition(" s ") for part in facts["of this"].split("; ")]
     spent = {what: time for time, _, what in parts}
     seconds = {r["iteration"]: r["elapsed_per_iteration_ms"] / 1000 for r in lines_of(path, "step")}
     assert float(spent["steps that a restart did again"]) == pytest.approx(
         sum(seconds[i] for i in range(51, 91)), rel=0.01
     )
-    assert "10.0 min between launches" in facts["Of this"]
+    assert "10.0 min between launches" in facts["of this"]
 
 
 def test_what_a_run_says_cannot_leave_its_place(tmp_path: Path) -> None:
@@ -264,14 +264,14 @@ def test_of_a_run_its_journal_alone_makes_a_page(run: Path, tmp_path: Path) -> N
 
 
 def test_the_page_says_what_there_was_to_gain(run: Path, shown: Report, tmp_path: Path) -> None:
-    assert "To gain" not in shown.facts
+    assert "to gain" not in shown.facts
     record_run(tmp_path)
     record_decisions(tmp_path)
     headroom = Headroom.from_json(lines_of(tmp_path / "journal.jsonl", "decision")[-1]["headroom"])
-    assert report_of(RunReader(tmp_path)).facts["To gain"] == str(headroom)
+    assert report_of(RunReader(tmp_path)).facts["to gain"] == str(headroom)
     # A later launch that knows nothing does not repeat it.
     DecisionLog(tmp_path).append("start", mode="act", flags={}, headroom=None)
-    assert "To gain" not in report_of(RunReader(tmp_path)).facts
+    assert "to gain" not in report_of(RunReader(tmp_path)).facts
 
 
 COLUMN = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=400)
@@ -348,7 +348,7 @@ def test_a_page_that_follows_is_written_until_the_run_is_done(
     def while_it_waits(seconds: float) -> None:
         text = page.read_text()
         reload_s = re.findall(r'http-equiv="refresh" content="([0-9.]+)"', text)
-        (steps,) = re.findall(r"<dt>Steps</dt><dd>(\d+) of", text)
+        (steps,) = re.findall(r"<dt>step</dt><dd>(\d+) of", text)
         seen.append((seconds, *reload_s, steps))
         run.step(3) if len(seen) < 3 else run.end()
 
@@ -356,7 +356,7 @@ def test_a_page_that_follows_is_written_until_the_run_is_done(
     assert tool.main([str(run.path), "-o", str(page), "--follow", "5"]) == 0
     assert seen == [(5.0, "5.0", "12"), (5.0, "5.0", "15"), (5.0, "5.0", "18")]
     last = page.read_text()
-    assert "refresh" not in last and "<dt>State</dt><dd>done</dd>" in last
+    assert "refresh" not in last and "<dt>state</dt><dd>done</dd>" in last
     assert list(tmp_path.glob("*.unfinished")) == []
 
 
@@ -369,11 +369,11 @@ def test_a_page_says_when_its_run_falls_silent_or_is_asked_for_something(tmp_pat
     (tmp_path / LOCK_FILE).touch()
     reader = RunReader(tmp_path)
     facts = report_of(reader).facts
-    assert facts["State"].startswith("training") and "Asked" not in facts
+    assert facts["state"].startswith("training") and "asked" not in facts
     (tmp_path / PAUSE_FILE).touch()
-    assert "pause the controller" in report_of(reader).facts["Asked"]
+    assert "pause the controller" in report_of(reader).facts["asked"]
     os.utime(tmp_path / LOCK_FILE, (1.0, 1.0))
-    assert report_of(reader).facts["State"].startswith("lost: no sign of life")
+    assert report_of(reader).facts["state"].startswith("lost: no sign of life")
 
 
 @pytest.mark.parametrize(

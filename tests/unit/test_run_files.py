@@ -68,7 +68,7 @@ def test_a_journal_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "kept.jsonl").symlink_to(tmp_path / "run" / JOURNAL)
     page = tmp_path / "x.html"
     assert report.main([str(tmp_path / "kept.jsonl"), "-o", str(page)]) == 0
-    assert "After step 20 " in page.read_text()
+    assert "Decision 1 after step 20. " in page.read_text()
 
 
 def others(value: Any, odd: Any) -> Iterator[Any]:
@@ -213,7 +213,7 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
         run.journal.append(kind, **fields)
     report = report_of(RunReader(tmp_path))
     assert batches_made(report) == [16]
-    assert "1 change" in report.facts["Controller"]
+    assert "; 1 change; " in report.verdict
     told = {line.iteration: line for line in report.journal if line.group == "change"}
     for number, (_, _, reason) in enumerate(ends):
         assert reason in told[10 + number].outcome
@@ -227,7 +227,7 @@ def test_a_recorded_journal_is_read(name: str, capsys: pytest.CaptureFixture[str
     path = ROOT / "docs" / "results" / f"{name}.journal.jsonl"
     report = report_of(RunReader(path))
     assert batches_made(report), "changes were made"
-    assert report.decision and not any("damaged" in line for line in report.decision)
+    assert report.decision and "damaged" not in report.facts["decided"]
     # Its decisions are those of the rules of its day.
     assert replay.main([str(path)]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 decisions the same")

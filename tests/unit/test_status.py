@@ -213,7 +213,7 @@ def test_states(make: Callable[[Path], Any], state: str, why: str, tmp_path: Pat
     make(tmp_path)
     now = read_status(tmp_path)
     assert now.state == state and why in now.why
-    told = report_of(RunReader(tmp_path)).facts["State"]
+    told = report_of(RunReader(tmp_path)).facts["state"]
     assert told.startswith(state) and why in told, "the report says the same"
     assert (now.left_s is not None) == (state not in ("done", "stopped", "failed", "lost"))
 
@@ -266,7 +266,7 @@ def test_the_time_left_says_what_another_schedule_could_save(tmp_path: Path) -> 
     none = dataclasses.replace(found, together=dataclasses.replace(most, high=0.004))
     assert time_left(80.0, none, t=t).endswith("; no other schedule could save 0.5 % of it")
     assert f"at most {100 * found.together.high:.1f} % of it" in shown(now)
-    told = report_of(RunReader(tmp_path)).facts["Time left"]
+    told = report_of(RunReader(tmp_path)).facts["time left"]
     assert f"at most {100 * found.together.high:.1f} % of it" in told
 
 

@@ -450,7 +450,7 @@ def test_status_and_report_show_the_line(tmp_path: Path) -> None:
     (line,) = [line for line in out.getvalue().splitlines() if line.startswith("so far")]
     assert line.split(maxsplit=2)[2].rstrip() == run.line
     report = report_of(RunReader(tmp_path))
-    assert report.facts["So far"] == run.line and run.line in report.verdict
+    assert report.facts["so far"] == run.line and run.line in report.verdict
 
 
 def unchanged(path: Path) -> Run:
