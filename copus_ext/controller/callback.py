@@ -300,6 +300,7 @@ class Controller(Callback):
             batch=step.global_batch_size,
             loss=step.loss,
             seconds=step.elapsed_s,
+            end_s=step.end_s,
             updated=step.updated,
             iteration=step.iteration,
             measures_noise=bool(self.gns.observer.latest),
@@ -403,6 +404,7 @@ class Controller(Callback):
             micro_batch_size=now.micro_batch_size,
             global_batch_size=now.global_batch_size,
             measured=self.state.measured_step_time,
+            end_share=self.state.end_share,
             visited=self.state.timed_layouts,
             earlier_s=self.state.conditions.earlier_s,
         )

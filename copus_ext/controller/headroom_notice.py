@@ -57,6 +57,7 @@ class HeadroomNotice:
                 micro_batch_size=settings.micro_batch_size or config.batch.micro_batch_size,
                 global_batch_size=batch,
                 measured=state.measured_step_time,
+                end_share=state.end_share,
                 visited=state.timed_layouts,
             )
             return headroom.of_rows(rows, current, prior)

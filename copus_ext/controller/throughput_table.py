@@ -173,6 +173,7 @@ class ThroughputTable:
         micro_batch_size: int,
         global_batch_size: int,
         measured: Callable[..., tuple[float, float, int] | None],
+        end_share: Callable[[Configuration], float | None] | None = None,
         visited: Sequence[Layout] = (),
         earlier_s: Mapping[str, float] | None = None,
     ) -> tuple[list[ConfigThroughput], int]:
@@ -184,6 +185,7 @@ class ThroughputTable:
             global_batch_size: of now.
             measured: usual seconds of a step, their median deviation and number, if this run has
                 timed the configuration. It takes the period of steps that repeat, too.
+            end_share: share of such a step after its last backward pass, if it was measured.
             visited: further layouts under which it has.
             earlier_s: seconds of a step that are expected of configurations, by key, because they
                 were timed under other conditions.
@@ -193,8 +195,9 @@ class ThroughputTable:
         """
         if (period := step_period(self.config.flat())) > 1:
             measured = functools.partial(measured, period=period)
+            end_share = None  # a median step lacks what one of the period has more
         now = self._configuration(micro_batch_size, global_batch_size)
-        rows = self._predicted(batches, now, measured, visited, earlier_s or {})
+        rows = self._predicted(batches, now, measured, end_share, visited, earlier_s or {})
         is_known = any(_uncut(row.layout) == _uncut(self.config.layout) for row in rows)
         if not rows or (now.layout.layer_partition and not is_known):
             # The planner ranks even stages only; it has none where the layers do not divide.
@@ -216,6 +219,7 @@ class ThroughputTable:
         batches: Sequence[int],
         now: Configuration,
         measured: Callable[[Configuration], tuple[float, float, int] | None],
+        end_share: Callable[[Configuration], float | None] | None,
         visited: Sequence[Layout],
         earlier_s: Mapping[str, float],
     ) -> list[ConfigThroughput]:
@@ -236,7 +240,13 @@ class ThroughputTable:
             if known is not None:
                 usual, deviation, number = known
                 live.append(
-                    Timing(configuration=c, step_s=usual, spread_s=deviation, num_steps=number)
+                    Timing(
+                        configuration=c,
+                        step_s=usual,
+                        spread_s=deviation,
+                        num_steps=number,
+                        end_share=end_share and end_share(c),
+                    )
                 )
             elif (step_s := earlier_s.get(key_of(c))) is not None:
                 earlier.append(Timing(configuration=c, step_s=step_s))

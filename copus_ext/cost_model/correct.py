@@ -16,6 +16,10 @@ that mostly sends through the pipeline, say much about all others. The factors o
 likeliest ones, found by Newton's steps, because a link may be several times slower than was
 thought. Around them one linear solve gives the posterior, the same in whatever order data come.
 
+One time cannot tell how much of a step every batch has. A run therefore measures the end of a step,
+too, which follows the last backward pass: reduction, optimizer and host. The constant time lies
+before it.
+
 Where the measurements are far off together, the variance that explains it joins the prior. It goes
 to the shared factor, but for half of the share that computation has in the steps measured: the
 links of a slow machine may be no slower. Layouts that compute alike then keep their order.
@@ -51,6 +55,7 @@ class PartSpread:
     dp: float = 0.4
     """Of what goes among the replicas, besides `across`."""
     optimizer: float = 0.4
+    """Of the optimizer, and of the host besides."""
     across: float = 0.3
     """Of pipeline messages and of what goes among the replicas, where they go between nodes."""
 
@@ -60,20 +65,25 @@ _FACTORS_OF = {
     "compute": ("compute",),
     "recompute": ("compute",),
     "bubble": ("compute", "bubble"),
-    "host": ("compute",),
+    "host": ("compute", "optimizer"),
     **{name: (name,) for name in ("tp", "pp", "dp", "optimizer")},
 }
 """Which factors multiply the seconds of a part of a step. That of launches enters `_WORK`."""
 _PP, _DP = (list(_FACTORS_OF).index(name) for name in ("pp", "dp"))
 _WORK = [list(_FACTORS_OF).index(name) for name in ("compute", "recompute", "bubble")]
+_AT_END = np.isin(list(_FACTORS_OF), ("dp", "optimizer", "host"))
+"""Which parts follow the last backward pass."""
 _COMPUTE, _LAUNCH, _ACROSS = (_NAMES.index(name) for name in ("compute", "launch", "across"))
 _SHARPNESS = 3.2
 """Exponent with which launches and work join, as `Constants.launch_sharpness` where it was fitted:
 what waits for launches only now and then waits for all of them once they take thrice as long."""
 _MIXING = np.array([[f in names for f in _NAMES] for names in _FACTORS_OF.values()], dtype=float)
-_CONSTANT = 0.04
+_CONSTANT = 0.06
 """Standard deviation of the constant time that every step may have besides, over the median
 predicted step of those measured."""
+_END_SD = 0.15
+"""Of the logarithm of the measured end of a step, at least. It is short, so that others disturb it
+more than the whole."""
 _TAILS = 4 / 3
 """Standard deviations of one configuration over another count so many times where runs choose. The
 few large errors are larger than a normal distribution has them, and a trial pays by these."""
@@ -151,6 +161,8 @@ class Steps:
     """[n] share of the computation that would go if kernels started at once, by its slope."""
     across: Any
     """[n, 2] as `StepTime.across`."""
+    constant: Any
+    """[n] 1, or 0 for the end of a step, which has no part of the constant time."""
 
     @classmethod
     def of(
@@ -194,6 +206,7 @@ class Steps:
             hiding=hiding.T,
             launch=np.broadcast_to(share, len(whole)),
             across=np.broadcast_to(np.asarray(across, dtype=float), (2, len(whole))).T,
+            constant=np.ones(len(whole)),
         )
 
     def __len__(self) -> int:
@@ -212,6 +225,12 @@ class Steps:
         names = (f.name for f in fields(Steps))
         return Steps(**{n: np.concatenate([getattr(self, n), getattr(other, n)]) for n in names})
 
+    def cut(self) -> tuple[Steps, Steps]:
+        """The steps without their ends, and the ends."""
+        nothing = np.zeros(len(self))
+        ends = replace(self, seconds=_AT_END * self.seconds, launch=nothing, constant=nothing)
+        return replace(self, seconds=~_AT_END * self.seconds, hiding=0.0 * self.hiding), ends
+
 
 def correct(
     ask: Steps,
@@ -220,6 +239,7 @@ def correct(
     *,
     noise: Sequence[float] | None = None,
     earlier: Sequence[bool] | None = None,
+    ends: Sequence[float | None] | None = None,
     against: int | None = None,
 ) -> Correction:
     """The posterior of the factors of some configurations.
@@ -231,6 +251,7 @@ def correct(
         noise: [m] standard deviation of each measurement, where it is more than the spread's.
         earlier: [m] whether a measurement is of an earlier time than the rest; the answer is for
             the time of the rest. All or none of them: there is but one time.
+        ends: [m] share of a measured step that follows its last backward pass; None: not measured.
         against: index of the configuration that all are compared with.
 
     Returns:
@@ -245,10 +266,21 @@ def correct(
     sd = np.maximum(s.noise, np.zeros(len(known)) if noise is None else noise)
     ratios = np.asarray(log_ratios, dtype=float)
     old = np.zeros(len(sd)) if earlier is None else np.asarray(earlier, dtype=float)
+    body, body_ratios, at = known, ratios, np.arange(len(known))
+    shares = np.array([] if ends is None else ends, dtype=float)
+    if np.isfinite(shares).any():
+        at = np.flatnonzero(np.isfinite(shares))
+        body, end = known.take(at).cut()
+        log_s, share = ratios[at] + np.log(known.step_s[at]), shares[at]
+        body_ratios = log_s + np.log((1.0 - share) / body.step_s)
+        ratios = np.append(ratios, log_s + np.log(share / end.step_s))
+        known, old = known.and_(end), np.append(old, old[at])
+        sd = np.append(sd, np.maximum(sd[at], _END_SD))
     apart = np.diag(sd**2) + (0.0 if old.all() else s.drift**2 * np.outer(old, old))
     apart += _kernel(known, known, s)
-    more = _more_in_common(apart + parts.covariance(known, known, theta), ratios)
-    of_compute = _OF_COMPUTE * more * float(parts.slopes(known, theta)[:, _COMPUTE].mean())
+    inner = apart[np.ix_(at, at)] + parts.covariance(body, body, theta)
+    more = _more_in_common(inner, body_ratios)
+    of_compute = _OF_COMPUTE * more * float(parts.slopes(body, theta)[:, _COMPUTE].mean())
     s = replace(s, common=math.sqrt(s.common**2 + more - of_compute))
     apart += more - of_compute
     parts = replace(parts, compute_sd=math.sqrt(parts.compute_sd**2 + of_compute))
@@ -329,7 +361,7 @@ class _Parts:
         seconds[:, _WORK] *= self._waiting(steps, theta)[0][:, None]
         seconds[:, [_PP, _DP]] *= np.exp(theta[_ACROSS] * steps.across)
         seconds[:, _DP] += self._uncovered(steps, theta)[0]
-        constant = np.full((len(steps), 1), theta[-1] * self.constant_s)
+        constant = theta[-1] * self.constant_s * steps.constant[:, None]
         # No step takes less than a tenth of what its parts do.
         return np.concatenate(
             [seconds, np.maximum(constant, -0.9 * seconds.sum(axis=1, keepdims=True))], axis=1
@@ -345,7 +377,8 @@ class _Parts:
         slopes[:, _LAUNCH] += waited
         slopes[:, _COMPUTE] -= waited
         slopes[:, _ACROSS] += (now[:, [_PP, _DP]] * steps.across).sum(axis=1)
-        return np.concatenate([slopes / total, self.constant_s / total], axis=1)
+        slopes = np.concatenate([slopes, self.constant_s * steps.constant[:, None]], axis=1)
+        return slopes / total
 
     def spread(self, steps: Steps, theta: Any) -> Any:
         """[n, k] what one standard deviation of each of theta makes of the logarithm of a step.

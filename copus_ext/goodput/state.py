@@ -101,6 +101,8 @@ class ControllerState:
     """Batch, samples, at which the run began to anneal by batch; None before."""
     step_times: dict[str, list[float]] = field(default_factory=dict)
     """Newest step times, seconds, by `config_key`."""
+    end_shares: dict[str, list[float]] = field(default_factory=dict)
+    """Shares of the newest step times that follow the last backward pass, in the same way."""
     steps: list[StepRecord] = field(default_factory=list)
     """Newest steps."""
     open_change: ConfigChange | None = None
@@ -156,6 +158,7 @@ class ControllerState:
         batch: int,
         loss: float,
         seconds: float,
+        end_s: float | None = None,
         updated: bool = True,
         iteration: int = 0,
         measures_noise: bool = False,
@@ -169,6 +172,7 @@ class ControllerState:
             batch: its samples.
             loss: in nats per token.
             seconds: wall time on the slowest rank.
+            end_s: of it, what follows the last backward pass; None: not measured.
             updated: whether the weights changed.
             iteration: steps of the run, this one included.
             measures_noise: whether the noise scale was measured in it.
@@ -198,6 +202,10 @@ class ControllerState:
         self.conditions.add_step(seconds)
         if self.steps[-1].is_timed:
             self._time(self.steps[-1])
+            if end_s is not None and 0.0 < end_s < seconds:
+                shares = self.end_shares.setdefault(key, [])
+                shares.append(end_s / seconds)
+                del shares[:-TIMED_STEPS]
 
     def begin_visit(self, key: str = "") -> None:
         """The next steps are the first ones in a configuration, or after something that may slow
@@ -231,7 +239,7 @@ class ControllerState:
         self.left = dict.fromkeys(self.left_for_good, 0)
         is_news = self.conditions.num_changes != self.conditions_at_change
         if self.conditions.factors != USUAL or not usual.is_like(self.conditions.usual):
-            self.step_times, self.left, is_news = {}, {}, True
+            self.step_times, self.end_shares, self.left, is_news = {}, {}, {}, True
         self.conditions_at_change = -1 if is_news else 0
         self.conditions, self.watch, self._shift = Conditions(usual=usual), StepTimeWatch(), None
         self.begin_visit()
@@ -269,7 +277,7 @@ class ControllerState:
         if self.annealing_from is not None:
             self.annealing_from = max(rescaled(self.annealing_from), 1)
         self.critical_batch_size_when_shrunk = self.critical_batch_size_when_grown = None
-        self.left = {}
+        self.left, self.end_shares = {}, {}
         self.steps, self.step_times, self.open_change, self.loss_watch = [], {}, None, None
         self.steps_after_change = 0
         self.conditions.earlier_s, self.watch, self._shift = {}, StepTimeWatch(), None
@@ -311,7 +319,7 @@ class ControllerState:
             self.step_times = {**times, present: kept} if kept else times
             self.conditions.earlier_s = {key: factor * x for key, x in earlier_s.items()}
             return False
-        self.step_times = {present: kept} if kept else {}
+        self.step_times, self.end_shares = {present: kept} if kept else {}, {}
         self.conditions.factors, self.conditions.earlier_s = factors, earlier_s
         self.conditions.num_changes += 1
         if shift is None:
@@ -329,6 +337,12 @@ class ControllerState:
         median = statistics.median(times)
         spread = statistics.median(abs(t - median) for t in times)
         return usual_step_s(times, period), spread, len(times)
+
+    def end_share(self, c: Configuration) -> float | None:
+        """Median share of a configuration's steps that follows the last backward pass; None where
+        it was not measured."""
+        shares = self.end_shares.get(key_of(c), [])
+        return statistics.median(shares) if len(shares) >= MIN_TIMED_STEPS else None
 
     @property
     def _timed_keys(self) -> set[str]:

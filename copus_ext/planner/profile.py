@@ -59,6 +59,8 @@ class Timing:
     """Median absolute deviation."""
     num_steps: int = 1
     """Steps measured."""
+    end_share: float | None = None
+    """Share of a step that follows its last backward pass; None: not measured, as in a profile."""
     peak_bytes: float | None = None
     """Memory that the process needed at most on the GPU that needed most; None: not measured."""
 
@@ -303,10 +305,11 @@ class Measured:
         self._earlier = [False] * len(timings) + [True] * len(earlier)
         self.points = points_of([x.configuration for x in self.timings])
         """What was timed."""
-        self._predict = lambda points: step_time(to_config_batch(model, cluster, points), constants)
+        self.predict = lambda points: step_time(to_config_batch(model, cluster, points), constants)
+        """Uncorrected times of points."""
         self._log_ratios, self._known = np.zeros(0), Steps.of([])
         if self.timings:
-            predicted = self._predict(self.points)
+            predicted = self.predict(self.points)
             self._log_ratios = np.log([x.step_s for x in self.timings] / predicted.step_s)
             self._known = steps_of(self.points, predicted)
         self._lines = {tuple(key) for key in keys_of(self.points).tolist()}
@@ -337,7 +340,7 @@ class Measured:
         """
         single = points_of([one])
         both = joined([points, single])
-        alone = self._predict(single)
+        alone = self.predict(single)
         steps = Steps.of(
             keys_of(both),
             both.num_microbatches,
@@ -381,6 +384,7 @@ class Measured:
             self._log_ratios,
             noise=[x.relative_sd for x in self.timings],
             earlier=self._earlier,
+            ends=[x.end_share for x in self.timings],
             against=against,
         )
 

@@ -47,9 +47,10 @@ def controllers() -> tuple[Any, Any, Any, Any]:
 
         def on_train_step_end(self, context: CallbackContext) -> Request | None:
             # What is decided must not rest on how busy this machine is.
-            assert context.step is not None
+            assert context.step is not None and context.step.end_s is not None
+            assert 0.0 < context.step.end_s < context.step.elapsed_s
             elapsed_s = 0.02 + 0.001 * context.step.global_batch_size
-            context.step = replace(context.step, elapsed_s=elapsed_s)
+            context.step = replace(context.step, elapsed_s=elapsed_s, end_s=0.02)
             return super().on_train_step_end(context)
 
         def on_train_end(self, context: CallbackContext) -> None:

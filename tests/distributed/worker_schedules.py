@@ -50,7 +50,7 @@ def controller(**flags: Any) -> Any:
         def on_train_step_end(self, context: Any) -> Any:
             assert context.step is not None
             elapsed_s = 0.02 + 0.001 * context.step.global_batch_size
-            context.step = replace(context.step, elapsed_s=elapsed_s)
+            context.step = replace(context.step, elapsed_s=elapsed_s, end_s=0.02)
             return super().on_train_step_end(context)
 
     return Steady(CopusConfig(copus=True, **flags))

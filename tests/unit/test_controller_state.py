@@ -17,7 +17,7 @@ from copus_ext.controller.decision_log import (
     read_journal,
 )
 from copus_ext.cost_model.conditions import Timings
-from copus_ext.cost_model.constants import USUAL
+from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.goodput.conditions import Conditions
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.costs import MAX_FAILURES, LayoutChangeCosts
@@ -51,6 +51,7 @@ def filled(number: int, *, state: ControllerState | None = None, **how: Any) -> 
             batch=batch,
             loss=loss + 0.01 * (i % 2),
             seconds=seconds,
+            end_s=how.get("end_s"),
         )
     return state
 
@@ -80,6 +81,20 @@ def test_step_times_need_a_warm_up_and_some_steps_and_few_are_kept() -> None:
     filled(3, state=resumed, seconds=30.0)
     assert resumed.measured_step_time(EIGHT) == state.measured_step_time(EIGHT)
     assert state.timed_layouts == [Layout(dp=2)]
+
+
+def test_the_end_of_a_step_is_known_as_its_time_is_and_forgotten_with_the_conditions() -> None:
+    assert filled(7, end_s=0.02).end_share(EIGHT) is None and filled(8).end_share(EIGHT) is None
+    state = filled(8, state=filled(20, end_s=0.03), end_s=0.02)
+    resumed = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
+    assert resumed.end_share(EIGHT) == state.end_share(EIGHT) == pytest.approx(0.3)
+    filled(500, state=state, end_s=0.02)
+    assert state.end_share(EIGHT) == pytest.approx(0.2)
+    # No clock gives an end that is longer than the step, or none at all.
+    assert filled(8, end_s=0.1).end_share(EIGHT) is None
+    slow = PartFactors(dp=2.0)
+    state.set_conditions(slow, {}, present=config_key("tp1.pp1.dp2", 1, 8), shift=None)
+    assert state.measured_step_time(EIGHT) is not None and state.end_share(EIGHT) is None
 
 
 def test_the_outcome_of_a_change_is_measured_when_enough_steps_have_followed() -> None:

@@ -126,6 +126,26 @@ def test_two_timings_find_the_part_that_is_slow() -> None:
         assert error < 0.06 and error < abs(math.log(without.factor[i]) - truth[i]) / 2
 
 
+def test_the_measured_end_of_a_step_tells_what_every_batch_has_of_it() -> None:
+    """The optimizer takes a quarter of what was predicted, computation half again as much, and one
+    configuration was timed: its whole step looks as predicted."""
+    counts = np.array([1.0, 2.0, 8.0])
+    parts = {"compute": 1.0 * counts, "optimizer": np.full(3, 0.7), "host": np.full(3, 0.1)}
+    steps = Steps.of([(1, 1, 1)] * 3, counts, parts)
+    truth = np.log((1.5 * counts + 0.2) / steps.step_s)
+    blind, seen = (
+        module.correct(steps, steps.take([0]), truth[:1], ends=[end], against=0)
+        for end in (None, 0.2 / 1.7)
+    )
+    for i in (1, 2):
+        assert abs(math.log(seen.factor[i] / seen.factor[0]) - truth[i] + truth[0]) < 0.06
+        assert math.log(blind.factor[i] / blind.factor[0]) < truth[i] - truth[0] - 0.1
+    assert seen.factor[0] == pytest.approx(math.exp(truth[0]), rel=0.02)
+    # One that nobody measured changes nothing.
+    plain = module.correct(steps, steps.take([0]), truth[:1], against=0)
+    assert (plain.factor == blind.factor).all()
+
+
 def test_reductions_and_weights_come_out_of_hiding() -> None:
     """The factor on their seconds acts as the cost model has it."""
     rng = np.random.default_rng(0)

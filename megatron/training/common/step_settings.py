@@ -65,6 +65,8 @@ class StepInfo:
     """Whether the weights changed."""
     elapsed_s: float
     """Wall time of the step on the slowest rank, seconds."""
+    end_s: float | None = None
+    """Of it, seconds that follow the last backward pass of all ranks; None: not measured."""
     seq_length: int | None = None
     """Tokens per sample; None where the trainer does not say."""
     length_ratio: int = 1

@@ -80,6 +80,8 @@ class StepSummary:
     """Mean loss of each further token of `--mtp-num-layers` over all that count, in nats."""
     elapsed_s: float
     """Seconds of the slowest rank."""
+    end_s: float | None
+    """Of them, those after the last backward pass of all ranks; None of other batches."""
     stop: StopReason | None
     """Why all of them leave."""
     save: bool
@@ -257,12 +259,13 @@ def share_numbers(
         job.rank_times.add(rows[:, 5])
     total, tokens = rows[:, :2].sum(dim=0).tolist()
     further = rows[:, 6:].sum(dim=0).view(-1, 2)
-    code, save, seconds = rows[:, 2:5].max(dim=0).values.tolist()
+    code, save, seconds, own_s = rows[:, 2:6].max(dim=0).values.tolist()
     return StepSummary(
         loss=total,
         num_tokens=tokens,
         further_losses=tuple(_mean(*pair) for pair in further.tolist()),
         elapsed_s=seconds,
+        end_s=seconds - own_s if own_s else None,
         stop=StopReason.from_code(int(code)),
         save=bool(save),
     )
@@ -332,6 +335,7 @@ def train_step(job: Job) -> tuple[StepInfo, StepSummary]:
         learning_rate=learning_rate(job.optimizer),
         updated=result.updated,
         elapsed_s=shared.elapsed_s,
+        end_s=shared.end_s,
         seq_length=job.seq_length,
         length_ratio=config.segment.ratio,
         further_losses=shared.further_losses,
