@@ -54,7 +54,7 @@ def facts(status: RunStatus, run: RunHistory) -> dict[str, str]:
         **dict(rows(status)),
         "asked": "; ".join(run.asked),
         "alarms": "; ".join(alarms(status)),
-        "layouts": " then ".join(_short([x.layout for x in run.layouts])),
+        "layouts": " then ".join(_short([layout for _, layout in run.layouts])),
         "batches": " then ".join(_short(_batches(run))),
         "began": "" if run.begin is None else f"{date(run.begin)} UTC",
         "last record": "" if run.last is None else f"{date(run.last)} UTC",

@@ -213,8 +213,6 @@ class DecisionHistory:
     run; empty before a decision."""
     requested: tuple[int | None, float | None] = (None, None)
     """Decision of the last requested change of layout, and its predicted seconds."""
-    begun_t: float | None = None
-    """When the change of layout began that is under way, seconds since the epoch."""
 
     @property
     def is_empty(self) -> bool:
@@ -277,8 +275,6 @@ class DecisionHistory:
                 decided.outcome = outcome
         elif kind == "relayout.requested":
             self.requested = whole(record.get("number")), number(record.get("predicted_s"))
-        elif kind == "relayout.begin":
-            self.begun_t = seconds_of(record.get("time"))
         elif kind == "relayout" or kind in _GIVEN_UP:
             self._add_relayout(kind, record)
         elif kind == "failure":
@@ -291,7 +287,7 @@ class DecisionHistory:
         self.mode = text(record.get("mode"), 20)
         self.flags = table(record.get("flags"))
         self.has_ramp = bool(record.get("rampup_batch_size"))
-        self.failure, self.begun_t = "", None
+        self.failure = ""
         self.headroom = _headroom(record.get("headroom"))
         iteration, layout = whole(record.get("iteration")), text(record.get("layout"), 100)
         if not (self.decided or self.layouts):
@@ -325,7 +321,6 @@ class DecisionHistory:
     def _add_relayout(self, kind: str, record: dict[str, Any]) -> None:
         """The end of a change of layout. One that was given up may be recorded without its number,
         and once more with it."""
-        self.begun_t = None
         requested, predicted_s = self.requested
         own = whole(record.get("number"))
         about = own if own is not None or kind == "relayout" else requested
@@ -398,13 +393,14 @@ def sizes_of(row: dict[str, Any]) -> Sizes:
 
 def _first_in(first: Sizes, ratio: int) -> Sizes:
     """The first configuration in longer samples, as a trainer cuts it that keeps its tokens."""
+    if ratio <= 1:
+        return first
     try:
         unit = Layout.from_text(first.layout).batch_unit
     except ValueError:
         unit = 1
-    batch, micro = first.batch or unit, first.micro or 1
-    batch = max(round(batch / ratio / unit) * unit, unit) if ratio > 1 else batch
-    return replace(first, batch=batch, micro=max(micro // ratio, 1))
+    batch = max(round((first.batch or unit) / ratio / unit) * unit, unit)
+    return replace(first, batch=batch, micro=max((first.micro or 1) // ratio, 1))
 
 
 def _account(record: dict[str, Any], first: Sizes) -> Account:

@@ -35,8 +35,6 @@ _PHASES: dict[str, State] = {
     "changing the layout": "changing layout",
 }
 _HEARTBEAT_BYTES = 4096
-_TOGETHER_S = 1.0
-"""Records of one step boundary are at most so far apart."""
 _HARMLESS_FAULT = "checkpoint passed over"
 _LATEST = "latest_checkpointed_iteration.txt"
 
@@ -113,25 +111,14 @@ def latest_checkpoint(run: Path) -> tuple[int, float] | None:
 
 
 def _phase(run: RunHistory) -> State:
-    """What a living run does: as rank 0 says, else as the record does."""
+    """What a living run does, as its rank 0 says; without that it trains, or starts."""
     # A launch that has made no step yet is starting, whatever the one before did.
     has_steps = bool(run.steps) and run.steps[-1].launch == run.launch
     known = _PHASES.get(_heartbeat(run))
     # The heartbeat is some seconds old, and the record of a step may be newer.
-    if known is not None and not (known == "starting" and has_steps):
-        return known
-    if not has_steps:
-        return "starting"
-    last_t = run.steps[-1].t or 0.0
-    if (run.decisions.begun_t or 0.0) >= max(last_t - _TOGETHER_S, 0.1):
-        return "changing layout"
-    is_saving = False
-    for event in run.since_start:
-        if event.kind == "checkpoint.begin":
-            is_saving = (event.t or 0.0) >= last_t - _TOGETHER_S
-        elif event.kind in ("checkpoint.commit", "checkpoint.failed"):
-            is_saving = False
-    return "saving" if is_saving and not run.config.get("async_save") else "training"
+    if known is None or (known == "starting" and has_steps):
+        return "training" if has_steps else "starting"
+    return known
 
 
 def _heartbeat(run: RunHistory) -> str:

@@ -6,7 +6,7 @@ once, as the newer launch did it. Torn lines and values of the wrong kind are le
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,8 +113,6 @@ class Launch:
     why: str = ""
     """How it ended; empty if no end is recorded."""
     last_t: float | None = None
-    last_iteration: int = 0
-    """Its last step, even if a later launch did that again."""
     ranks: int | None = None
     """Of a launch whose ranks change."""
     entered: str = ""
@@ -125,7 +123,6 @@ class Event(NamedTuple):
     kind: str
     t: float | None
     iteration: int | None
-    samples: int | None
     about: dict[str, Any]
     """All its fields."""
 
@@ -133,13 +130,6 @@ class Event(NamedTuple):
     def line(self) -> str:
         named = (self.about.get(key) for key in ("line", "reason", "name", "alert", "fault"))
         return next((text(value) for value in named if value), "")
-
-
-class LayoutAt(NamedTuple):
-    iteration: int
-    samples: int
-    t: float | None
-    layout: str
 
 
 @dataclass(kw_only=True)
@@ -159,8 +149,8 @@ class RunHistory:
     steps: list[Step] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
-    layouts: list[LayoutAt] = field(default_factory=list)
-    """Each differs from the one before."""
+    layouts: list[tuple[int, str]] = field(default_factory=list)
+    """Steps done and the layout from there on; each differs from the one before."""
     events: list[Event] = field(default_factory=list)
     undone_s: float = 0.0
     """Seconds of steps that a later launch did again."""
@@ -200,20 +190,10 @@ class RunHistory:
         starts = [i for i, event in enumerate(self.events) if event.kind == "run.start"]
         return self.events[starts[-1] if starts else 0 :]
 
-    def at(self, iteration: int) -> tuple[int | None, float | None]:
-        """Samples and time at which so many steps were done."""
-        i = bisect_left(self.steps, iteration, key=lambda step: step.iteration)
-        if i < len(self.steps) and self.steps[i].iteration == iteration:
-            return self.steps[i].samples, self.steps[i].t
-        first = self.launches[0] if self.launches else None
-        if first is not None and iteration == first.iteration:
-            return first.samples, first.t
-        return None, None
-
     def layout_at(self, iteration: int) -> str:
         """The layout after so many steps; empty if unknown."""
-        i = bisect_right(self.layouts, iteration, key=lambda change: change.iteration)
-        return self.layouts[i - 1].layout if i else ""
+        i = bisect_right(self.layouts, iteration, key=lambda change: change[0])
+        return self.layouts[i - 1][1] if i else ""
 
 
 class RunReader:
@@ -231,15 +211,13 @@ class RunReader:
         journal = run.resolve() if run.is_file() else run / JOURNAL
         self._metrics = Tail(run / METRICS_FILE, max_bytes=max_bytes)
         self._journal = Tail(journal, max_bytes=max_bytes)
-        self.generation = 0
-        """Grows when the files of the run were replaced."""
         self._forget()
 
     def _forget(self) -> None:
         self._records: list[dict[str, Any]] = []
         self._decisions = DecisionHistory()
         self._config: dict[str, Any] = {}
-        self._launch_ends: dict[str, tuple[float | None, int | None]] = {}
+        self._launch_ends: dict[str, float | None] = {}
         self._last: float | None = None
 
     @property
@@ -254,7 +232,6 @@ class RunReader:
             OSError: a file of the run cannot be read.
         """
         if self._metrics.is_replaced() or self._journal.is_replaced():
-            self.generation += 1
             self._forget()
             self._metrics = Tail(self._metrics.path, max_bytes=None)
             self._journal = Tail(self._journal.path, max_bytes=None)
@@ -279,24 +256,23 @@ class RunReader:
         for record in committed:
             _add(found, record["value"])
         for launch in found.launches:
-            t, iteration = self._launch_ends.get(launch.name, (None, None))
-            launch.last_t = t
-            launch.last_iteration = launch.iteration if iteration is None else iteration
+            launch.last_t = self._launch_ends.get(launch.name)
         found.undone_s = _seconds_of(self._records) - _seconds_of(committed)
         if not any(event.kind == "layout" for event in found.events):
-            found.layouts = _layouts_of_journal(found) or found.layouts
+            told: list[tuple[int, str]] = []
+            for iteration, layout in found.decisions.layouts:
+                _enter_layout(told, iteration, layout)
+            found.layouts = told or found.layouts
         found.asked = _asked(self.run)
         return found
 
     def _take(self, record: dict[str, Any]) -> None:
         kind, t = record.get("kind"), written(record)
         launch = text(record.get("launch"), _MAX_NAME)
-        before_t, iteration = self._launch_ends.get(launch, (None, None))
         if kind == "step":
             value: Any = _step(record, launch)
             if value is None:
                 return
-            iteration = value.iteration
         elif kind == "eval":
             value = _evaluation(record)
         elif isinstance(kind, str):
@@ -304,14 +280,13 @@ class RunReader:
                 kind=text(kind, 60),
                 t=t,
                 iteration=whole(record.get("iteration")),
-                samples=whole(record.get("consumed_samples")),
                 about={name: field for name, field in record.items() if name != "config"},
             )
         else:
             return
         if kind == "run.start":
             self._config = table(record.get("config")) or self._config
-        self._launch_ends[launch] = (before_t if t is None else t, iteration)
+        self._launch_ends[launch] = self._launch_ends.get(launch) if t is None else t
         self._last = self._last if t is None else t
         names = ("kind", "launch", "iteration", "split")
         self._records.append({**{k: record[k] for k in names if k in record}, "value": value})
@@ -396,7 +371,7 @@ def _add(run: RunHistory, value: Step | Evaluation | Event) -> None:
                 name=text(about.get("launch"), _MAX_NAME),
                 t=value.t,
                 iteration=value.iteration or 0,
-                samples=value.samples or 0,
+                samples=whole(about.get("consumed_samples")) or 0,
                 layout=text(about.get("layout"), 100),
                 loaded=text(about.get("loaded"), 300),
                 ranks=len(members) if isinstance(members, list) else None,
@@ -404,31 +379,19 @@ def _add(run: RunHistory, value: Step | Evaluation | Event) -> None:
             )
         )
     if kind in ("run.start", "layout"):
-        at = LayoutAt(
-            value.iteration or 0, value.samples or 0, value.t, text(about.get("layout"), 100)
-        )
-        _enter_layout(run.layouts, at)
+        _enter_layout(run.layouts, value.iteration or 0, text(about.get("layout"), 100))
     elif kind == "checkpoint.commit":
         run.saves_s.append(number(about.get("seconds")) or 0.0)
     elif kind == "run.end" and run.launches:
         run.launches[-1].why = text(about.get("why"), 200) or "ended"
 
 
-def _enter_layout(layouts: list[LayoutAt], at: LayoutAt) -> None:
+def _enter_layout(layouts: list[tuple[int, str]], iteration: int, layout: str) -> None:
     """A layout from here on. Layouts beyond here were undone by a restart."""
-    while layouts and layouts[-1].iteration >= at.iteration:
+    while layouts and layouts[-1][0] >= iteration:
         layouts.pop()
-    if at.layout and (not layouts or layouts[-1].layout != at.layout):
-        layouts.append(at)
-
-
-def _layouts_of_journal(run: RunHistory) -> list[LayoutAt]:
-    """The layouts as the journal has them, for a record without any."""
-    layouts: list[LayoutAt] = []
-    for iteration, layout in run.decisions.layouts:
-        samples, t = run.at(iteration)
-        _enter_layout(layouts, LayoutAt(iteration, samples or 0, t, layout))
-    return layouts
+    if layout and (not layouts or layouts[-1][1] != layout):
+        layouts.append((iteration, layout))
 
 
 def _asked(run: Path) -> list[str]:

@@ -17,10 +17,8 @@ from copus_ext.goodput.decide import critical_batch_size_words
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.messages import goodput, next_choice
-from copus_ext.goodput.state import WINDOW_STEPS
-from copus_ext.launch.restart_policy import CrashLimits
-from copus_ext.monitor.journal import MOVED, DecisionHistory, DecisionRecord
-from copus_ext.monitor.liveness import RunLiveness, State, is_paused, latest_checkpoint, liveness
+from copus_ext.monitor.journal import MOVED, DecisionRecord
+from copus_ext.monitor.liveness import State, is_paused, latest_checkpoint, liveness
 from copus_ext.monitor.run_files import END_BYTES, GOES_ON, RunHistory, RunReader, Step
 from copus_ext.monitor.time_saved import TimeSaved, so_far
 from copus_ext.monitor.values import FOREIGN, LINE, text, whole
@@ -28,12 +26,6 @@ from megatron.training.config.layout import Layout
 
 SLOW_STEPS = 10
 """Medians without a step that are worth an alarm."""
-MANY_RELAYOUTS = 3
-"""Changes of layout an hour up to which there is no alarm."""
-FAR_OFF = 0.2
-"""Relative error of a predicted throughput that is worth an alarm, if it is more than two standard
-deviations."""
-_HOUR_S = 3600.0
 _STEPS = 100
 """Last steps that are looked at."""
 _ALARMS = 5
@@ -214,12 +206,10 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
     signs = liveness(run, t=t)
     entered_t, layout = _layout(run)
     pace = _pace(run, steps, entered_t)
-    num_launches, crashes = _launches(run)
     valid = next((e for e in reversed(run.evaluations) if e.split == "valid"), None)
     noisy = next((s for s in reversed(steps) if s.noise_status is not None), None)
     source = last or (run.launches[-1] if run.launches else None)
     consumed, total = source and source.samples, whole(run.config.get("train_samples"))
-    now = _alarms(run, signs, step_s=pace.step_s, last=last, crashes=crashes, t=t)
     return RunStatus(
         run=text(run.path),
         t=t,
@@ -227,9 +217,9 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         why=signs.why,
         silent_s=signs.silent_s,
         launch=run.launch,
-        launches=num_launches,
+        launches=sum(not launch.entered for launch in run.launches),
         launches_at_least=not run.is_whole,
-        crashes=len(crashes),
+        crashes=_crashes(run),
         iteration=source and source.iteration,
         train_iterations=last and last.train_iterations,
         consumed_samples=consumed,
@@ -250,7 +240,7 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         controller=_controller(reader, run, (layout, last and last.micro, last and last.batch)),
         paused=is_paused(run.path),
         saved=_saved(run, last, t),
-        alarms=(*_recorded_alarms(run, t=t), *now),
+        alarms=_alarms(run, t=t, step_s=pace.step_s if signs.state == "training" else None),
     )
 
 
@@ -363,23 +353,27 @@ def _saved(run: RunHistory, last: Step | None, t: float) -> Saved | None:
     return Saved(iteration=iteration, age_s=max(t - then, 0.0), steps_ago=since)
 
 
-def _launches(run: RunHistory) -> tuple[int, list[float]]:
-    """Number of launches, and when those began that followed a crash."""
-    crashes: list[float] = []
-    is_open = False
+def _crashes(run: RunHistory) -> int:
+    """Launches that recorded no end and were followed by another."""
+    num, is_open = 0, False
     for event in run.events:
         if event.kind == "run.start":
             # Where a launch goes on with other ranks, there is a start and no new launch.
-            goes_on = event.about.get("why") in GOES_ON
-            crashes += [event.t or 0.0] if is_open and not goes_on else []
+            num += is_open and event.about.get("why") not in GOES_ON
             is_open = True
         elif event.kind == "run.end":
             is_open = False
-    return sum(not launch.entered for launch in run.launches), crashes
+    return num
 
 
-def _recorded_alarms(run: RunHistory, *, t: float) -> list[Alarm]:
-    """The last alarms that the last launch recorded."""
+def _alarms(run: RunHistory, *, t: float, step_s: float | None) -> tuple[Alarm, ...]:
+    """The last alarms that the last launch recorded; and whether a step is overdue.
+
+    Args:
+        run: what was read.
+        t: now, seconds since the epoch.
+        step_s: median step; None if the run does not train.
+    """
     found = []
     for event in run.since_start:
         if event.kind in ("alert", "fault"):
@@ -387,48 +381,11 @@ def _recorded_alarms(run: RunHistory, *, t: float) -> list[Alarm]:
             line = text(event.about.get("line"), LINE) or name
             age_s = max(t - (event.t or 0.0), 0.0)
             found.append(Alarm(name=name, line=line, iteration=event.iteration, age_s=age_s))
-    return found[-_ALARMS:]
-
-
-def _alarms(
-    run: RunHistory,
-    signs: RunLiveness,
-    *,
-    step_s: float | None,
-    last: Step | None,
-    crashes: Sequence[float],
-    t: float,
-) -> list[Alarm]:
-    """What holds now."""
-    lines: dict[str, str] = {}
-    age_s = None if last is None else t - (last.t or 0.0)
-    if signs.state == "training" and step_s and age_s and age_s > max(SLOW_STEPS * step_s, 10.0):
-        lines["no step"] = f"no step for {age_s:.0f} s, {age_s / step_s:.0f} times the median"
-    ratio, doubt = _last_ratio(run.decisions) or (1.0, 0.0)
-    if abs(ratio - 1) > max(FAR_OFF, 2.0 * doubt):
-        off = f"{100 * (ratio - 1):+.0f} %"
-        lines["prediction"] = f"the last change runs {off} off the predicted throughput"
-    if signs.is_alive:
-        moved = [s.t for s in run.decisions.relayouts if s.kind == MOVED and s.t]
-        lately = sum(t - then < _HOUR_S for then in moved)
-        if lately > MANY_RELAYOUTS:
-            lines["many changes"] = f"the layout changed {lately} times within an hour"
-        limits = CrashLimits()
-        lately = sum(t - then < _HOUR_S for then in crashes)
-        if 2 * lately >= limits.per_hour or 2 * len(crashes) >= limits.per_run:
-            lines["restarts"] = (
-                f"{lately} crashes within an hour, {len(crashes)} in all; by default a supervisor "
-                f"allows {limits.per_hour} and {limits.per_run}"
-            )
-    return [Alarm(name=name, line=line) for name, line in lines.items()]
-
-
-def _last_ratio(decisions: DecisionHistory) -> tuple[float, float] | None:
-    """Measured over predicted throughput of the last change that was measured long enough, and the
-    relative standard deviation of the prediction."""
-    known = (d.outcome for d in reversed(decisions.made) if d.outcome is not None)
-    ratios = ((o.ratio, o.predicted_sd or 0.0) for o in known if (o.steps or 0) >= WINDOW_STEPS)
-    return next(((ratio, sd) for ratio, sd in ratios if ratio is not None), None)
+    late_s = t - (run.steps[-1].t or 0.0) if run.steps else 0.0
+    if step_s and late_s > max(SLOW_STEPS * step_s, 10.0):
+        line = f"no step for {late_s:.0f} s, {late_s / step_s:.0f} times the median"
+        found.append(Alarm(name="no step", line=line))
+    return tuple(found[-_ALARMS:])
 
 
 # The controller.

@@ -186,8 +186,6 @@ def test_a_change_that_a_restart_has_undone_is_no_change(tmp_path: Path) -> None
     write_change(run.journal, 5, 45, batch=32)
     run.step(5)
     assert changes_of(tmp_path)[-1] == ("batch 32 in 2", "being measured")
-    now = read_status(tmp_path)
-    assert "prediction" not in [alarm.name for alarm in now.alarms]
     report = report_of(RunReader(tmp_path))
     assert batches_made(report) == [16, 32]
     (told,) = [line for line in report.journal if line.why == "for 64"]

@@ -16,9 +16,8 @@ import pytest
 from rich.console import Console
 
 from copus_ext.commands import status
-from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
+from copus_ext.controller.decision_log import NAME, read_journal
 from copus_ext.goodput.inputs import PRESENT
-from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor import run_status
 from copus_ext.monitor.explain import time_left
 from copus_ext.monitor.report import report_of
@@ -184,16 +183,10 @@ def silent(run: Path) -> None:
     (run / METRICS_FILE).write_text(text)
 
 
-def switching(run: Path) -> None:
-    lock(run)
-    DecisionLog(run).append("relayout.begin", iteration=20, to=LAYOUT)
-
-
 @pytest.mark.parametrize(
     ("make", "state", "why"),
     [
         (lock, "training", ""),
-        (event("checkpoint.begin"), "saving", ""),
         (event("run.start", "job.0.1", config=CONFIG), "starting", ""),
         (event("run.end", why="SIGTERM"), "stopped", "SIGTERM"),
         (event("run.end", why="done"), "done", ""),
@@ -201,7 +194,6 @@ def switching(run: Path) -> None:
         (lambda run: (lock(run), beat(run, "saving")), "saving", ""),
         (lambda run: (lock(run), beat(run, "changing the layout")), "changing layout", ""),
         (lambda run: (lock(run), beat(run, "[odd]")), "training", ""),
-        (switching, "changing layout", ""),
         (lambda run: (lock(run), (run / "control" / "stop").touch()), "training", "asked to stop"),
         (gone, "failed", "ten bad steps"),
         (lambda run: (run / "control").mkdir(), "failed", "without a last record"),
@@ -230,7 +222,7 @@ def test_what_to_look_at(tmp_path: Path) -> None:
         write_change(journal, number, 20, to=LAYOUTS[1])
         journal.note("relayout", number=number, iteration=20, to=LAYOUT, outcome=outcome)
     now = read_status(tmp_path, t=time.time() + 60)
-    assert [a.name for a in now.alarms] == ["save failed", "no step", "many changes"]
+    assert [a.name for a in now.alarms] == ["save failed", "no step"]
     assert now.paused and "paused" in shown(now)
     assert now.controller is not None
     assert [c.state for c in now.controller.changes] == ["being measured"] * 3
@@ -242,7 +234,7 @@ def test_crashes_count_and_later_launches_win(tmp_path: Path) -> None:
     record_run(tmp_path, 2, ended=False, launch="job.0.2", start=2)
     now = read_status(tmp_path)
     assert (now.iteration, now.launches, now.crashes) == (4, 3, 2)
-    assert "restarts" in [a.name for a in now.alarms]
+    assert "2 restarts, 2 crashes" in shown(now)
 
 
 def test_the_time_left_says_what_another_schedule_could_save(tmp_path: Path) -> None:
@@ -325,23 +317,6 @@ def test_steps_before_a_change_of_layout_say_nothing_of_those_after_it(tmp_path:
             step(tracker, i, elapsed_per_iteration_ms=100.0)
     now = read_status(tmp_path)
     assert now.step_s == 0.1 and now.samples_per_s == 160.0 and now.layout == "tp2.pp1.dp1"
-
-
-def test_few_steps_and_changes_that_did_not_come_about_alarm_nobody(tmp_path: Path) -> None:
-    record_run(tmp_path, ended=False)
-    journal = record_decisions(tmp_path)
-    lock(tmp_path)
-    for number in range(3, 8):
-        outcome = {"kind": "rolled_back", "reason": "no room"}
-        journal.note("relayout", number=number, iteration=20, to=LAYOUT, outcome=outcome)
-    grown = {"iteration": 20, "to_batch": 16, "from_batch": 8, "samples_per_s": 5.0}
-    grown["predicted_samples_per_s"] = 10.0
-    journal.note("outcome", decision=1, **grown, steps=WINDOW_STEPS - 1)
-    now = read_status(tmp_path)
-    assert now.controller is not None and now.controller.changes[-1].speed_over_predicted == 0.5
-    assert not now.alarms
-    journal.note("outcome", decision=1, **grown, steps=WINDOW_STEPS)
-    assert [a.name for a in read_status(tmp_path).alarms] == ["prediction"]
 
 
 def test_a_loss_that_is_no_number_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
