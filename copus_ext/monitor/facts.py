@@ -8,16 +8,14 @@ from typing import Any, NamedTuple
 
 from copus_ext.monitor.explain import (
     date,
-    difference,
     gain,
     headline,
     percent,
-    predicted_speed,
     relayout_result,
     result,
     seconds,
 )
-from copus_ext.monitor.journal import ABANDONED, CALLED_OFF, DecisionRecord, OutcomeRecord, sizes_of
+from copus_ext.monitor.journal import ABANDONED, CALLED_OFF, DecisionRecord, sizes_of
 from copus_ext.monitor.run_files import QUIET_EVENTS, Launch, RunHistory
 from copus_ext.monitor.run_status import RunStatus
 from copus_ext.monitor.terminal import alarms, rows
@@ -144,45 +142,6 @@ def candidates(record: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return shown
-
-
-CHANGE = (
-    "step",
-    "change",
-    "goodput predicted",
-    "samples/s before",
-    "in steps",
-    "samples/s predicted",
-    "samples/s measured",
-    "in steps",
-    "measured over predicted",
-    "loss per 1000 samples, before",
-    "loss per 1000 samples, after",
-    "steps judged",
-)
-"""Columns of what changes have brought."""
-
-
-def change(o: OutcomeRecord) -> list[str]:
-    """What a change was predicted to bring, and what was measured."""
-
-    def steps(timed: tuple[int, int, int] | None) -> str:
-        return "-" if timed is None else f"{timed[0]} to {timed[1]}"
-
-    return [
-        str(o.iteration),
-        difference(o.before, o.after) + (" (loss spike)" if o.spiked else ""),
-        gain(o.gain, o.gain_sd),
-        _shown(o.speed_before),
-        steps(o.timed_before),
-        "-" if o.predicted is None else predicted_speed(o).removeprefix("the "),
-        _shown(o.speed),
-        steps(o.timed_after),
-        percent(o.ratio),
-        _shown(o.slope_before),
-        _shown(o.slope),
-        _shown(o.steps),
-    ]
 
 
 def _shown(value: float | None) -> str:

@@ -16,7 +16,8 @@ from copus_ext.monitor.explain import date, gain, headline, percent, result
 from copus_ext.monitor.facts import JournalLine
 from copus_ext.monitor.journal import DecisionRecord
 from copus_ext.monitor.run_files import RunHistory, RunReader
-from copus_ext.monitor.run_status import status_of
+from copus_ext.monitor.run_status import changes_of, status_of
+from copus_ext.monitor.terminal import CHANGE, cells
 from copus_ext.monitor.values import number
 
 _MAX_LINES = 2000
@@ -40,7 +41,7 @@ class Report:
     candidates: Sequence[Sequence[str]]
     """Those of the last decision; see `facts.CANDIDATE`."""
     changes: Sequence[Sequence[str]]
-    """See `facts.CHANGE`."""
+    """Under `terminal.CHANGE`."""
     journal: Sequence[JournalLine]
 
 
@@ -67,7 +68,7 @@ def report_of(reader: RunReader, *, reload_s: float | None = None) -> Report:
         charts=[_loss(run), _batch(run), _layout(run), *_noise(run)],
         decision=_decided(standing[-1]) if standing else "",
         candidates=facts.candidates(record),
-        changes=[facts.change(outcome) for outcome in run.decisions.outcomes],
+        changes=[cells(change) for change in changes_of(run)],
         journal=facts.journal(run),
     )
 
@@ -225,7 +226,7 @@ def render(report: Report) -> str:
         css=Markup(css),
         charts=[(c, draw(c, until)) for c in report.charts if any(s.x for s in c.series)],
         candidate=facts.CANDIDATE,
-        change=facts.CHANGE,
+        change=CHANGE,
         lines=report.journal[-_MAX_LINES:],
         date=date,
         percent=percent,

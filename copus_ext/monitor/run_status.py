@@ -417,7 +417,7 @@ def _controller(reader: RunReader, run: RunHistory, current: _Current) -> Contro
         mode=mode or "act",
         policy=policy,
         headroom=decisions.headroom,
-        changes=tuple(_change(d) for d in standing if d.is_change)[-_CHANGES:],
+        changes=tuple(changes_of(run))[-_CHANGES:],
         **known,
     )
 
@@ -454,6 +454,13 @@ def _last_decision(record: Mapping[str, Any], current: _Current) -> dict[str, An
 
 def _names(row: ConfigThroughput) -> tuple[str, int, int]:
     return str(row.layout), row.micro_batch_size, row.global_batch_size
+
+
+def changes_of(run: RunHistory) -> list[ChangeStatus]:
+    """Every decision to change something that no restart has undone, each once: a launch that goes
+    on from there may decide it again."""
+    chosen = {(d.number, d.iteration): d for d in run.decisions.standing if d.is_change}
+    return [_change(d) for d in chosen.values()]
 
 
 def _change(d: DecisionRecord) -> ChangeStatus:

@@ -159,20 +159,33 @@ def _saved(status: RunStatus) -> str:
     return f"of step {status.saved.iteration:,}, {seconds(status.saved.age_s)}{steps} ago"
 
 
+CHANGE = (
+    "step",
+    "changed to",
+    "goodput predicted",
+    "samples/s before",
+    "predicted",
+    "measured",
+    "pause",
+)
+"""Columns of changes."""
+
+
 def _changes(controller: ControllerStatus) -> Table:
     """The last ones: what was predicted, and what came."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style=_LABEL)
-    table.add_column("step", justify="right")
-    table.add_column("changed to", overflow="fold", ratio=1)
-    for name in ("goodput predicted", "samples/s before", "predicted", "measured"):
-        table.add_column(name, justify="right")
-    table.add_column("pause", justify="right", no_wrap=True)
+    for name in CHANGE:
+        if name == "changed to":
+            table.add_column(name, overflow="fold", ratio=1)
+        else:
+            table.add_column(name, justify="right", no_wrap=name == "pause")
     for change in controller.changes:
-        table.add_row(*(Text(cell) for cell in _cells(change)))
+        table.add_row(*map(Text, cells(change)))
     return table
 
 
-def _cells(change: ChangeStatus) -> list[str]:
+def cells(change: ChangeStatus) -> list[str]:
+    """A change under `CHANGE`."""
     measured = change.state
     if change.state == "measured":
         measured = "nothing" if change.samples_per_s is None else _short(change.samples_per_s)

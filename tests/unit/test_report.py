@@ -115,9 +115,9 @@ def test_changes_are_those_of_the_record(run: Path, shown: Report) -> None:
     named = [chart.names[int(y or 0)] for y in chart.series[0].y]
     assert named[0] == "tp1.pp1.dp4" and named[-1] == moved["to"]
     outcomes = lines_of(run / "journal.jsonl", "outcome")
-    speeds = [(line[5], line[6]) for line in shown.changes]
-    names = ("predicted_samples_per_s", "samples_per_s")
-    assert [(f"{o[names[0]]:.3g}", f"{o[names[1]]:.4g}") for o in outcomes] == speeds
+    names = ("samples_per_s_before", "predicted_samples_per_s", "samples_per_s")
+    speeds = [[f"{o[name]:.3g}" for name in names] for o in outcomes]
+    assert [[cell.split()[0] for cell in line[3:6]] for line in shown.changes] == speeds
 
 
 def test_the_journal_has_every_decision_with_its_numbers(run: Path, shown: Report) -> None:
