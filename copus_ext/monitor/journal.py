@@ -68,7 +68,6 @@ class RelayoutRecord:
     number: int | None
     """Of the decision."""
     iteration: int | None
-    samples: int | None
     t: float | None
     """When it ended, seconds since the epoch."""
     start: str
@@ -86,13 +85,12 @@ class RelayoutRecord:
 
 @dataclass(kw_only=True)
 class OutcomeRecord:
-    """Measurements after a change, up to 50 steps later."""
+    """Measurements after a change, up to 50 steps later; speeds are samples/s."""
 
     number: int | None
     """Of the decision."""
     iteration: int | None
     """Step after which the change was made."""
-    samples: int | None
     before: Sizes
     after: Sizes
     gain: float | None
@@ -100,26 +98,19 @@ class OutcomeRecord:
     gain_sd: float | None
     """Standard deviation of the logarithm of 1 plus that."""
     predicted: float | None
-    """Predicted samples/s; None where nothing had told how fast this machine is."""
+    """None where nothing had told how fast this machine is."""
     predicted_sd: float | None
     """Relative standard deviation of that."""
     speed_before: float | None
-    """Measured samples/s of the configuration before."""
     timed_before: tuple[int, int, int] | None
     """First and last of the steps that this was measured over, and how many; None if unknown."""
     speed: float | None
-    """Measured samples/s."""
     timed_after: tuple[int, int, int] | None
-    """As `timed_before`."""
-    slope_before: float | None
-    slope: float | None
-    """Loss per thousand samples."""
     steps: int | None
     """Steps measured."""
     pause_s: float | None
     """Seconds by which the first step was longer than the others."""
     spiked: bool
-    """Whether the loss spiked."""
 
     @property
     def ratio(self) -> float | None:
@@ -152,8 +143,6 @@ class DecisionRecord:
     """Predicted samples/s of `to`; None where nothing had told how fast this machine is."""
     predicted_sd: float | None
     """Relative standard deviation of that."""
-    target: float | None
-    """Target batch of the policy."""
     account: Account | None = None
     """None where the first configuration is unknown."""
     undone: bool = False
@@ -449,7 +438,6 @@ def _decision(
         to=sizes_of(to),
         predicted=number(to.get("samples_per_s")) if decision.get("is_scaled", True) else None,
         predicted_sd=number(to.get("relative_sd")),
-        target=number(decision.get("target_batch")),
         account=None if first is None else _account(record, first),
     )
 
@@ -478,7 +466,6 @@ def _relayout(record: dict[str, Any], kind: str, predicted_s: float | None) -> R
     return RelayoutRecord(
         number=whole(record.get("number")),
         iteration=whole(record.get("iteration")),
-        samples=whole(record.get("consumed_samples")),
         t=seconds_of(record.get("time")),
         start=text(record.get("start"), 100),
         to=text(record.get("to"), 100),
@@ -501,7 +488,6 @@ def _outcome(record: dict[str, Any]) -> OutcomeRecord:
     return OutcomeRecord(
         number=whole(record.get("decision")),
         iteration=whole(record.get("iteration")),
-        samples=whole(record.get("consumed_samples")),
         before=sizes("from"),
         after=sizes("to"),
         gain=number(record.get("gain")),
@@ -512,8 +498,6 @@ def _outcome(record: dict[str, Any]) -> OutcomeRecord:
         timed_before=_timed(record.get("timed_before")),
         speed=number(record.get("samples_per_s")),
         timed_after=_timed(record.get("timed_after")),
-        slope_before=number(record.get("slope_before")),
-        slope=number(record.get("loss_slope")),
         steps=whole(record.get("steps")),
         pause_s=number(record.get("pause_s")),
         spiked=record.get("spiked") is True,
@@ -521,8 +505,6 @@ def _outcome(record: dict[str, Any]) -> OutcomeRecord:
 
 
 def _timed(value: Any) -> tuple[int, int, int] | None:
-    """First and last step of a measurement and how many there are, as anybody may have written
-    them."""
     steps = [whole(x) for x in value] if isinstance(value, list) else []
     first, last, count = steps if len(steps) == 3 else (None, None, None)
     return None if first is None or last is None or count is None else (first, last, count)

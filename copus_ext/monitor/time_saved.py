@@ -32,15 +32,13 @@ class Segment:
     """Steps of a run in one configuration. Samples are of the length that they have there."""
 
     samples: float
-    """That the steps trained."""
     seconds: float
-    """That they took, with pauses and decisions."""
+    """With pauses and decisions."""
     overhead_s: float
     """Of these the pauses and decisions, which no run that stays would have."""
     batch: int
-    """Samples of a step."""
     first_batch: int
-    """Samples of a step of the first configuration."""
+    """Batch of the first configuration."""
     is_first: bool
     """Whether the run was in its first configuration."""
     critical_batch_size: float | None
@@ -130,19 +128,13 @@ def time_saved(segments: Sequence[Segment]) -> TimeSaved | None:
 
 
 def _is_known(s: Segment) -> bool:
-    """Whether a segment in another configuration can be compared."""
     needs_phi = s.batch != s.first_batch
     return bool(s.first_samples_per_s) and not (needs_phi and s.critical_batch_size is None)
 
 
 def _staying_s(s: Segment, *, factor: float = 1.0, sds: float = 0.0) -> float:
-    """Seconds of the first configuration to the progress of a segment.
-
-    Args:
-        s: that can be compared.
-        factor: of the critical batch size.
-        sds: standard deviations by which the first configuration is faster.
-    """
+    """Seconds of the first configuration to the progress of a segment, with the critical batch size
+    times a factor, and so many standard deviations faster."""
     if s.is_first or s.first_samples_per_s is None:
         return max(s.seconds - s.overhead_s, 0.0)
     more = 1.0
@@ -342,12 +334,7 @@ def line_at_end(run_dir: Path) -> str:
 
 
 def _nothing(decisions: DecisionHistory, first: Sizes | None) -> str:
-    """Why nothing can have been gained.
-
-    Args:
-        decisions: of the run.
-        first: the configuration that all its steps were made in; None without any.
-    """
+    """Why nothing can have been gained, if all steps were made in one configuration."""
     if decisions.mode == "observe":
         return "nothing: the controller only observes"
     if first is None:
