@@ -32,11 +32,11 @@ from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManage
 from copus_ext.controller.link_timing import link_of, time_machine
 from copus_ext.controller.out_of_memory import memory_history
 from copus_ext.controller.pause_prior import PausePrior, machine_of
-from copus_ext.controller.present_samples import (
-    PresentSamples,
+from copus_ext.controller.segments import (
+    config_of,
     ends_segment,
-    flags_in_present_samples,
-    ratio_of,
+    flags_in_segment,
+    length_ratio,
 )
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.goodput import policies
@@ -86,7 +86,7 @@ class Controller(Callback):
         self.layout_changes: LayoutChangeManager | None = None
         self.failed, self.keeps_settings = False, self._acts
         self._flag_layout: Layout | None = None
-        self._present, self._ratio = PresentSamples(), 1
+        self._ratio = 1
         self._key, self._log_text, self._begun_at = "", UNDECIDED, 0
 
     @property
@@ -104,8 +104,8 @@ class Controller(Callback):
 
     def on_setup_start(self, context: CallbackContext) -> None:
         """Restores the state of the checkpoint; rank 0 opens throughput table and journal."""
-        whole, context = context, self._begin_samples(context)
-        config = context.config
+        self._begin_segment(context)
+        config = config_of(context)
         rules.check_run(self.flags, config)
         self.gns.on_setup_start(context)
         timings = time_machine(config.runtime.device)
@@ -121,21 +121,17 @@ class Controller(Callback):
             self._set_first_step(context)
         on_rank0("starting the journal", lambda: self._record_start(context))
         if self._acts:
-            tell_lengths(whole.config, self.flags)
+            tell_lengths(context.config, self.flags)
         if self._acts and self.flags.copus_layouts == "all":
             self.layout_changes = LayoutChangeManager(
                 self.flags, self.state, self.log, prior_s=lambda to: self.pauses.to_s(to)
             )
             self.layout_changes.open(context)
 
-    def _begin_samples(self, context: CallbackContext) -> CallbackContext:
-        """Counts in samples of the present length; the context as the rest of the
-        controller sees it."""
-        self._ratio = ratio_of(context)
-        self.flags = flags_in_present_samples(self._given, self._ratio)
-        rest = context.state.consumed_samples % self._ratio
-        self.log.count_from(ratio=self._ratio, rest=rest)
-        return self._present.of(context)
+    def _begin_segment(self, context: CallbackContext) -> None:
+        """Counts batches in samples of the present length."""
+        self._ratio = length_ratio(context.config)
+        self.flags = flags_in_segment(self._given, self._ratio)
 
     def _restore(self, context: CallbackContext) -> None:
         """Takes the state from the checkpoint. From here on the next checkpoint holds it."""
@@ -145,7 +141,7 @@ class Controller(Callback):
 
     def _on_layout(self, context: CallbackContext) -> None:
         """Sets what goes with the present layout: rules, rates and the cost of leaving it."""
-        config = context.config
+        config = config_of(context)
         self.state.begin_visit()  # also where a change of the layout has failed
         self.rules = rules.rules_of(self.flags, config)
         self.rates = rules.rate_rules_of(self.flags, config)
@@ -155,18 +151,19 @@ class Controller(Callback):
     def _find_machine(self, context: CallbackContext) -> Any:
         """Opens the table on rank 0, and returns the machine as it knows that."""
         self.table = self._open_table(context)
-        return machine_of(context.config, self.table.cluster, self.link)
+        return machine_of(config_of(context), self.table.cluster, self.link)
 
     def _open_table(self, context: CallbackContext) -> ThroughputTable:
+        config = config_of(context)
         return ThroughputTable(
-            context.config,
+            config,
             self.flags,
-            gpu=gpu_of(context.config),
+            gpu=gpu_of(config),
             fixed_micro_batch=not self.changes_micro_batch,
             link=self.link,
             flag_layout=self._flag_layout,
             factors=self.state.conditions.factors,
-            memory=memory_history(context.run_dir, context.config),
+            memory=memory_history(context.run_dir, config),
         )
 
     def _renew_table(self, context: CallbackContext) -> None:
@@ -182,7 +179,7 @@ class Controller(Callback):
     def _set_first_step(self, context: CallbackContext) -> None:
         """Sets the batch sizes of the first step of this launch: those of the checkpoint where the
         layout allows them, else those of the flags. Rates go with the batch from the start."""
-        state, config, settings = self.state, context.config, context.state.settings
+        state, config, settings = self.state, config_of(context), context.state.settings
         batch, micro = first_sizes(
             context, self.flags, self.rules, fixed_micro_batch=not self.changes_micro_batch
         )
@@ -215,7 +212,7 @@ class Controller(Callback):
             mode=self.flags.copus_mode,
             flags=self.settings(),
             layout=str(context.config.layout),
-            rampup_batch_size=rules.ramp_of(context.config),
+            rampup_batch_size=rules.ramp_of(config_of(context)),
             note=self.table.note,
             link_bytes_per_s=self.link and self.link.bytes_per_s,
             global_batch_size=self.state.global_batch_size,
@@ -224,11 +221,10 @@ class Controller(Callback):
         )
 
     def on_relayout_start(self, context: CallbackContext) -> None:
-        self.gns.on_relayout_start(self._present.of(context))
+        self.gns.on_relayout_start(context)
 
     def on_relayout_end(self, context: CallbackContext) -> None:
         """Adds the hooks to the new model, and sets what goes with the new layout."""
-        context = self._present.of(context)
         self.gns.on_relayout_end(context)
         self._on_layout(context)
         self._renew_table(context)
@@ -237,11 +233,10 @@ class Controller(Callback):
         """Goes on in samples of another length. The noise scale starts afresh, nothing that was
         timed counts any more, and the batch is the one that the trainer goes on with. Where the
         length stays, so does all that was measured."""
-        before = self._ratio
-        if before != ratio_of(context):
+        before, config, settings = self._ratio, config_of(context), context.state.settings
+        if before != length_ratio(config):
             self._record_outcome(now=True)
-        context = self._begin_samples(context)
-        config, settings = context.config, context.state.settings
+        self._begin_segment(context)
         self.state.enter_segment(
             before=before,
             after=self._ratio,
@@ -264,7 +259,7 @@ class Controller(Callback):
     # A step.
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        self.gns.on_train_step_start(self._present.of(context))
+        self.gns.on_train_step_start(context)
 
     def on_grads_ready(self, context: CallbackContext) -> None:
         self.gns.on_grads_ready(context)
@@ -272,7 +267,6 @@ class Controller(Callback):
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
         """Measures the step, decides if a decision is due, applies it, and records. The last step
         of a segment decides nothing, as the next one may be of other samples."""
-        is_last, context = ends_segment(context), self._present.of(context)
         self._measure(context)
         self._look_at_conditions(context)
         self.state.begin_annealing(
@@ -281,7 +275,7 @@ class Controller(Callback):
             consumed_samples=context.state.consumed_samples,
             total_samples=context.config.batch.train_samples,
         )
-        is_due = not (self.failed or is_last) and self._is_due(context)
+        is_due = not (self.failed or ends_segment(context)) and self._is_due(context)
         decision = self._decide(context) if is_due else None
         request = self._apply(decision, context)
         context.scalars.update(self.log.take_scalars())
@@ -304,10 +298,11 @@ class Controller(Callback):
             updated=step.updated,
             iteration=step.iteration,
             measures_noise=bool(self.gns.observer.latest),
+            length_ratio=step.length_ratio,
         )
         spiked = state.hold_batch_after_spike(
             consumed_samples=step.consumed_samples,
-            half_life_samples=self.gns.observer.half_life_samples,
+            half_life_samples=self.gns.observer.half_life_samples * step.length_ratio,
             total_samples=context.config.batch.train_samples,
         )
         if spiked is not None:
@@ -339,7 +334,7 @@ class Controller(Callback):
         step = context.step
         assert step is not None
         samples = rules.samples_to_decision(
-            self.flags, context.config, step.global_batch_size, self.state
+            self.flags, config_of(context), step.global_batch_size, self.state
         )
         return self.state.is_due(
             consumed_samples=step.consumed_samples,
@@ -515,7 +510,7 @@ class Controller(Callback):
         state, batch = context.state, self.state.batch_of_rate(batch)
         first = self.rates.reference_batch
         start = state.settings.lr_factor / self._rates(context).lr_factor(first)
-        most = rules.max_ramp_samples(self.flags, context.config)
+        most = rules.max_ramp_samples(self.flags, config_of(context))
         return self.rates.ramp(batch, iteration=state.iteration, start=start, max_samples=most)
 
     def _rates(self, context: CallbackContext) -> RateRules:
@@ -550,13 +545,11 @@ class Controller(Callback):
             self._log_text = ""
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
-        context = self._present.of(context)
         if self.layout_changes is not None:
             self.layout_changes.on_checkpoint_saved(context)
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Removes the hooks and prints the summary; new processes that go on list what is open."""
-        context = self._present.of(context)
         self.gns.on_train_end(context)
         if self.layout_changes is not None:
             self.layout_changes.close(context)

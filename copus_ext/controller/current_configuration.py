@@ -48,7 +48,7 @@ class CurrentConfiguration:
         old, new = (
             step.iteration
             + steps_for(
-                total - step.consumed_samples,
+                (total - step.consumed_samples) // step.length_ratio,
                 batch,
                 least=layout.batch_unit if takes_the_rest else batch,
             )

@@ -22,16 +22,9 @@ from megatron.training.common.outside import parse_json
 logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
-VERSION = 7
+VERSION = 8
 """Of the records. It changes when a record could not be read, or a decision would be decided in
 another way. No other version is read."""
-_POSITIONS = (
-    "consumed_samples",
-    "hold_growth_until_samples",
-    "hold_shrinking_until_samples",
-)
-"""Fields of a record that are positions of the run. What is inside of a decision stays in samples
-of its length, so that it can be made again."""
 
 
 class JournalVersionError(ValueError):
@@ -53,7 +46,6 @@ class DecisionLog:
         self.path: Path | None = None
         self.open(run_dir)
         self._scalars: dict[str, float] = {}
-        self._ratio, self._rest = 1, 0
         self._was_paused = False
 
     def open(self, run_dir: Path | None) -> None:
@@ -63,17 +55,6 @@ class DecisionLog:
         if self.path is not None:
             _set_aside(self.path)
 
-    def count_from(self, *, ratio: int, rest: int) -> None:
-        """Says which samples positions are given in from here on. The journal itself counts as the
-        run does, in samples of `--seq-length`.
-
-        Args:
-            ratio: samples of the run that one of the present length is.
-            rest: what the position of the run leaves over when it is divided by `ratio`; the same
-                at every step of a segment.
-        """
-        self._ratio, self._rest = ratio, rest
-
     def append(self, kind: str, **fields: Any) -> None:
         """Writes a record and waits until it is on disk.
 
@@ -81,7 +62,7 @@ class DecisionLog:
             kind: `start`, `decision`, `outcome`, `conditions`, `spike`, `paused`,
                 `resumed`, `segment`, `failure` or `end`; for a change of layout `relayout` and
                 `relayout.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`.
-            fields: plain JSON types; positions in samples of the present length.
+            fields: plain JSON types; positions in samples of `--seq-length`.
 
         Raises:
             OSError: it cannot be written.
@@ -89,9 +70,6 @@ class DecisionLog:
         """
         if self.path is None:
             return
-        for name in _POSITIONS:
-            if fields.get(name) is not None:
-                fields[name] = fields[name] * self._ratio + self._rest
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         record = {"kind": kind, "version": VERSION, "time": now, **fields}
         text = json.dumps(record, allow_nan=False) + "\n"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from copus_ext.controller import rules
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.out_of_memory import micro_batch_that_fits
+from copus_ext.controller.segments import config_of
 from copus_ext.goodput.inputs import Rules
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.state import ControllerState
@@ -66,7 +67,7 @@ def first_sizes(
     Returns:
         Global batch size and micro-batch size, samples.
     """
-    settings, config = context.state.settings, context.config
+    settings, config = context.state.settings, config_of(context)
     micro = settings.micro_batch_size or config.batch.micro_batch_size
     before = settings.global_batch_size
     if before is None and not known.schedule:
@@ -150,7 +151,7 @@ def within_bounds(
     bounds: its batch then goes to the nearest one of the grid, in micro-batches of the same size
     or the largest smaller one. A schedule knows its own batches, and the batch stays where the
     layout can cut none of the grid."""
-    least, most = rules.bounds_at_start(flags, known, context.config)
+    least, most = rules.bounds_at_start(flags, known, config_of(context))
     if known.schedule or least <= batch <= most:
         return batch, micro
     layout, uneven = context.config.layout, context.config.batch.allow_uneven_micro_batches

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.segments import config_of
 from copus_ext.gns.estimators import Estimate, NoiseNotIdentifiable
 from copus_ext.gns.hooks import (
     CONTROL_SET,
@@ -64,7 +65,7 @@ class GradientNoiseCallback(Callback):
 
     def _start_afresh(self, context: CallbackContext) -> None:
         """Begins averages of samples of the present length."""
-        self._smoothing["seq_length"] = context.config.batch.seq_length
+        self._smoothing["seq_length"] = config_of(context).batch.seq_length
         self.observer = NoiseObserver(**self._smoothing)
 
     def _add_hooks(self, context: CallbackContext) -> None:
@@ -170,6 +171,8 @@ class GradientNoiseCallback(Callback):
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Updates the averages, and adds the noise scale to the step's record and scalars."""
         assert self.hooks is not None and context.step is not None
+        # The averages count samples of the present length alone.
+        consumed = context.step.consumed_samples // context.step.length_ratio
         norms, self._norms = None, None
         if self._handle is not None:
             norms = self.hooks.finish(
@@ -189,11 +192,11 @@ class GradientNoiseCallback(Callback):
                 estimates,
                 estimator=norms.estimator,
                 global_batch_size=context.step.global_batch_size,
-                consumed_samples=context.step.consumed_samples,
+                consumed_samples=consumed,
                 tokens=norms.tokens,
             )
         else:
-            self.observer.skip(context.step.consumed_samples)
+            self.observer.skip(consumed)
         context.state.callbacks[STATE_KEY] = self.observer.to_json()
         self._record(context)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from copus_ext.controller.segments import config_of
 from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput import headroom
@@ -41,15 +42,15 @@ class HeadroomNotice:
             state: what this run has measured before.
             noise: as restored from the checkpoint.
         """
-        config, settings = context.config, context.state.settings
+        config, settings = config_of(context), context.state.settings
         batch = settings.global_batch_size or rules.first_batch
 
         def find() -> Headroom | None:
             prior = Prior.of(
                 noise,
                 rules,
-                start=context.state.consumed_samples,
-                end=config.batch.train_samples,
+                start=context.state.consumed_samples // rules.length_ratio,
+                end=config.batch.train_samples // rules.length_ratio,
                 tokens_per_sample=config.batch.seq_length,
             )
             rows, current = table.rows(

@@ -41,7 +41,7 @@ _MAX_PAUSE_S = 3600.0
 
 
 def _tokens(samples: int, context: CallbackContext) -> int:
-    """Tokens of some samples of the length that a context counts in."""
+    """Tokens of some samples in which the run counts."""
     return samples * context.config.batch.seq_length
 
 
@@ -160,7 +160,7 @@ class LayoutChangeManager:
 
         Args:
             change: to make.
-            context: at the end of a step, in samples of the present length.
+            context: at the end of a step.
             now: settings of the next step whatever becomes of the change, or None.
             saves: whether to save before a change in the running processes even if the last
                 checkpoint is new enough to fall back to.
@@ -212,9 +212,7 @@ class LayoutChangeManager:
         else:
             self._costs.record_failure(start, change.to, outcome.reason, seconds=outcome.pause_s)
         self._state.elapsed_s += outcome.pause_s
-        # The journal is told in samples of the present length, as the controller counts.
-        position = job.state.consumed_samples // job.config.segment.ratio
-        self._note_relayout(about, job.state.iteration, position, outcome)
+        self._note_relayout(about, job.state.iteration, job.state.consumed_samples, outcome)
         change.done(outcome)
 
     def _change_by_relaunch(self, job: Job) -> str:

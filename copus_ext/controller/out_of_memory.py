@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from copus_ext.controller.peak_memory import peaks_of
-from copus_ext.controller.present_samples import PresentSamples
+from copus_ext.controller.segments import config_of
 from copus_ext.controller.throughput_table import MemoryHistory, configuration_of_run
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import append_lines
@@ -168,7 +168,8 @@ def micro_batch_that_fits(context: CallbackContext, micro: int, batch: int) -> i
     """
     found = micro
     if dist.get_rank() == 0:
-        config, fits = context.config, judge_of(context.run_dir, context.config)
+        config = config_of(context)
+        fits = judge_of(context.run_dir, config)
         uneven = config.batch.allow_uneven_micro_batches
         for n in range(micro, 0, -1):
             is_legal = n == micro or not batch_problems(config.layout, n, batch, uneven=uneven)
@@ -203,12 +204,12 @@ class OutOfMemoryCallback(Callback):
         """Appends a line, on this rank alone."""
         if self._run_dir is None or not self._trains or not is_out_of_memory(error):
             return
-        context = PresentSamples().of(context)
         micro, batch = context.micro_batch_size, context.global_batch_size
         assert micro is not None and batch is not None
+        config = config_of(context)
         one = TooLarge.of(
-            configuration_of_run(context.config, micro, batch),
-            context.config.batch.seq_length,
+            configuration_of_run(config, micro, batch),
+            config.batch.seq_length,
             of_host=is_of_host(error),
         )
         logger.error("no memory left: %s", one)

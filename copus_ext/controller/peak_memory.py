@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from copus_ext.controller.present_samples import PresentSamples
+from copus_ext.controller.segments import config_of
 from copus_ext.controller.throughput_table import configuration_of_run, gpu_of, model_of
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
@@ -126,7 +126,7 @@ class PeakMemoryCallback(Callback):
 
     def on_setup_start(self, context: CallbackContext) -> None:
         self._run_dir = broadcast_from_rank0(context.run_dir)
-        self._present, self._steps = PresentSamples(), 0
+        self._steps = 0
         self._now: tuple[Any, ...] | None = None
 
     def on_relayout_end(self, context: CallbackContext) -> None:
@@ -138,8 +138,7 @@ class PeakMemoryCallback(Callback):
         on all ranks."""
         if self._run_dir is None or context.config.runtime.device != "cuda":
             return
-        context = self._present.of(context)
-        step, config = context.step, context.config
+        step, config = context.step, config_of(context)
         assert step is not None
         c = configuration_of_run(config, step.micro_batch_size, step.global_batch_size)
         now = (config.batch.seq_length, *alike(c))

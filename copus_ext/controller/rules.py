@@ -15,6 +15,7 @@ from copus_ext.controller.flags import (
     CopusConfig,
     name_of,
 )
+from copus_ext.controller.segments import config_of, length_ratio
 from copus_ext.cost_model.model_spec import divisors
 from copus_ext.goodput import policies
 from copus_ext.goodput.inputs import Rules
@@ -223,7 +224,7 @@ def _schedule(flags: CopusConfig, config: Config) -> tuple[tuple[int, int], ...]
     if flags.copus_policy != "step_schedule":
         return ()
     text = config.batch.step_batch_size_schedule or ""
-    return parse_steps(text, config.batch.seq_length)
+    return parse_steps(text, config.batch.seq_length // length_ratio(config))
 
 
 def first_batch_of(flags: CopusConfig, config: Config) -> int:
@@ -263,7 +264,9 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
     more = {*_user_grid(flags), *(size for _, size in schedule)}
     more |= {batch.global_batch_size} if ramp_of(config) else set()
     sizes |= {size for size in more if least <= size <= most and size % unit == 0}
+    ratio = length_ratio(config)
     tokens = flags.copus_doubling_first_tokens
+    first_doubling = None if tokens is None else max(int(tokens * ratio / batch.seq_length), 1)
     is_paper, is_ours = (flags.copus_policy == name for name in ("copus", "adaptive"))
     switch_rule: Any = flags.copus_switch_rule
     return Rules(
@@ -278,12 +281,13 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         growth=_ANY if schedule else OWN_GROWTH if is_ours else GROWTH,
         min_effective_steps=MIN_EFFECTIVE_STEPS,
         schedule=schedule,
-        doubling_first_samples=None if tokens is None else max(int(tokens / batch.seq_length), 1),
+        doubling_first_samples=first_doubling,
         doubling_ratio=flags.copus_doubling_ratio,
         relayout=flags.copus_layouts == "all",
         early_steps=flags.copus_early_steps if is_ours else 0.0,
         anneal_share=flags.copus_anneal_by_batch,
         seq_length=batch.seq_length,
+        length_ratio=ratio,
     )
 
 
@@ -317,13 +321,13 @@ def max_ramp_samples(flags: CopusConfig, config: Any) -> float:
     schedule's decay, or any number where the user has given its steps."""
     decay = getattr(config.optim, "lr_decay_samples", None)
     is_given = flags.copus_lr_ramp_steps is not None
-    return math.inf if is_given or decay is None else MAX_RAMP_SHARE * decay
+    return math.inf if is_given or decay is None else MAX_RAMP_SHARE * decay / length_ratio(config)
 
 
 def rates_at(rates: RateRules, flags: CopusConfig, context: Any) -> RateRules:
     """How the rates go with the batch where the run is. Under `--rampup-batch-size` the user
     has chosen them for the batch that the ramp has there."""
-    batch = batch_of_ramp(context.config, context.state.consumed_samples)
+    batch = batch_of_ramp(config_of(context), context.state.consumed_samples)
     if batch is None or flags.copus_reference_batch_size is not None:
         return rates
     return dataclasses.replace(rates, reference_batch=batch)
@@ -332,7 +336,7 @@ def rates_at(rates: RateRules, flags: CopusConfig, context: Any) -> RateRules:
 def samples_to_decision(
     flags: CopusConfig, config: Config, batch: int, state: ControllerState
 ) -> float:
-    """Samples between two decisions, or before the first of a run.
+    """Samples in which the run counts between two decisions, or before the first of a run.
 
     Args:
         flags: of the controller.
@@ -340,6 +344,8 @@ def samples_to_decision(
         batch: samples of a step.
         state: of the controller.
     """
+    ratio = length_ratio(config)
+    batch *= ratio
     samples: float = DECISION_STEPS * batch
     total, last = config.batch.train_samples, state.last_decision_samples
     left = total - last
@@ -347,7 +353,7 @@ def samples_to_decision(
         # The batch that annealing asks for doubles while less than a third of the rest is trained.
         return max(min(samples, left / _ANNEALING_DECISIONS), batch)
     if flags.copus_interval is not None:
-        samples = flags.copus_interval / config.batch.seq_length
+        samples = flags.copus_interval * ratio / config.batch.seq_length
     if flags.copus_policy == "adaptive" and state.changed_speed_alone:
         return min(samples, TRIED_STEPS * batch)
     if flags.copus_policy == "adaptive" and flags.copus_early_steps:

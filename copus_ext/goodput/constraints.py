@@ -134,7 +134,7 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
     if s.in_ramp:
         yield "the learning rate still follows the last growth"
     if s.last_change_samples is not None and s.rules.policy in policies.TARGETS:
-        since = s.consumed_samples - s.last_change_samples
+        since = (s.consumed_samples - s.last_change_samples) // s.rules.length_ratio
         if since < s.half_life_samples:
             yield f"{since} of {s.half_life_samples:.0f} samples since the last change of batch"
     then = s.critical_batch_size_when_shrunk

@@ -487,11 +487,12 @@ def of_plans(
 
 def of_inputs(s: DecisionInputs) -> Headroom | None:
     """The headroom from what a decision knows; None where that is too little."""
+    ratio = s.rules.length_ratio
     prior = Prior.of(
         s.noise,
         s.rules,
-        start=s.consumed_samples,
-        end=s.total_samples,
+        start=s.consumed_samples // ratio,
+        end=s.total_samples // ratio,
         tokens_per_sample=s.noise.smoothed_tokens_per_sample,
     )
     return of_rows(s.rows, s.current, prior)

@@ -159,6 +159,9 @@ class Rules:
     """Part of the run, at its end, over which the batch grows in place of the rate's decay."""
     seq_length: int | None
     """Tokens of a sample; None if unknown."""
+    length_ratio: int
+    """Samples of positions and lengths of the run that a sample of a batch is; more than 1 where
+    samples have become longer."""
 
 
 def annealing_batch(first: int, part: float, left: int) -> float:
@@ -281,8 +284,10 @@ class DecisionInputs:
 
     @property
     def trained_samples(self) -> float:
-        """Samples that count as trained for the bound of the critical batch size."""
-        return max(self.consumed_samples, EARLY_SHARE * self.total_samples)
+        """Samples of the present length that count as trained for the bound of the critical batch
+        size."""
+        trained = max(self.consumed_samples, EARLY_SHARE * self.total_samples)
+        return trained / self.rules.length_ratio
 
     @property
     def max_critical_batch_size(self) -> float:
@@ -343,13 +348,13 @@ class DecisionInputs:
         """The batch that annealing asks for, samples; 0 where the run does not anneal by batch."""
         if self.annealing_from is None:
             return 0.0
-        part, left = self.rules.anneal_share * self.total_samples, self.samples_left
-        return annealing_batch(self.annealing_from, part, left)
+        part = self.rules.anneal_share * self.total_samples / self.rules.length_ratio
+        return annealing_batch(self.annealing_from, part, self.samples_left)
 
     @property
     def samples_left(self) -> int:
-        """Samples until the end of the run."""
-        return max(self.total_samples - self.consumed_samples, 0)
+        """Samples of the present length until the end of the run."""
+        return max(self.total_samples - self.consumed_samples, 0) // self.rules.length_ratio
 
     def cost_s(self, layout: Layout) -> float:
         """Upper estimate of the pause of a change to a layout, seconds; 0 for the present one."""

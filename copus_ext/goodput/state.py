@@ -162,6 +162,7 @@ class ControllerState:
         updated: bool = True,
         iteration: int = 0,
         measures_noise: bool = False,
+        length_ratio: int = 1,
     ) -> None:
         """Adds a finished step. One that left the weights unchanged tells nothing: it has no time,
         and counts neither towards the next decision nor as a step after the last change.
@@ -176,13 +177,14 @@ class ControllerState:
             updated: whether the weights changed.
             iteration: steps of the run, this one included.
             measures_noise: whether the noise scale was measured in it.
+            length_ratio: samples of `consumed_samples` that one of its samples is.
         """
         if key != self._visited:
             self.begin_visit(key)
         self._visit_steps += 1
         self.elapsed_s += seconds
         self.steps_after_change += updated
-        self.skipped_samples += 0 if updated else batch
+        self.skipped_samples += 0 if updated else batch * length_ratio
         self.steps.append(
             StepRecord(
                 iteration=iteration,
@@ -262,20 +264,10 @@ class ControllerState:
         if before == after:
             return
 
-        def rescaled(samples: Any) -> Any:
-            return None if samples is None else samples * before // after
-
-        for name in (
-            "last_decision_samples",
-            "skipped_samples",
-            "last_change_samples",
-            "hold_growth_until_samples",
-            "hold_shrinking_until_samples",
-            "answered_batch",
-        ):
-            setattr(self, name, rescaled(getattr(self, name)))
+        if self.answered_batch is not None:
+            self.answered_batch = self.answered_batch * before // after
         if self.annealing_from is not None:
-            self.annealing_from = max(rescaled(self.annealing_from), 1)
+            self.annealing_from = max(self.annealing_from * before // after, 1)
         self.critical_batch_size_when_shrunk = self.critical_batch_size_when_grown = None
         self.left, self.end_shares = {}, {}
         self.steps, self.step_times, self.open_change, self.loss_watch = [], {}, None, None

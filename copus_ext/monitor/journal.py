@@ -359,12 +359,9 @@ def _now_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _length_ratio(record: dict[str, Any]) -> int:
-    """Samples in which the run counts that a sample of the present length is. The journal counts as
-    the run does, and what is inside of a decision in samples of its length."""
-    counted, own = whole(record.get("consumed_samples")), table(record.get("situation"))
-    present = whole(own.get("consumed_samples"))
-    ratio = counted // present if counted and present and present > 0 else 1
-    return min(max(ratio, 1), _MAX_RATIO)
+    """Samples in which the run counts that a sample of a batch is."""
+    rules = table(table(record.get("situation")).get("rules"))
+    return min(max(whole(rules.get("length_ratio")) or 1, 1), _MAX_RATIO)
 
 
 def sizes_of(row: dict[str, Any]) -> Sizes:

@@ -157,6 +157,7 @@ SHIPPED = [
     ("relayout", False, "docs/decisions/016-layouts-change-on-request.md"),
     ("anneal_share", 0.0, "docs/decisions/034-annealing-by-batch.md"),
     ("seq_length", 32, "docs/decisions/057-early-batches-of-short-samples.md"),
+    ("length_ratio", 1, "docs/decisions/038-phases-count-in-the-first-length.md"),
 ]
 SHIPPED_RATES = [
     ("lr", "sqrt", CONTROLLER),

@@ -170,6 +170,32 @@ def test_units_change_nothing_and_only_rows_of_the_table_are_chosen() -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [
+        ({}, {}),
+        ({}, {"consumed_samples": 4_000, "phi": None}),
+        ({}, {"last_change_samples": 499_500}),
+        ({}, {"hold_growth_until_samples": 500_001}),
+        ({"copus_policy": "doubling"}, {"consumed_samples": 130_000}),
+        ({}, {"annealing_from": 16, "consumed_samples": 990_000, "anneal_share": 0.1}),
+    ],
+)
+def test_samples_that_became_longer_change_no_decision(
+    flags: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Positions count shorter samples than batches do."""
+    share = {"anneal_share": more.pop("anneal_share")} if "anneal_share" in more else {}
+    s = situation(flags=flags, rules=share, **more)
+    names = ("consumed_samples", "total_samples", "last_change_samples")
+    counted = {name: getattr(s, name) for name in (*names, "hold_growth_until_samples")}
+    rules = dataclasses.replace(s.rules, length_ratio=4)
+    longer = {name: value and 4 * value for name, value in counted.items()}
+    found, told = decide(dataclasses.replace(s, rules=rules, **longer)), decide(s)
+    assert found.to == told.to and found.kind == told.kind
+    assert found.critical_batch_size == told.critical_batch_size and found.gain == told.gain
+
+
 def test_an_unsure_gain_waits() -> None:
     """Goodput from batch 32 to 64 is 5.1 % at a critical batch size of 120."""
     sure = situation(32, measured=noise(30.0, sd=0.1))

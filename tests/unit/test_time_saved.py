@@ -161,12 +161,11 @@ class Run:
 
     def launch(self, name: str, *, layout: str = LAYOUT) -> None:
         self.tracker, self.log = Tracker(self.path, launch=name), DecisionLog(self.path)
-        self.log.count_from(ratio=self.ratio, rest=0)
         self.layout = layout
         config = {"seq_length": LENGTH}
         at = self.iteration, self.samples
         self.tracker.event("run.start", *at, layout=layout, config=config)
-        where = {"iteration": self.iteration, "consumed_samples": self.samples // self.ratio}
+        where = {"iteration": self.iteration, "consumed_samples": self.samples}
         self.log.append("start", **where, mode=self.mode, flags={}, layout=layout)
 
     def step(self, num: int, seconds: float) -> None:
@@ -207,12 +206,14 @@ class Run:
     def inputs(self) -> DecisionInputs:
         sizes = sorted({2, 4, 8, 16, 32, self.batch})
         rows = [self.row(size) for size in sizes]
+        known = situation(self.iteration)
         return dataclasses.replace(
-            situation(self.iteration),
+            known,
+            rules=dataclasses.replace(known.rules, length_ratio=self.ratio),
             noise=noise(self.phi),
             rows=tuple(rows),
             current=sizes.index(self.batch),
-            consumed_samples=self.samples // self.ratio,
+            consumed_samples=self.samples,
         )
 
     def row(self, size: int) -> ConfigThroughput:
@@ -331,7 +332,6 @@ def test_longer_samples_are_counted_in_their_own_length(tmp_path: Path) -> None:
     run = grown(tmp_path)
     run.decide()
     run.ratio, run.batch = 2, 8
-    run.log.count_from(ratio=2, rest=0)
     run.speeds = {2: (1.5, "corrected")}
     run.phi = 4.0
     run.step(10, 2.0)

@@ -11,7 +11,6 @@ from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
 from copus_ext.controller.pause_prior import PausePrior, machine_of
-from copus_ext.controller.present_samples import PresentSamples
 from copus_ext.goodput.state import ControllerState
 from copus_ext.reshard.phases import ReshardResult
 from megatron.training.common.errors import UsageError
@@ -101,7 +100,7 @@ class PhaseLayouts(Callback):
             done=lambda outcome: self._report(outcome, context),
         )
         saves = config.checkpoint.save is not None
-        request = self._changes.request(change, PresentSamples().of(context), saves=saves)
+        request = self._changes.request(change, context, saves=saves)
         return replace(request, move=lambda job: self._move(job, request))
 
     def _prior_s(self, layout: Layout) -> float:

@@ -18,7 +18,7 @@ from megatron.training.config.model import KernelConfig, ModelConfig
 from megatron.training.config.moe import MoeConfig
 from megatron.training.config.parallel import ParallelConfig, RecomputeConfig
 from megatron.training.config.runtime import RuntimeConfig
-from megatron.training.config.segment import Segment, segment_of
+from megatron.training.config.segment import Segment, in_segment, segment_of
 from megatron.training.config.training import BatchConfig, OptimConfig, PrecisionConfig
 
 _OF_CORE: Mapping[str, type] = MappingProxyType(
@@ -119,6 +119,12 @@ class Config:
     def segment(self) -> Segment:
         """The part of the run that it is in."""
         return segment_of(self)
+
+    @functools.cached_property
+    def in_segment(self) -> Config:
+        """The same with `batch.seq_length` and all batch sizes of the present segment. Positions
+        and lengths of the run stay in samples of `--seq-length`."""
+        return in_segment(self)
 
     def flat(self) -> dict[str, Any]:
         """Returns field name -> value over all groups, with lists for tuples, so that JSON can

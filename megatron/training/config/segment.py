@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,29 @@ class Segment:
         """Samples of this segment that come before a position of the run."""
         assert self.start <= consumed_samples <= self.end, (consumed_samples, self)
         return (consumed_samples - self.start) // self.ratio
+
+
+def in_segment(config: Config) -> Config:
+    """See `Config.in_segment`."""
+    segment, batch = config.segment, config.batch
+    if segment.ratio == 1:
+        return config
+    steps, ramp = batch.step_batch_size_schedule, batch.rampup_batch_size
+    last = max(batch.global_batch_size // segment.ratio, 1)
+    if steps is not None:
+        words = (word.rpartition(":") for word in steps.split())
+        steps = " ".join(f"{at}:{max(int(n) // segment.ratio, 1)}" for at, _, n in words)
+    if ramp is not None:
+        start, increment = (max(number // segment.ratio, 1) for number in ramp[:2])
+        # A smaller increment where the way up is not a multiple of it.
+        ramp = start, math.gcd(increment, last - start), ramp[2]
+    return config.replace(
+        seq_length=segment.seq_length,
+        step_batch_size_schedule=steps,
+        rampup_batch_size=ramp,
+        global_batch_size=last,
+        initial_global_batch_size=max(batch.initial_global_batch_size // segment.ratio, 1),
+    )
 
 
 def segment_of(config: Config) -> Segment:

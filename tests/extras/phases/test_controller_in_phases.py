@@ -1,29 +1,21 @@
-"""A run as its controller sees it in a phase: all in samples of the present length."""
+"""A run as its controller sees it in a phase: batches in samples of the present length, and
+positions in those of the run."""
 
 from __future__ import annotations
 
 import json
-import weakref
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from copus_ext.controller import rules
-from copus_ext.controller.decision_log import NAME, DecisionLog
+from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.layout_changes import LayoutChangeManager
-from copus_ext.controller.present_samples import (
-    PresentSamples,
-    config_in_present_samples,
-    ends_segment,
-    flags_in_present_samples,
-)
+from copus_ext.controller.segments import ends_segment, flags_in_segment
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.messages import summary
 from copus_ext.goodput.state import ControllerState, config_key
-from megatron.training.common.step_settings import StepSettings
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve
@@ -45,58 +37,37 @@ def context_of(config: Config, consumed_samples: int, **step: Any) -> CallbackCo
     )
 
 
-def test_a_run_in_a_phase_looks_like_a_run_of_its_length() -> None:
-    seen = config_in_present_samples(in_phase(config_of(RUN), 1))
+def test_batches_of_a_phase_are_those_of_a_run_of_its_length() -> None:
+    seen = in_phase(config_of(RUN), 1).in_segment
     alone = RUN.replace("--global-batch-size 32", "--global-batch-size 8 --seq-length 256")
     own = resolve(parse_args([*BASE.split(), *alone.split()]), 1)
-    assert seen.extras == own.extras and seen.segment.is_whole_run
-    assert replace(seen.batch, micro_batch_size=2) == replace(
-        own.batch, eval_samples=seen.batch.eval_samples
-    )
-    for name in ("lr_decay_samples", "lr_warmup_samples"):
-        assert getattr(seen.optim, name) == getattr(own.optim, name)
+    for name in ("seq_length", "global_batch_size", "initial_global_batch_size"):
+        assert getattr(seen.batch, name) == getattr(own.batch, name)
+    assert seen.segment == in_phase(config_of(RUN), 1).segment
+    assert seen.batch.train_samples == 4 * own.batch.train_samples, "lengths stay as they are"
+    assert seen.optim == config_of(RUN).optim and in_phase(config_of(RUN), 0).in_segment.batch
+    assert config_of(RUN).in_segment.batch.seq_length == 64
 
 
 def test_batches_of_a_schedule_are_in_present_samples() -> None:
     flags = "--train-iters 20 --step-batch-size-schedule"
     words = [*BASE.split(), *flags.split(), "0:32 8192:64", "--seq-length", "64"]
     words += ["--seq-length-schedule", "0:64 50%:256"]
-    config = in_phase(resolve(parse_args(words), 1), 1)
-    assert config_in_present_samples(config).batch.step_batch_size_schedule == "0:8 8192:16"
+    config = in_phase(resolve(parse_args(words), 1), 1).in_segment
+    assert config.batch.step_batch_size_schedule == "0:8 8192:16"
+    known = rules.rules_of(CopusConfig(copus_policy="step_schedule"), config)
+    assert known.schedule == ((0, 8), (128, 16)) and known.length_ratio == 4
+    ramp = RUN.replace("32", "64 --rampup-batch-size 16 16 96")
+    config = in_phase(config_of(ramp), 1).in_segment
+    assert config.batch.rampup_batch_size == (4, 4, 96)
 
 
-def test_the_first_phase_is_seen_as_it_is() -> None:
-    context = context_of(config_of(RUN), 32)
-    assert PresentSamples().of(context) is context
-
-
-def test_counters_are_seen_in_present_samples_and_settings_are_written_through() -> None:
-    context = context_of(in_phase(config_of(RUN), 1), 400, global_batch_size=8, length_ratio=4)
-    seen = PresentSamples().of(context)
-    assert seen.state.consumed_samples == seen.state.lr_samples == 100
-    assert seen.step is not None and seen.step.consumed_samples == 100
-    assert seen.config.batch.train_samples == 160 and seen.config.batch.seq_length == 256
-    seen.state.settings = StepSettings(global_batch_size=8)
-    assert context.state.settings.global_batch_size == 8
-    assert context.state.consumed_samples == 400
-
-
-def test_a_view_of_a_context_writes_through_and_keeps_no_model() -> None:
-    class Chunk:
-        pass
-
-    context = context_of(in_phase(config_of(RUN), 1), 400)
-    context.model, context.checkpoint_samples = [Chunk()], 300
-    old = weakref.ref(context.model[0])
-    seen = PresentSamples().of(context)
-    assert seen.checkpoint_samples == 75
-    seen.needs_exact_step, seen.scalars = True, {"a": 1.0}
-    assert context.needs_exact_step and context.scalars == {"a": 1.0}
-    context.model = [Chunk()]
-    assert seen.model is context.model
-    assert old() is None, "a view that is kept through a move would keep the old model"
-    with pytest.raises(AssertionError, match="trainer's to set"):
-        seen.step = None
+def test_as_many_tokens_lie_between_decisions_in_every_phase() -> None:
+    config = in_phase(config_of(RUN), 1).in_segment
+    state = ControllerState(last_decision_samples=400)
+    act = CopusConfig(copus_interval=64 * 64.0, copus_early_steps=0.0)
+    for one in (config, config_of(RUN)):
+        assert rules.samples_to_decision(act, one, 8, state) == 64, "of the run"
 
 
 @pytest.mark.parametrize(("consumed", "is_last"), [(224, False), (256, True)])
@@ -107,17 +78,17 @@ def test_the_last_step_of_a_phase(consumed: int, is_last: bool) -> None:
 
 def test_flags_give_batches_in_samples_of_the_first_phase() -> None:
     flags = CopusConfig(copus_min_global_batch_size=16, copus_batch_grid="24,32,64")
-    seen = flags_in_present_samples(flags, 4)
+    seen = flags_in_segment(flags, 4)
     assert seen.copus_min_global_batch_size == 4 and seen.copus_batch_grid == "6,8,16"
-    assert flags_in_present_samples(flags, 16).copus_batch_grid == "2,4"
-    assert flags_in_present_samples(flags, 1) == flags
+    assert flags_in_segment(flags, 16).copus_batch_grid == "2,4"
+    assert flags_in_segment(flags, 1) == flags
 
 
 def test_rates_are_relative_to_as_many_tokens() -> None:
     config = config_of(RUN)
     flags = CopusConfig(copus=True, copus_mode="act")
     first = rules.rate_rules_of(flags, config)
-    later = rules.rate_rules_of(flags, config_in_present_samples(in_phase(config, 1)))
+    later = rules.rate_rules_of(flags, in_phase(config, 1).in_segment)
     assert first.lr_factor(64) == later.lr_factor(16)
 
 
@@ -141,25 +112,22 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
     assert (same.global_batch_size, same.micro_batch_size) == (32, 2)
     assert same.step_times == state.step_times and same.last_decision_samples == 200
     state.enter_segment(before=1, after=4, global_batch_size=16, micro_batch_size=1)
-    assert (state.last_decision_samples, state.last_change_samples) == (50, 25)
+    assert (state.last_decision_samples, state.last_change_samples) == (200, 100), "of the run"
     assert (state.global_batch_size, state.micro_batch_size, state.annealing_from) == (16, 1, 8)
     assert not state.step_times and not state.steps and state.watch.key == ""
     assert state.critical_batch_size_when_grown is None
-    assert state.hold_shrinking_until_samples == 100
+    assert state.hold_shrinking_until_samples == 400
     assert ControllerState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
-def test_the_journal_counts_as_the_run(tmp_path: Path) -> None:
-    log = DecisionLog(tmp_path)
-    log.append("start", consumed_samples=18)
-    # A later phase may begin where no whole number of its samples has been read.
-    log.count_from(ratio=4, rest=18 % 4)
-    log.append("phase", consumed_samples=18 // 4)
-    log.append("spike", hold_growth_until_samples=10)
-    log.append("end", iteration=3)
-    records = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
-    assert [record.get("consumed_samples") for record in records] == [18, 18, None, None]
-    assert records[2]["hold_growth_until_samples"] == 42
+def test_a_step_that_changed_nothing_counts_as_the_run_does() -> None:
+    state = ControllerState(last_decision_samples=100)
+    step = {"key": "k", "loss": 1.0, "seconds": 0.5, "length_ratio": 4}
+    state.record_step(**step, consumed_samples=132, batch=8, updated=False)
+    state.record_step(**step, consumed_samples=164, batch=8)
+    assert state.skipped_samples == 32
+    due = {"batch": 8, "scheduled": None, "consumed_samples": 164}
+    assert state.is_due(**due, every_samples=32) and not state.is_due(**due, every_samples=33)
 
 
 def test_the_age_of_a_checkpoint_is_the_same_in_every_phase() -> None:
@@ -168,18 +136,18 @@ def test_the_age_of_a_checkpoint_is_the_same_in_every_phase() -> None:
     manager = LayoutChangeManager(
         flags, ControllerState(), DecisionLog(None), prior_s=lambda layout: 1.0
     )
-    present, config = PresentSamples(), config_of(f"{RUN} --save somewhere")
+    config = config_of(f"{RUN} --save somewhere")
     context = context_of(config, 256)
     context.checkpoint_samples = 224
-    manager.on_checkpoint_saved(present.of(context))
-    assert not manager.saves_first(present.of(context))
+    manager.on_checkpoint_saved(context)
+    assert not manager.saves_first(context)
     later = context_of(in_phase(config, 1), 288)
-    assert not manager.saves_first(present.of(later)), "64 samples of the first length"
+    assert not manager.saves_first(later), "64 samples of the first length"
     later.state.consumed_samples = 292
-    assert manager.saves_first(present.of(later))
+    assert manager.saves_first(later)
     later.checkpoint_samples = 256
-    manager.on_checkpoint_saved(present.of(later))
-    assert not manager.saves_first(present.of(later))
+    manager.on_checkpoint_saved(later)
+    assert not manager.saves_first(later)
 
 
 def test_the_summary_needs_no_unit_of_samples() -> None:
