@@ -21,12 +21,15 @@ _OWN_FAULTS = tuple(
     if hasattr(signal, name)
 )
 """Signals that a process brings on itself by what it computes."""
+_OWN_FAULT_WORDS = [(signal.strsignal(number) or "").split()[0] for number in _OWN_FAULTS]
 _LOST_PEER = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (closed|timeout)"
     r"|remote process exited|connectFullMesh|DistNetworkError|unhandled system error",
     re.IGNORECASE,
 )
 """What a rank says after one of its peers has gone."""
+_LOST_READER = re.compile(r"DataLoader worker \(pid\S* \d+\) is killed by signal: (\w+)")
+"""What torch says of a process that reads data, and the first word for its signal."""
 _NO_ANSWER_S = 25.0
 """torch's launcher waits 30 s between SIGTERM and SIGKILL, and records times in whole seconds."""
 
@@ -75,8 +78,11 @@ class Failure(JsonRecord):
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether a signal ended it that somebody else sent: a person, a scheduler, or the kernel
-        for lack of memory. It may come at any step, so that twice at one step is no evidence."""
+        """Whether a signal ended it, or a process that reads its data, that somebody else sent: a
+        person, a scheduler, or the kernel for lack of memory. It may come at any step, so that
+        twice at one step is no evidence."""
+        if (reader := _LOST_READER.search(self.error)) is not None:
+            return reader[1] not in _OWN_FAULT_WORDS
         number = -self.code
         if self.code > _SIGNALLED and not self.error:  # a shell or container around the rank
             number = self.code - _SIGNALLED

@@ -5,9 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -389,3 +394,46 @@ def test_inspection_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFix
         code, out, _ = run(capsys, *args, "--json", tool=inspect_checkpoint)
         record = json.loads(out)
         assert code == record["exit_code"] == expected and record["problem"]
+
+
+# Ends from outside
+
+
+_SLOW = """
+import pathlib, signal, sys
+from megatron.training.checkpoint.convert import convert
+def hold(folder, _):
+    (pathlib.Path(folder).parent / "held").touch()
+    signal.pause()
+convert.write_common = hold
+from copus_ext.commands.convert_checkpoint import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_conversion_that_is_ended_leaves_nothing_that_stops_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    source = make_checkpoint(tmp_path / "a")
+    words = [str(source), str(tmp_path / "b"), "--pp", "2"]
+    held = subprocess.Popen([sys.executable, "-c", _SLOW, *words], start_new_session=True)
+    try:
+        until = time.monotonic() + 100
+        while not list(tmp_path.glob(".b.unfinished-*/held")) and time.monotonic() < until:
+            time.sleep(0.05)
+        (there,) = tmp_path.glob(".b.unfinished-*")
+        assert run(capsys, *words[:1], tmp_path / "b", *words[2:])[0] == 0
+        assert there.is_dir(), "it is being written"
+        shutil.rmtree(tmp_path / "b")
+        held.send_signal(signal.Signals[name])
+        assert held.wait(60) in (130, 143, -9)
+    finally:
+        held.kill()
+        held.wait()
+    assert list(tmp_path.glob(".b.unfinished-*")) == ([there] if name == "SIGKILL" else [])
+    # A container gives the next process the same number.
+    there.mkdir(exist_ok=True)
+    with mock.patch("os.getpid", return_value=int(there.name.rpartition("-")[2])):
+        assert run(capsys, *words[:1], tmp_path / "b", *words[2:])[0] == 0
+    assert not list(tmp_path.glob(".b.unfinished-*"))

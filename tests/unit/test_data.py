@@ -13,12 +13,15 @@ import numpy
 import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from torch.utils.data import _utils
 
+from copus_ext.launch.failure import Failure
 from megatron.training.common.errors import UsageError
 from megatron.training.config import DataConfig
 from megatron.training.data.dataloader import BATCH_KEYS, BatchReader
 from megatron.training.data.datasets import build_datasets, parse_blend
 from megatron.training.data.tokenizer import build_tokenizer
+from tests.helpers.launch import run_in_fork
 
 pytestmark = pytest.mark.unit
 
@@ -455,3 +458,26 @@ def test_reading_beyond_the_end_is_refused():
         take(reader, 16, 8, 2)
     with pytest.raises(UsageError, match="up to 21"):
         reader.read_evaluation(num_samples=1, start=20, micro_batch_size=1, dp_rank=0, dp_size=1)
+
+
+def _one_that_loses_its_reader() -> str:
+    torch_handler = _utils.signal_handling._set_SIGCHLD_handler
+    _utils.signal_handling._set_SIGCHLD_handler = lambda: None  # torch's own message comes at times
+    try:
+        reader = BatchReader(Numbered(1000), num_workers=1)
+        take(reader, 0, 8, 2)
+        iterator: Any = reader._loader._iterator
+        os.kill(iterator._workers[0].pid, signal.SIGKILL)
+        try:
+            for consumed in range(8, 1000, 8):
+                take(reader, consumed, 8, 2)
+        except RuntimeError as error:
+            return str(error)
+        return "none"
+    finally:
+        _utils.signal_handling._set_SIGCHLD_handler = torch_handler
+
+
+def test_a_reading_process_that_is_killed_is_named_with_its_signal() -> None:
+    said = run_in_fork(_one_that_loses_its_reader)
+    assert Failure(rank=0, host="h", code=1, error=said).is_from_outside, said

@@ -184,6 +184,15 @@ def test_only_a_rank_s_own_fault_counts_as_the_same_error(
     assert following.gives_up and "4 crashes in an hour" in following.line, "there is an end"
 
 
+@pytest.mark.parametrize("name", [*OUTSIDE, *OWN])
+def test_so_does_that_of_a_process_that_reads_data(case: Case, name: str) -> None:
+    word = signal.strsignal(signal.Signals[name])
+    for pid in (23304, 30303):  # as torch says it
+        text = f"RuntimeError: DataLoader worker (pid {pid}) is killed by signal: {word}. "
+        following = case.crash(raised(text), step=80)
+    assert (following.exit_code is not None) == (name in OWN), following
+
+
 def test_an_exit_code_above_those_of_signals_is_an_error_of_the_program(case: Case) -> None:
     ended = Failure(rank=1, host="h", code=255)
     assert case.crash(ended, step=80).exit_code is None

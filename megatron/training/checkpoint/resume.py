@@ -168,8 +168,10 @@ def resume_step_settings(
     if stored == plain:
         return plain, []
     if not keep:
+        what = [f"{k.replace('_', ' ')} {v:g}" for k, v in vars(stored).items() if v is not None]
         note = (
-            f"the checkpoint was trained with {stored}; without --copus-mode act flags count again"
+            f"the checkpoint was trained with {', '.join(what)}; without --copus-mode act flags "
+            "count again"
         )
         return plain, [note]
     batch, micro = stored.global_batch_size, stored.micro_batch_size

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import threading
 import warnings
@@ -156,17 +157,19 @@ def run_command(
         on_failure: called with exit code and reason before the line is printed.
 
     Returns:
-        The exit code: that of the error, 1 for the file system, 130 for Ctrl-C, and 3 for any other
-        error, which odd contents cause. It is 0 where the reader of the output has gone.
+        The exit code: that of the error, 1 for the file system, 130 for Ctrl-C, 143 for SIGTERM,
+        and 3 for any other error, which odd contents cause. It is 0 where the reader of the output
+        has gone.
     """
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     try:
-        return run()
+        with _interrupted_by_sigterm():
+            return run()
     except BrokenPipeError:
         close_output()
         return 0
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     except Exception as error:
         text = " ".join(str(error).split())
         code = getattr(error, "exit_code", None)
@@ -178,6 +181,24 @@ def run_command(
         on_failure(code, text)
         tell(script, f"error: {text}")
         return code
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Has SIGTERM end the block as Ctrl-C does, so that it clears up after itself."""
+    is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not is_free or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, _: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def json_failure(argv: Sequence[str] | None) -> Callable[[int, str], None]:

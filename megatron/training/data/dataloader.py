@@ -6,6 +6,7 @@ import atexit
 import functools
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron.training.common.child_processes import end_with_parent
-from megatron.training.common.errors import UsageError
+from megatron.training.common.errors import TrainingFailure, UsageError
 from megatron.training.common.signals import STOP_SIGNALS
 from megatron.training.data.sampler import PADDING, evaluation_indices, micro_batch_indices
 
@@ -204,11 +205,28 @@ class BatchReader:
     ) -> Iterator[dict[str, torch.Tensor]]:
         for step in range(count):
             assert read == self._num_reads, "take all of a batch before reading the next one"
-            batch = next(batches)
+            try:
+                batch = next(batches)
+            except (OSError, EOFError, RuntimeError) as error:
+                if lost := self._lost_worker():
+                    raise TrainingFailure(lost, restart_helps=True) from error
+                raise
             # Before the last yield: a schedule takes exactly `count` and never asks for the end.
             if step == count - 1:
                 self._next = following
             yield batch
+
+    def _lost_worker(self) -> str | None:
+        """Names a worker that a signal has ended, in torch's words, which torch does not find each
+        time. Its socket may be gone a moment before it counts as ended."""
+        workers: Any = getattr(self._loader._iterator, "_workers", ())
+        for _ in range(20):
+            for worker in workers:
+                if (worker.exitcode or 0) < 0:
+                    word = signal.strsignal(-worker.exitcode)
+                    return f"DataLoader worker (pid {worker.pid}) is killed by signal: {word}"
+            time.sleep(0.05 if workers else 0)
+        return None
 
 
 class _Plan:

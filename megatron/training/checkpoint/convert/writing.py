@@ -3,11 +3,14 @@ all."""
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import io
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,7 +167,7 @@ def staged(source: Path, destination: Path) -> Iterator[Path]:
     """Gives an empty folder that becomes `destination` if the block succeeds, else is deleted.
 
     Every file is on the disk before the folder gets its name. A kill leaves `.NAME.unfinished-PID`
-    beside it, never a part of `destination`.
+    beside it, never a part of `destination`; the next conversion to `destination` removes that.
 
     Args:
         source: folder that is read; must not hold the destination, nor lie in it.
@@ -180,17 +183,48 @@ def staged(source: Path, destination: Path) -> Iterator[Path]:
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UsageError(f"DST {destination} exists; name another or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
-    temporary.mkdir()
-    try:
+    with _temporary(target) as temporary:
         yield temporary
         for folder, _, names in os.walk(temporary):
             for path in (*(Path(folder, name) for name in names), Path(folder)):
                 _sync(path)
         os.rename(temporary, target)
         _sync(target.parent)
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`, gone at the end. Removes what was left by conversions that
+    were killed: they hold no lock any more."""
+    name = f".{target.name}.unfinished-"
+    for left in target.parent.glob(f"{glob.escape(name)}*"):
+        if (held := _locked(left)) is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(held)
+    for number in itertools.count(os.getpid()):  # a container gives the same one each time
+        temporary = target.with_name(f"{name}{number}")
+        with suppress(FileExistsError):
+            temporary.mkdir()
+            break
+    held = _locked(temporary)
+    try:
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the lock of a folder; None where another process holds it, or where
+    the file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _sync(path: Path) -> None:
