@@ -6,11 +6,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from copus_ext.monitor.run_files import RunHistory
 from copus_ext.monitor.values import LINE, text
-from copus_ext.reshard.checked import check_number, read_value
+from copus_ext.reshard.checked import read_value
 from megatron.training.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE, STOP_FILE
 from megatron.training.resilience.lock import STALE_S
 
@@ -36,7 +36,6 @@ _PHASES: dict[str, State] = {
 }
 _HEARTBEAT_BYTES = 4096
 _HARMLESS_FAULT = "checkpoint passed over"
-_LATEST = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,22 +91,6 @@ def liveness(run: RunHistory, *, t: float) -> RunLiveness:
 def is_paused(run: Path) -> bool:
     """Whether an operator has paused the controller."""
     return (run / PAUSE_FILE).exists()
-
-
-def latest_checkpoint(run: Path) -> tuple[int, float] | None:
-    """Iteration of the checkpoint that the directory points to and when that was written; None
-    without one."""
-
-    def parse(value: Any) -> int:
-        check_number("iteration", value, 0, 1 << 53)
-        return value
-
-    try:
-        iteration = read_value(run / _LATEST, parse, max_bytes=100)
-    except ValueError:
-        return None
-    touched = _touched(run / _LATEST)
-    return None if iteration is None or touched is None else (iteration, touched)
 
 
 def _phase(run: RunHistory) -> State:

@@ -18,7 +18,7 @@ from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.messages import goodput, next_choice
 from copus_ext.monitor.journal import MOVED, DecisionRecord
-from copus_ext.monitor.liveness import State, is_paused, latest_checkpoint, liveness
+from copus_ext.monitor.liveness import State, is_paused, liveness
 from copus_ext.monitor.run_files import END_BYTES, GOES_ON, RunHistory, RunReader, Step
 from copus_ext.monitor.time_saved import TimeSaved, so_far
 from copus_ext.monitor.values import FOREIGN, LINE, text, whole
@@ -340,17 +340,13 @@ def _of_one_configuration(steps: Sequence[Step], entered_t: float) -> list[Step]
 
 
 def _saved(run: RunHistory, last: Step | None, t: float) -> Saved | None:
-    commits = [
-        (event.iteration, event.t or 0.0)
-        for event in run.events
-        if event.kind == "checkpoint.commit" and event.iteration is not None
-    ]
-    known = commits[-1] if commits else latest_checkpoint(run.path)
-    if known is None:
+    commits = [event for event in run.events if event.kind == "checkpoint.commit"]
+    iteration = commits[-1].iteration if commits else None
+    if iteration is None:
         return None
-    iteration, then = known
     since = None if last is None else max(last.iteration - iteration, 0)
-    return Saved(iteration=iteration, age_s=max(t - then, 0.0), steps_ago=since)
+    age_s = max(t - (commits[-1].t or 0.0), 0.0)
+    return Saved(iteration=iteration, age_s=age_s, steps_ago=since)
 
 
 def _crashes(run: RunHistory) -> int:

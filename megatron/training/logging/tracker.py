@@ -69,13 +69,11 @@ class NullTracker:
         *,
         durable: bool | None = None,
         **fields: Any,
-    ) -> None:
-        """Does nothing."""
+    ) -> None: ...
 
     def step(
         self, report: StepReport, *, extra: Mapping[str, float] | None = None, **fields: Any
-    ) -> None:
-        """Does nothing."""
+    ) -> None: ...
 
     def evaluation(
         self,
@@ -85,11 +83,9 @@ class NullTracker:
         losses: Mapping[str, float],
         split: str = "valid",
         **fields: Any,
-    ) -> None:
-        """Does nothing."""
+    ) -> None: ...
 
-    def close(self) -> None:
-        """Does nothing."""
+    def close(self) -> None: ...
 
     def __enter__(self) -> NullTracker:
         return self
