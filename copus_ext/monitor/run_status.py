@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from copus_ext.goodput.decide import critical_batch_size_words
 from copus_ext.goodput.headroom import Headroom
-from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
-from copus_ext.goodput.messages import goodput, next_choice
+from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.journal import MOVED, DecisionRecord
 from copus_ext.monitor.liveness import State, is_paused, liveness
 from copus_ext.monitor.run_files import END_BYTES, GOES_ON, RunHistory, RunReader, Step
@@ -62,24 +61,6 @@ class Alarm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NextChoice:
-    """The best alternative to the current configuration."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    layout: str
-    goodput: float | None
-    """Predicted useful samples per second; None while nothing has told how fast this machine is."""
-    gain: float | None
-    """Predicted relative gain in goodput over the current configuration."""
-    gain_sd: float | None
-    needed: float | None
-    """Gain required to change to it."""
-    verdict: str
-    """`chosen`, or the reason against it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ChangeStatus:
     """A decision to change something, and its outcome."""
 
@@ -111,15 +92,10 @@ class ControllerStatus:
     policy: str
     iteration: int | None = None
     """Step of the last decision."""
+    kind: str = ""
+    """Of the last decision: `stay`, `batch` or `relayout`."""
     reason: str = "nothing decided yet"
     """Why the last decision came out as it did, or why there is none."""
-    target_batch: float | None = None
-    """Batch that the policy aims at in the end, samples."""
-    goodput: float | None = None
-    """Useful samples per second of the current configuration, as timed for the last decision."""
-    best: NextChoice | None = None
-    """None if none was compared since the last change."""
-    noise_scale_multiplier: float | None = None
     critical_batch_size: float | None = None
     """What the last decision went by, samples."""
     critical_batch_size_source: str = ""
@@ -237,7 +213,7 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         micro_batch_size=last and last.micro,
         layout=layout,
         noise=noisy and _noise(noisy),
-        controller=_controller(reader, run, (layout, last and last.micro, last and last.batch)),
+        controller=_controller(reader, run),
         paused=is_paused(run.path),
         saved=_saved(run, last, t),
         alarms=_alarms(run, t=t, step_s=pace.step_s if signs.state == "training" else None),
@@ -386,11 +362,8 @@ def _alarms(run: RunHistory, *, t: float, step_s: float | None) -> tuple[Alarm, 
 
 # The controller.
 
-_Current = tuple[str, int | None, int | None]
-"""Layout, micro-batch size and global batch size of the last step."""
 
-
-def _controller(reader: RunReader, run: RunHistory, current: _Current) -> ControllerStatus | None:
+def _controller(reader: RunReader, run: RunHistory) -> ControllerStatus | None:
     """The controller of a run; None without a journal."""
     decisions, standing = run.decisions, run.decisions.standing
     if decisions.is_empty:
@@ -398,7 +371,7 @@ def _controller(reader: RunReader, run: RunHistory, current: _Current) -> Contro
     known: dict[str, Any] = {}
     if standing:
         try:
-            known = _last_decision(reader.decision_at(standing[-1].place), current)
+            known = _last_decision(reader.decision_at(standing[-1].place))
         except FOREIGN:
             known["reason"] = "the record of this decision is damaged"
     if decisions.failure:
@@ -418,38 +391,15 @@ def _controller(reader: RunReader, run: RunHistory, current: _Current) -> Contro
     )
 
 
-def _last_decision(record: Mapping[str, Any], current: _Current) -> dict[str, Any]:
-    s, d = DecisionInputs.from_json(record["situation"]), Decision.from_json(record["decision"])
-    row = next((row for row in (s.now, d.to, *s.rows) if _names(row) == current), None)
-    # Gains over one configuration say nothing of the one that follows it.
-    found = next_choice(s, d) if row == s.now else None
-    best = None
-    if found is not None:
-        layout, micro_batch_size, global_batch_size = _names(found.row)
-        best = NextChoice(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            layout=layout,
-            goodput=goodput(s, found.row) if d.is_scaled else None,
-            gain=found.gain,
-            gain_sd=found.gain_sd,
-            needed=found.needed,
-            verdict=text(found.blocked_reason) or "chosen",
-        )
+def _last_decision(record: Mapping[str, Any]) -> dict[str, Any]:
+    s = DecisionInputs.from_json(record["situation"])
     return {
         "iteration": s.iteration,
-        "reason": text(d.reason, LINE),
-        "target_batch": d.target_batch,
-        "goodput": goodput(s, row) if row is not None and row.source == "measured" else None,
-        "best": best,
-        "noise_scale_multiplier": s.rules.noise_scale_multiplier,
+        "kind": text(record["decision"]["kind"], LINE),
+        "reason": text(record["decision"]["reason"], LINE),
         "critical_batch_size": s.critical_batch_size,
         "critical_batch_size_source": critical_batch_size_words(s) if s.critical_batch_size else "",
     }
-
-
-def _names(row: ConfigThroughput) -> tuple[str, int, int]:
-    return str(row.layout), row.micro_batch_size, row.global_batch_size
 
 
 def changes_of(run: RunHistory) -> list[ChangeStatus]:

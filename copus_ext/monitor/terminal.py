@@ -9,7 +9,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from copus_ext.goodput.decide import PREDICTED, gain_words
 from copus_ext.monitor.explain import gain as expected
 from copus_ext.monitor.explain import seconds, time_left
 from copus_ext.monitor.liveness import State
@@ -133,22 +132,10 @@ def _decisions(controller: ControllerStatus, *, paused: bool) -> Iterator[tuple[
     if controller.headroom is not None:
         yield "to gain", str(controller.headroom)
     held = "paused by control/pause; " if paused else ""
-    yield "decided", f"{held}{mode}{where}{controller.reason}"
+    stay = "to stay; " if controller.kind == "stay" else ""
+    yield "decided", f"{held}{mode}{where}{stay}{controller.reason}"
     if controller.critical_batch_size_source:
         yield "went by", controller.critical_batch_size_source
-    if controller.goodput is not None:
-        yield "goodput", f"{_short(controller.goodput)} useful samples/s"
-    if (best := controller.best) is not None:
-        worth = (
-            "" if best.goodput is None else f", {_short(best.goodput)} useful samples/s predicted"
-        )
-        gain, kept = "", f"; {best.verdict}"
-        if best.verdict.startswith(PREDICTED):
-            gain, kept = f": {best.verdict}", ""
-        elif best.gain is not None:
-            gain = f": {gain_words(best.gain, best.needed, best.gain_sd, is_tried=False)}"
-        sizes = _sizes(best.global_batch_size, best.micro_batch_size)
-        yield "next", f"{sizes} on {best.layout}{gain}{worth}{kept}"
 
 
 def _saved(status: RunStatus) -> str:

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from copus_ext.commands import status
 from copus_ext.controller.decision_log import NAME, read_journal
-from copus_ext.goodput.inputs import PRESENT
 from copus_ext.monitor import run_status
 from copus_ext.monitor.explain import time_left
 from copus_ext.monitor.report import report_of
@@ -63,14 +62,8 @@ def test_the_numbers_are_those_of_record_and_journal(
     for name in ("gain", "predicted_samples_per_s", "samples_per_s", "speed_over_predicted"):
         assert change[name] == outcome[name], name
     controller, decision = now["controller"], written[-1]["decision"]
-    best = next(c for c in decision["candidates"] if c["blocked_reason"] != PRESENT)
     assert controller["reason"] == decision["reason"]
-    assert controller["best"]["gain"] == best["gain"]
-    assert controller["best"]["needed"] == best["needed"]
-    # Throughput of a batch of the reference size: the objective is `copus`.
-    worth = 10.0 * math.sqrt(16) / (16 + 16) / (math.sqrt(8) / (8 + 16))
-    assert controller["goodput"] == pytest.approx(worth)
-    assert controller["best"]["goodput"] == pytest.approx(worth * (1 + best["gain"]))
+    assert controller["critical_batch_size"] == decision["critical_batch_size"]
     assert controller["headroom"] == {
         name: value
         for name, value in written[-1]["headroom"].items()
@@ -286,7 +279,7 @@ def test_of_large_files_only_the_end_is_read_and_layout_speed_and_mode_are_known
     assert (now.iteration, now.launches, now.launches_at_least) == (3, 0, True)
     assert now.layout == LAYOUT
     assert before.controller is not None and now.controller is not None
-    assert now.controller.best == before.controller.best is not None
+    assert now.controller.reason == before.controller.reason
     assert now.controller.changes == before.controller.changes != ()
     assert now.controller.policy == "static"
     assert "observes only" in shown(now) and "restarts unknown" in shown(now)
