@@ -11,11 +11,10 @@ from megatron.core.datasets.blended_megatron_dataset_config import parse_and_nor
 
 from megatron.training.checkpoint.load import NEW_IN_USE, NEW_IN_WEIGHTS, NEW_RATES, Stored
 from megatron.training.common.errors import UsageError
-from megatron.training.common.extras import as_given
+from megatron.training.common.extras import as_given, settled
 from megatron.training.common.program import other_command
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.config import GROUPS, Config
-from megatron.training.config.arguments import settled
 from megatron.training.config.derive import fill_in
 from megatron.training.config.draft import Draft
 from megatron.training.config.fields import option_specs

@@ -208,6 +208,21 @@ def as_given(stored: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, 
     return stored
 
 
+def settled(config: Any, stored: Any = None) -> Any:
+    """The configuration after what extras make of it; see `Extra.settle`.
+
+    Args:
+        config: resolved.
+        stored: the checkpoint that the run goes on from, or None.
+
+    Raises:
+        UsageError: the two do not go together.
+    """
+    for _, settle in extras_with("settle"):
+        config = settle(config, stored)
+    return config
+
+
 def step_period(arguments: Mapping[str, Any]) -> int:
     """Steps after which the work of a step repeats: of one in so many that may take longer.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.training.common.errors import UsageError
-from megatron.training.common.extras import as_given, extras, extras_with
+from megatron.training.common.extras import as_given, extras, settled
 from megatron.training.common.program import with_hint
 from megatron.training.config import GROUPS, Config, ModelConfig, MoeConfig
 from megatron.training.config.batch_schedule import BatchSchedule
@@ -276,13 +276,6 @@ def resolve(
     config = Config.from_flat(draft.values, draft.explicit)
     BatchSchedule.of(config)
     return settled(config)
-
-
-def settled(config: Config, stored: Any = None) -> Config:
-    """The configuration after what extras make of it; see `Extra.settle`."""
-    for _, settle in extras_with("settle"):
-        config = settle(config, stored)
-    return config
 
 
 def _required() -> list[tuple[str, str]]:
