@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from copus_ext.goodput.step_records import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.monitor.journal import Account, DecisionHistory, DecisionRecord, Sizes
@@ -159,38 +160,71 @@ def segments_of(run: RunHistory) -> list[Segment]:
     # In samples of the run, which mean the same whatever the length of those of a step.
     known = [a.critical_batch_size and a.critical_batch_size * a.length_ratio for a in accounts]
     critical, lost = _filled(known), _lost_s(run, decided)
-    speeds = _speeds(accounts, run)
-    counted = [s for s in run.steps if s.seconds is not None and s.iteration > run.decisions.begin]
-
-    def place(step: Step) -> tuple[int, Sizes, Sizes | None, float]:
-        """Decisions before a step, its configuration and the first one, and its length."""
-        ratio = _length_ratio(step, run)
-        first = run.decisions.first_at(step.iteration - 1, ratio)
-        return bisect_left(ends, step.iteration), _sizes(step, run), first, ratio
-
+    groups = _groups(run, ends)
+    speeds = _speeds(accounts, groups)
     found = []
-    for (num, sizes, first, ratio), group in itertools.groupby(counted, key=place):
-        steps, at = list(group), max(num - 1, 0)
-        if not (accounts and sizes.batch and first and first.batch):
+    for group in groups:
+        after = (s for s in group.steps if s.iteration > run.decisions.begin)
+        steps, at = [s for s in after if s.seconds is not None], max(group.decided - 1, 0)
+        first, batch = group.first, group.sizes.batch
+        if not (accounts and steps and batch and first and first.batch):
             continue
         overhead_s = 0.0
         while lost and lost[0][0] < steps[-1].iteration:
             overhead_s += lost.pop(0)[1]
-        phi, (speed, sd) = critical[at], speeds.get((first, ratio)) or (None, 0.0)
+        phi, (speed, sd) = critical[at], speeds.get((first, group.ratio)) or (None, 0.0)
         found.append(
             Segment(
-                samples=float(len(steps) * sizes.batch),
+                samples=float(len(steps) * batch),
                 seconds=sum(step.seconds or 0.0 for step in steps) + overhead_s,
                 overhead_s=overhead_s,
-                batch=sizes.batch,
+                batch=batch,
                 first_batch=first.batch,
-                is_first=sizes == first,
-                critical_batch_size=phi and phi / ratio,
+                is_first=group.sizes == first,
+                critical_batch_size=phi and phi / group.ratio,
                 is_bound=accounts[at].is_bound,
                 first_samples_per_s=speed,
                 first_sd=sd,
             )
         )
+    return found
+
+
+class _Group(NamedTuple):
+    """Steps that follow each other in one configuration, under one decision and in one launch."""
+
+    decided: int
+    """Decisions before them."""
+    sizes: Sizes
+    first: Sizes | None
+    """The first configuration, in samples of their length."""
+    ratio: float
+    """Samples in which the run counts that one of theirs is."""
+    steps: list[Step]
+
+
+def _groups(run: RunHistory, ends: Sequence[int]) -> list[_Group]:
+    """The steps of a run.
+
+    Args:
+        run: what was read.
+        ends: steps done at each decision.
+    """
+    starts, counted = [at for at, _ in run.layouts], run.tokens_per_sample
+
+    def key(s: Step) -> tuple[Any, ...]:
+        places = bisect_left(ends, s.iteration), bisect_left(starts, s.iteration)
+        return *places, s.batch, s.micro, s.seq_length, s.launch
+
+    found = []
+    for (decided, _, batch, micro, length, _), steps in itertools.groupby(run.steps, key=key):
+        own = list(steps)
+        done = own[0].iteration - 1
+        layout = run.layout_at(done) or run.decisions.layout
+        ratio = length / counted if length and counted else 1.0
+        first = run.decisions.first_at(done, ratio)
+        sizes = Sizes(batch=batch, micro=micro, layout=layout)
+        found.append(_Group(decided, sizes, first, ratio, own))
     return found
 
 
@@ -204,17 +238,6 @@ def _lost_s(run: RunHistory, decided: Sequence[DecisionRecord]) -> list[tuple[in
     )
 
 
-def _length_ratio(step: Step, run: RunHistory) -> float:
-    """Samples in which the run counts that a sample of a step is."""
-    counted = run.tokens_per_sample
-    return step.seq_length / counted if step.seq_length and counted else 1.0
-
-
-def _sizes(step: Step, run: RunHistory) -> Sizes:
-    layout = run.layout_at(step.iteration - 1) or run.decisions.layout
-    return Sizes(batch=step.batch, micro=step.micro, layout=layout)
-
-
 def _filled(values: Sequence[float | None]) -> list[float | None]:
     """With the last known value in place of None, or the next one where none is before."""
     found = list(values)
@@ -226,12 +249,12 @@ def _filled(values: Sequence[float | None]) -> list[float | None]:
 
 
 def _speeds(
-    accounts: Sequence[Account], run: RunHistory
+    accounts: Sequence[Account], groups: Sequence[_Group]
 ) -> dict[tuple[Sizes, float], _Speed | None]:
     """The speed of the first configuration, by that and by the length of its samples: as decisions
     timed it; else by its own steps in the record; else the middle of what other configurations
     tell, with its scatter, if they agree."""
-    own = _timed_steps(run)
+    own = _timed_steps(groups)
     found: dict[tuple[Sizes, float], _Speed | None] = {}
     for key in {(a.first, float(a.length_ratio)) for a in accounts} | own.keys():
         told = [_speed(a) for a in accounts if (a.first, float(a.length_ratio)) == key]
@@ -242,17 +265,20 @@ def _speeds(
     return found
 
 
-def _timed_steps(run: RunHistory) -> dict[tuple[Sizes, float], list[float]]:
+def _timed_steps(groups: Sequence[_Group]) -> dict[tuple[Sizes, float], list[float]]:
     """Samples per second of the steps that tell the speed of their configuration, by that and by
     the samples of the run that a sample is."""
     found: dict[tuple[Sizes, float], list[float]] = {}
     before, num = None, 0
-    for step in run.steps:
-        now = (_sizes(step, run), _length_ratio(step, run)), step.launch
-        num = num + 1 if now == before else 1
+    for group in groups:
+        now = group.sizes, group.ratio, group.steps[0].launch
+        num = num if now == before else 0
         before = now
-        if num > WARM_UP_STEPS and step.updated and step.batch and step.seconds:
-            found.setdefault(now[0], []).append(step.batch / step.seconds)
+        warm = group.steps[max(WARM_UP_STEPS - num, 0) :]
+        num += len(group.steps)
+        timed = [s.batch / s.seconds for s in warm if s.updated and s.batch and s.seconds]
+        if timed:
+            found.setdefault((group.sizes, group.ratio), []).extend(timed)
     return found
 
 
