@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.common.program import other_command, program_name, tell
+from megatron.training.common.program import program_name, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -152,11 +152,8 @@ def _train(
         started_s=started_s,
     )
     code = max([relaunch.exit_code(outcome), *(c.exit_code for c in callbacks)])
-    if os.environ.get("RANK", "0") == "0":
-        if args.copus and args.copus_mode == "act":
-            tell_time_saved(outcome, code)
-        if config.logging.profile:
-            write_trace(outcome, code)
+    if os.environ.get("RANK", "0") == "0" and args.copus and args.copus_mode == "act":
+        tell_time_saved(outcome, code)
     return code
 
 
@@ -197,19 +194,14 @@ def controllers(args: argparse.Namespace, config: "Config") -> list[Any]:
     return found
 
 
-def has_time_after(outcome: "RunOutcome", code: int) -> bool:
-    """Whether the process may still read the record of its run: not if the run goes on elsewhere,
-    or was told to stop."""
+def tell_time_saved(outcome: "RunOutcome", code: int) -> None:
+    """Prints what the changes of a run have saved, or why that is not known. An error is only a
+    warning: the run is done all the same. A run that goes on elsewhere, or was told to stop, has no
+    time for it."""
     from copus_ext.reshard.relaunch import kind_of
 
     is_urgent = outcome.reason is not None and outcome.reason.is_urgent
-    return code == 0 and not is_urgent and kind_of(outcome) == "done"
-
-
-def tell_time_saved(outcome: "RunOutcome", code: int) -> None:
-    """Prints what the changes of a run have saved, or why that is not known. An error is only a
-    warning: the run is done all the same."""
-    if not has_time_after(outcome, code):
+    if code != 0 or is_urgent or kind_of(outcome) != "done":
         return
     try:
         from copus_ext.monitor.time_saved import line_at_end
@@ -220,19 +212,6 @@ def tell_time_saved(outcome: "RunOutcome", code: int) -> None:
         return
     if line:
         print(line, flush=True)
-
-
-def write_trace(outcome: "RunOutcome", code: int) -> None:
-    """Leaves the course of a run that is done beside its traces of steps."""
-    if not has_time_after(outcome, code):
-        return
-    try:
-        from copus_ext.monitor import trace
-    except Exception as error:  # the run is done all the same
-        trace_command = other_command("trace.py")
-        logger.warning("--profile: no trace of decisions, %s makes it: %r", trace_command, error)
-        return
-    trace.leave_trace(outcome.run_dir)
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -3,8 +3,7 @@
 copus trace runs/quickstart                    # runs/quickstart/traces/decisions.json
 copus trace runs/quickstart -o whole.json.gz   # one file with the steps of --profile
 
-A run with --profile writes the first file itself when it is done. This does it for a run that goes
-on, was stopped or killed, or had no --profile. Exit codes: 0 done, 2 wrong usage, 5 there is no
+The run may go on, or have been stopped or killed. Exit codes: 0 done, 2 wrong usage, 5 there is no
 run, or a file cannot be read or written.
 """
 

@@ -60,7 +60,7 @@ def report_of(reader: RunReader, *, reload_s: float | None = None) -> Report:
     standing = run.decisions.standing
     record = reader.decision_at(standing[-1].place) if standing else {}
     return Report(
-        title=run.name,
+        title=run.path.resolve().name,
         made_t=status.t,
         reload_s=None if status.state == "done" else reload_s,
         verdict=facts.verdict(status, run),

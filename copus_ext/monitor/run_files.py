@@ -138,7 +138,6 @@ class RunHistory:
 
     path: Path
     """Its directory, or its journal."""
-    name: str
     is_whole: bool = True
     """Whether the record was read from its beginning."""
     has_whole_journal: bool = True
@@ -201,12 +200,11 @@ class RunReader:
 
     Args:
         run: its directory; or a journal, if nothing else is left of it.
-        name: tells it from other runs.
         max_bytes: read this much of the end of each file; None reads everything.
     """
 
-    def __init__(self, run: Path, *, name: str = "", max_bytes: int | None = None) -> None:
-        self.run, self.name = run, name or run.name
+    def __init__(self, run: Path, *, max_bytes: int | None = None) -> None:
+        self.run = run
         # A journal that the user names may be a link.
         journal = run.resolve() if run.is_file() else run / JOURNAL
         self._metrics = Tail(run / METRICS_FILE, max_bytes=max_bytes)
@@ -248,7 +246,7 @@ class RunReader:
 
     def history(self) -> RunHistory:
         config = self._config or _small_json(self.run / CONFIG_FILE) or self._decisions.flags
-        found = RunHistory(path=self.run, name=self.name, config=config)
+        found = RunHistory(path=self.run, config=config)
         found.decisions, found.last = self._decisions, self._last
         found.is_whole = self._metrics.is_whole
         found.has_whole_journal = self._journal.is_whole

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import gzip
 import json
-import logging
 import os
 import re
 import secrets
@@ -23,8 +22,6 @@ from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
 from megatron.training.common.control import TRACES
 from megatron.training.common.outside import parse_json
 from megatron.training.logging.tail_reader import open_plain
-
-logger = logging.getLogger(__name__)
 
 FILE = "decisions.json"
 """Name of the trace, beside those of steps."""
@@ -208,13 +205,3 @@ def write_trace(path: Path, trace: dict[str, Any]) -> None:
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
-
-
-def leave_trace(run: Path) -> None:
-    """Writes the trace of a run that is done beside its traces of steps. An error is a warning."""
-    try:
-        trace = timeline(run)
-        if trace is not None:
-            write_trace(folder_of(run) / FILE, trace)
-    except Exception as error:
-        logger.warning("--profile: %s cannot be written: %r", run / TRACES / FILE, error)

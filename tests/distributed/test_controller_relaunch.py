@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from copus_ext.commands import trace
 from copus_ext.controller.decision_log import NAME, read_journal
 from megatron.training.logging.metrics import read_metrics
 from tests.distributed.worker_controller_layouts import BASE, TRACED, write_profile
@@ -93,13 +94,16 @@ def test_no_sample_is_lost_and_the_losses_are_those_of_a_run_without_it(
     assert [s["learning_rate"] for s in moved] == [s["learning_rate"] for s in plain]
 
 
-def test_each_launch_traces_its_steps_and_the_last_all_decisions(run: Path) -> None:
+def test_each_launch_traces_its_steps_and_one_command_all_decisions(run: Path) -> None:
     traces = run / "run" / "traces"
     names = sorted(path.name.split(".", 3)[-1] for path in traces.iterdir())
     assert [n for n in names if "rank" in n] == [
         "rank0.steps7-8.json.gz",
         "rank0.steps9-10.json.gz",
     ]
+    assert trace.main([str(run / "run")]) == 0
     events = json.loads((traces / "decisions.json").read_text())["traceEvents"]
-    numbers = [e["args"]["decision"] for e in events if "applied" in e.get("args", ())]
-    assert numbers == [d["number"] for d in journal(run, "decision")]
+    told = [e["args"] for e in events if e.get("ph") == "i" and e["tid"] == 0]
+    decided = journal(run, "decision")
+    assert [about["step"] for about in told] == [d["iteration"] for d in decided]
+    assert [about["reason"] for about in told] == [d["decision"]["reason"] for d in decided]

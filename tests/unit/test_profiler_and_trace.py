@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,19 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from copus_ext.commands import pretrain
 from copus_ext.commands import trace as trace_tool
-from copus_ext.monitor.trace import leave_trace
-from megatron.training.common.errors import Relaunch, UsageError
-from megatron.training.common.signals import StopReason
+from megatron.training.common.errors import UsageError
 from megatron.training.common.trace import Trace
-from megatron.training.common.train_state import TrainState
 from megatron.training.config import LoggingConfig
 from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
 from megatron.training.distributed.stragglers import StepClock
 from megatron.training.logging.profiler import open_trace
-from megatron.training.resilience.exit_status import RunOutcome
 from tests.helpers.jobs import TINY
 from tests.helpers.written_runs import WrittenRun, usual_run
 
@@ -257,7 +250,6 @@ def test_a_run_that_was_killed_has_its_decisions(tmp_path: Path) -> None:
 
 def test_where_no_run_is_the_exit_code_says_so(tmp_path: Path) -> None:
     assert trace_tool.main([str(tmp_path)]) == trace_tool.main([str(tmp_path / "none")]) == 5
-    leave_trace(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -278,13 +270,12 @@ def test_what_lies_in_the_way_is_neither_followed_nor_waited_for(
     (run / "traces").mkdir()
     lay(run / "traces" / name)
     assert len(course_of(run)) > 8
-    leave_trace(run)
     assert (run / DECISIONS).is_file() and not (run / DECISIONS).is_symlink()
     assert (tmp_path / "foreign").read_text() == "kept"
 
 
 def test_a_folder_of_traces_that_is_a_link_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = usual_run(tmp_path / "run", steps=20).path
     (tmp_path / "foreign").mkdir()
@@ -292,40 +283,4 @@ def test_a_folder_of_traces_that_is_a_link_is_refused(
     assert trace_tool.main([str(run)]) == 5
     assert trace_tool.main([str(run), "-o", str(tmp_path / "x.json")]) == 5
     assert capsys.readouterr().err.count("it is a link") == 2
-    leave_trace(run)
-    assert "it is a link" in caplog.text and not list((tmp_path / "foreign").iterdir())
-
-
-URGENT = StopReason(kind="file")
-
-
-@pytest.mark.parametrize(
-    ("code", "reason", "is_left"),
-    [
-        (0, None, True),
-        (0, StopReason(kind="interval"), True),
-        (0, URGENT, False),
-        (Relaunch.exit_code, URGENT, False),
-        (Relaunch.exit_code, None, False),
-    ],
-    ids=str,
-)
-def test_the_course_is_left_by_a_run_that_is_done(
-    code: int,
-    reason: StopReason | None,
-    is_left: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    usual_run(tmp_path, steps=20)
-    state = TrainState(iteration=20, consumed_samples=160)
-    about = {"layout": Layout(dp=4), "save": None, "reason": reason}
-    outcome = RunOutcome(state=state, run_dir=tmp_path, **about)
-    with monkeypatch.context() as broken:
-        broken.setitem(sys.modules, "copus_ext.monitor.trace", None)
-        broken.delattr("copus_ext.monitor.trace", raising=False)
-        pretrain.write_trace(outcome, code)
-    assert len(caplog.records) == is_left and not (tmp_path / "traces").exists()
-    pretrain.write_trace(outcome, code)
-    assert (tmp_path / DECISIONS).exists() == is_left
+    assert not list((tmp_path / "foreign").iterdir())
