@@ -18,6 +18,7 @@ import pytest
 
 from copus_ext.commands import inspect_checkpoint
 from copus_ext.commands.main import module_of
+from megatron.training.logging.metrics import read_metrics
 from tests.helpers.launch import ROOT
 
 
@@ -82,6 +83,8 @@ def test_a_mixture_of_experts_trains_and_shares_its_experts_out(tmp_path: Path) 
     assert "tp1.pp1.dp2 then tp1.pp1.ep2.dp2" in done.stdout
     assert "busiest expert:" in done.stdout
     assert ">tp1.pp1.ep2.dp2</text>" in (tmp_path / "run/report.html").read_text()
+    steps = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "step"]
+    assert steps and all(s["extra"]["max-expert-load"] == s["max_expert_load"] for s in steps)
     assert quickstart(tmp_path / "other", 12, "--dense").returncode == 2
 
 

@@ -87,7 +87,7 @@ class Reporter:
         norm = parameter_norm(self.job) if is_due and logging.log_params_norm else None
         self.job.tracker.step(
             self._report(info, single, info.losses, norm),
-            extra={**self._extra(), **context.scalars},
+            extra={**self._extra(info), **context.scalars},
             micro_batch_size=info.micro_batch_size,
             num_microbatches=info.num_microbatches,
             updated=info.updated,
@@ -182,9 +182,11 @@ class Reporter:
             nan_iterations=over.nan,
         )
 
-    def _extra(self) -> dict[str, float]:
+    def _extra(self, info: StepInfo) -> dict[str, float]:
         logging = self.job.config.logging
         extra: dict[str, float] = {}
+        if info.max_expert_load is not None:
+            extra["max-expert-load"] = info.max_expert_load
         if logging.log_world_size_to_tensorboard:
             extra["world-size"] = self.job.config.layout.world_size
         if logging.log_memory_to_tensorboard and self.job.device.is_cuda:
