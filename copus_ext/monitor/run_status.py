@@ -375,7 +375,7 @@ def _controller(reader: RunReader, run: RunHistory) -> ControllerStatus | None:
         except FOREIGN:
             known["reason"] = "the record of this decision is damaged"
     if decisions.failure:
-        known["reason"] = f"controller disabled: {text(decisions.failure, LINE)}"
+        known |= {"kind": "", "reason": f"controller disabled: {text(decisions.failure, LINE)}"}
     mode, policy = decisions.mode, text(decisions.flags.get("copus_policy"), LINE)
     if not mode:  # the start of the launch is not among the lines that were read
         mode, policy = (text(run.config.get(f"copus_{name}")) for name in ("mode", "policy"))

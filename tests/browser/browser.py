@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,9 @@ class Browser:
     def __init__(self, driver: Any) -> None:
         self._driver = driver
 
-    def look(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
-        """Takes on a screen.
-
-        Args:
-            width: CSS pixels.
-            height: CSS pixels.
-            dark: whether the reader prefers dark pages.
-            scale: pixels of a picture for each of CSS.
-        """
-        screen = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+    def look(self, width: int, height: int, *, dark: bool = False) -> None:
+        """Takes on a screen of so many CSS pixels, whose reader may prefer dark pages."""
+        screen = {"width": width, "height": height, "deviceScaleFactor": 1.0, "mobile": False}
         self._cdp("Emulation.setDeviceMetricsOverride", screen)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._cdp("Emulation.setEmulatedMedia", {"features": [scheme]})
@@ -65,28 +58,16 @@ class Browser:
         """What an expression of JavaScript gives."""
         return self._driver.execute_script(f"return {code};", *values)
 
-    def do(self, code: str, *values: Any) -> None:
-        """Runs statements of JavaScript."""
-        self._driver.execute_script(code, *values)
-
     def wait(self, code: str) -> None:
         """Waits until an expression is true, also of a page that loads itself again."""
         from selenium.common.exceptions import WebDriverException
 
-        def holds() -> bool:
-            try:
-                return bool(self.run(code))
-            except WebDriverException:  # between two pages
-                return False
-
-        self.until(holds, code)
-
-    @staticmethod
-    def until(holds: Callable[[], bool], what: str) -> None:
-        """Waits until something holds."""
         end = time.monotonic() + WAIT_S
-        while not holds():
-            assert time.monotonic() < end, f"not within {WAIT_S} s: {what}"
+        while True:
+            with contextlib.suppress(WebDriverException):  # between two pages
+                if self.run(code):
+                    return
+            assert time.monotonic() < end, f"not within {WAIT_S} s: {code}"
             time.sleep(0.05)
 
     def errors(self) -> list[str]:
@@ -94,16 +75,15 @@ class Browser:
         log = self._driver.get_log("browser")
         return [entry["message"] for entry in log if entry["level"] in ("SEVERE", "WARNING")]
 
-    def picture(self, path: Path, *, of: str = "") -> None:
-        """Writes a picture of the screen, or of a whole element wherever it is."""
-        values: dict[str, Any] = {"format": "png"}
-        if of:
-            box = self.run(
-                "(r => ({x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height}))"
-                "(document.querySelector(arguments[0]).getBoundingClientRect())",
-                of,
-            )
-            values |= {"clip": {**box, "scale": 1}, "captureBeyondViewport": True}
+    def picture(self, path: Path, *, of: str) -> None:
+        """Writes a picture of a whole element, wherever it is."""
+        box = self.run(
+            "(r => ({x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height}))"
+            "(document.querySelector(arguments[0]).getBoundingClientRect())",
+            of,
+        )
+        values: dict[str, Any] = {"format": "png", "captureBeyondViewport": True}
+        values["clip"] = {**box, "scale": 1}
         path.write_bytes(base64.b64decode(self._cdp("Page.captureScreenshot", values)["data"]))
 
     def printed(self) -> bytes:

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from copus_ext.commands import status
-from copus_ext.controller.decision_log import NAME, read_journal
+from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
 from copus_ext.monitor import run_status
 from copus_ext.monitor.explain import time_left
 from copus_ext.monitor.report import report_of
@@ -84,6 +84,9 @@ def test_the_numbers_are_those_of_record_and_journal(
         assert part in shown(status_now)
     assert max(map(len, shown(status_now, 60).splitlines())) <= 60
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
+    assert "decided      at step 15: to stay; " in shown(status_now)
+    DecisionLog(tmp_path).append("failure", error="no room")
+    assert "decided      at step 15: controller disabled: no room" in shown(read_status(tmp_path))
 
 
 def test_a_run_killed_in_the_middle_of_a_line_opens(tmp_path: Path) -> None:
