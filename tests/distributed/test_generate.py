@@ -20,7 +20,10 @@ STEPS = 12
 
 
 def texts_of(load: Path) -> list[Generated]:
-    ways = (SamplingParams(num_tokens_to_generate=12, top_k=GREEDY), SamplingParams(top_p=0.9))
+    ways = (
+        SamplingParams(num_tokens_to_generate=12, top_k=GREEDY),
+        SamplingParams(num_tokens_to_generate=30, top_p=0.9),
+    )
     with open_generator(load) as model:
         return [model.generate(prompt, way, seed=5) for prompt in PROMPTS for way in ways]
 

@@ -217,7 +217,7 @@ def test_a_word_is_written_as_it_stands_after_others(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"num_tokens_to_generate": 0}, "--num-tokens-to-generate 0"),
+        ({"num": 0}, "--num-tokens-to-generate 0"),
         ({"temperature": -1.0}, "--temperature -1"),
         ({"temperature": float("nan")}, "--temperature nan"),
         ({"temperature": float("inf")}, "--temperature inf"),
@@ -229,7 +229,7 @@ def test_a_word_is_written_as_it_stands_after_others(checkpoint: Path) -> None:
 )
 def test_choices_that_make_no_sense_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        check_sampling(SamplingParams(**given), TOKENS)
+        check_sampling(params(**given), TOKENS)
 
 
 # The command

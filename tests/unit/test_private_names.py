@@ -36,6 +36,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
 from megatron.training.checkpoint import files, save_errors
+from megatron.training.common.core_version import since
 from megatron.training.common.device import use_device
 from megatron.training.common.optional import have_transformer_engine
 from megatron.training.distributed.process_groups import (
@@ -167,10 +168,11 @@ def test_the_fused_kernel_updates_in_place_on_this_device(name: str) -> None:
 def test_a_writer_takes_its_results_from_the_queue_that_the_module_holds() -> None:
     writer = filesystem_async.FileSystemWriterAsync
     made = inspect.getsource(writer.prepare_write_data)
-    assert made.count("self.results_queue = _get_write_results_queue()") == 1
+    name = "get_write_results_queue" if since("0.17") else "_get_write_results_queue"
+    assert made.count(f"self.results_queue = {name}()") == 1
     held = queue.SimpleQueue()
     with mock.patch.object(filesystem_async, "_results_queue", held):
-        assert filesystem_async._get_write_results_queue() is held
+        assert getattr(filesystem_async, name)() is held
     taken = inspect.getsource(writer.retrieve_write_results)
     assert "self.results_queue.get_nowait()" in taken and "except queue.Empty" in taken
     # By number of the bucket, or an error; see `SaveWrite.finish`.
@@ -194,25 +196,53 @@ def test_a_save_request_says_what_is_to_be_written() -> None:
 def test_a_save_does_what_we_do_without_it() -> None:
     # `begin_request`: what is stored, the common state, the request, and the mark at its end.
     source = inspect.getsource(serialization.save)
-    body = source[source.index("if sharded_strategy is None") :]
-    calls = ("save_preprocess(", ".save_common(", ".async_save(", ".append(metadata_finalize_fn)")
+    body = source[source.index("content_metadata is not None") :]
+    stored = 'key="common_state"' if since("0.19") else "save_common("
+    calls = ("save_preprocess(", stored, ".async_save(", ".append(metadata_finalize_fn)")
     places = [body.index(call) for call in calls]
-    assert places == sorted(places) and "can_handle_sharded_objects" in body
+    assert places == sorted(places)
     assert serialization._CONTENT_METADATA_KEY == "content_metadata"
     marks = body[body.index("def metadata_finalize_fn") :]
     assert "CheckpointingConfig(sharded_strategy.backend, sharded_strategy.version)" in marks
     assert marks.index("save_config(") < marks.index("torch.distributed.barrier()")
-    saved = inspect.getsource(common.TorchCommonSaveStrategy.save_common)
-    assert "torch.save(common_state_dict" in saved and common.COMMON_STATE_FNAME == files.COMMON
+    assert common.COMMON_STATE_FNAME == files.COMMON
+    if since("0.19"):
+        assert "replica_id=torch.distributed.get_rank()" in body
+        return
+    where: Any = common if since("0.17") else common.TorchCommonSaveStrategy
+    assert "torch.save(common_state_dict" in inspect.getsource(where.save_common)
+
+
+def test_a_load_does_what_we_do_without_it() -> None:
+    # `_load`: of the common state alone we take another one.
+    source = inspect.getsource(serialization.load)
+    calls = (
+        "force_all_tensors_to_non_fp8(",
+        "load_preprocess(",
+        "nonpersistent_state_dict)",
+        "extract_sharded_base(",
+        "load_sharded_metadata(",
+        "determine_global_metadata(",
+        "validate_integrity_and_strict_load(",
+        "sharded_strategy.load(",
+        "loaded_state_dict)",
+        "apply_factory_merges(",
+    )
+    places = [source.index(call) for call in calls]
+    assert places == sorted(places)
 
 
 def test_a_save_writes_by_the_writer_that_the_module_names() -> None:
     save_errors.use_own_writer()
-    writer = torch_strategy.FileSystemWriterAsync
-    assert writer is save_errors._Writer
     made = inspect.getsource(torch_strategy.TorchDistSaveShardedStrategy.async_save)
-    assert made.count("FileSystemWriterAsync(") == 1
-    theirs = filesystem_async.FileSystemWriterAsync
+    if since("0.17"):
+        _, modules = torch_strategy.get_async_strategy("mcore")
+        assert modules["FileSystemWriterAsync"] is save_errors._Writer
+        assert made.count('modules["FileSystemWriterAsync"]') == 1
+    else:
+        assert torch_strategy.FileSystemWriterAsync is save_errors._Writer
+        assert made.count("FileSystemWriterAsync(") == 1
+    writer, theirs = save_errors._Writer, save_errors._Writer.__mro__[1]
     for method in ("finish", "prepare_local_plan"):
         assert parameters_of(getattr(theirs, method)) == parameters_of(getattr(writer, method))
     # Besides these, a plan and an index touch no file.
@@ -275,10 +305,15 @@ def test_latent_attention_believes_that_transformer_engine_is_there() -> None:
 
 def test_further_losses_are_added_up_in_a_tracker() -> None:
     MTPLossLoggingHelper.tracker.clear()
+    helper: Any = MTPLossLoggingHelper
+    one = torch.tensor(1.0)
     with use_device("cpu"):
         for _ in range(2):
-            MTPLossLoggingHelper.save_loss_to_tracker(torch.tensor(1.5), 1, 2)
-    assert MTPLossLoggingHelper.tracker["values"].tolist() == [0.0, 3.0]
+            if since("0.19"):
+                helper.save_metrics_to_tracker(1.5 * one, one, one, 1, 2)
+            else:
+                helper.save_loss_to_tracker(1.5 * one, 1, 2)
+    assert helper.tracker["loss_values" if since("0.19") else "values"].tolist() == [0.0, 3.0]
     MTPLossLoggingHelper.tracker.clear()
 
 

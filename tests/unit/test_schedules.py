@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+from megatron.core import num_microbatches_calculator as calculators
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from copus_ext.controller.callback import Controller
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import rate_rules_of, rules_of
+from megatron.training.common.core_version import since
 from megatron.training.common.step_settings import StepSettings, set_rates
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.batch_schedule import BatchSchedule
@@ -114,8 +116,17 @@ def as_megatron_lm(more: str) -> tuple[OptimizerParamScheduler, Any]:
     ramp = words.get("--rampup-batch-size")
     if ramp is None:
         return schedule, None
-    sizes = map(int, ramp.split())
-    return schedule, RampupBatchsizeNumMicroBatchesCalculator(BATCH, 1, 2, False, 0, *sizes)
+    first, step, samples = map(int, ramp.split())
+    if since("0.19"):  # which has steps in place of the ramp
+        count = (BATCH - first) // step
+        steps = [(math.ceil(k * samples / count), first + k * step) for k in range(count + 1)]
+        words_of = " ".join(f"{at}:{batch}" for at, batch in steps)
+        return schedule, calculators.StepBatchsizeNumMicroBatchesCalculator(
+            1, 2, False, 0, words_of
+        )
+    return schedule, calculators.RampupBatchsizeNumMicroBatchesCalculator(
+        BATCH, 1, 2, False, 0, first, step, samples
+    )
 
 
 @pytest.mark.parametrize("more", SCHEDULES)

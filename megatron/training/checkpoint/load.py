@@ -18,11 +18,21 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factory_merges
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.utils import (
+    extract_sharded_base,
+    force_all_tensors_to_non_fp8,
+)
+from megatron.core.dist_checkpointing.validation import (
+    StrictHandling,
+    determine_global_metadata,
+    validate_integrity_and_strict_load,
 )
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -418,9 +428,7 @@ def load_weights(
     problem: str | None = None
     loaded: Any = {}
     try:
-        loaded, missing, unexpected = dist_checkpointing.load(
-            sharded, str(stored.folder), strategy, strict="return_all"
-        )
+        loaded, missing, unexpected = _load(sharded, stored.folder, strategy)
         problem = _mismatch(set(missing), set(unexpected), with_optimizer)
     except TORCH_ERRORS as error:
         logger.debug("loading failed", exc_info=True)
@@ -442,6 +450,35 @@ def load_weights(
         optimizer.load_state_dict(loaded["optimizer"])
     else:
         optimizer.reload_model_params()
+
+
+def _load(
+    sharded: dict[str, Any], folder: Path, strategy: Any
+) -> tuple[dict[str, Any], set[str], set[str]]:
+    """What `dist_checkpointing.load` with `strict="return_all"` does, with a common state that was
+    read safely and may be that of another release. Collective over the world.
+
+    Args:
+        sharded: state with sharded tensors, to be filled.
+        folder: of the checkpoint.
+        strategy: megatron-core's for the sharded part.
+
+    Returns:
+        The state; keys of the checkpoint that were not asked for; keys that it lacks.
+    """
+    force_all_tensors_to_non_fp8(sharded)
+    sharded, state, factories = load_preprocess(sharded)
+    common = read_common(folder)
+    merge(common, state)
+    sharded, _ = extract_sharded_base(sharded)
+    stored: Any = strategy.load_sharded_metadata(folder)
+    stored = {k: v for k, v in stored.items() if v.key != files.COMMON_STATE}
+    sharded, missing, unexpected = validate_integrity_and_strict_load(
+        sharded, StrictHandling.RETURN_ALL, True, *determine_global_metadata(sharded), stored
+    )
+    merge(common, strategy.load(sharded, folder))
+    apply_factory_merges(common, factories)
+    return common, missing, unexpected
 
 
 def _groups_in(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Reads the pickles of a checkpoint, `.metadata` and `common.pt`, without running what they hold.
+"""Reads the pickles of a checkpoint, the index and the common state, without running what they
+hold.
 
 torch would unpickle the index, `.metadata`, without asking. This reader lets through only the names
 that an index needs, keeps the file from changing what they name, and checks that the files it
@@ -8,7 +9,10 @@ points to lie beside it. torch's own weights-only loader reads the common state.
 from __future__ import annotations
 
 import errno
+import io
+import os
 import pickle
+import zipfile
 from argparse import Namespace
 from enum import Enum
 from pathlib import Path
@@ -25,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.training.checkpoint.files import COMMON, CORE_MARK
+from megatron.training.checkpoint.files import COMMON, COMMON_STATE, CORE_MARK
 from megatron.training.common.errors import Refused
 
 METADATA = ".metadata"
@@ -63,6 +67,7 @@ _KINDS_IN_COMMON = {
     "content_metadata": dict,
     "optimizer": dict,
 }
+_COMMON_KEY = MetadataIndex(f"{COMMON_STATE}/shard_0_1")
 _CALLED_ONLY = ("pathlib", "torch.serialization")
 _DTYPES = {
     str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)
@@ -150,16 +155,21 @@ def read_index(path: Path) -> Metadata:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """The common state of a checkpoint.
+    """The common state of a checkpoint: `common.pt`, or from megatron-core 0.19 on an object that
+    lies in a file with tensors.
 
     Raises:
         Refused: torch cannot read it, or it holds other kinds of entries than a common state.
         OSError: the file cannot be read.
     """
-    path = folder / COMMON
+    path, source = folder / COMMON, folder / COMMON
+    if not path.exists() and (folder / METADATA).is_file():
+        path, source = _common_among_tensors(folder)
     register_safe_globals()
     try:
-        common = torch.load(path, map_location="cpu", weights_only=True)
+        common = torch.load(source, map_location="cpu", weights_only=True)
+        if isinstance(source, io.BytesIO):
+            (common,) = common
     except OSError as error:
         if error.errno != errno.EINVAL:  # that is a place which a damaged file names
             raise
@@ -176,6 +186,35 @@ def read_common(folder: Path) -> dict[str, Any]:
     return common
 
 
+def _common_among_tensors(folder: Path) -> tuple[Path, io.BytesIO]:
+    """The file that holds the common state of megatron-core 0.19, and the bytes of that object.
+    torch would not compare their checksums.
+
+    Raises:
+        Refused: the index or the object is damaged.
+        OSError: a file cannot be read, or there is no such object, so that `common.pt` is missing.
+    """
+    places = read_index(folder / METADATA).storage_data or {}
+    where = places.get(_COMMON_KEY)
+    if where is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / COMMON))
+    path = folder / where.relative_path
+    if Path(where.relative_path).name != where.relative_path or path.is_symlink():
+        raise Refused(f"{path} lies outside the checkpoint")
+    with path.open("rb") as file:
+        file.seek(where.offset)
+        data = io.BytesIO(file.read(where.length))
+    try:
+        with zipfile.ZipFile(data) as archive:
+            changed = archive.testzip()
+    except Exception as error:  # zipfile raises many kinds; all mean a damaged file
+        raise unreadable(path, error) from error
+    if changed is not None:
+        raise Refused(f"{path} has changed since it was written ({changed})")
+    data.seek(0)
+    return path, data
+
+
 def unreadable(path: Path, error: Exception) -> Refused:
     """The error for a file whose contents led to another one; a `Refused` stays as it is."""
     if isinstance(error, Refused):
@@ -188,7 +227,8 @@ def file_names(metadata: Metadata) -> list[str]:
     """The files that a checkpoint consists of, sorted: index, what the index uses, common state and
     mark."""
     used = {where.relative_path for where in (metadata.storage_data or {}).values()}
-    return sorted(used | {COMMON, METADATA, CORE_MARK})
+    alone = set() if _COMMON_KEY in (metadata.storage_data or {}) else {COMMON}
+    return sorted(used | alone | {METADATA, CORE_MARK})
 
 
 def stray_file(folder: Path, metadata: Metadata) -> Path | None:

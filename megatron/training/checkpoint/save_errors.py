@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.file_threads import GrowingFile, write_file
 from megatron.training.common.collectives import first_problem
+from megatron.training.common.core_version import since
 from megatron.training.common.file_limits import answer_of
 
 MAX_IN_A_ROW = 3
@@ -132,15 +134,17 @@ class _CountedFiles(FileSystem):
 def use_own_writer() -> None:
     """Makes megatron-core use `_Writer`, and a queue of results in this process. Its own queue
     needs another process beside each rank, which outlives a rank that is killed."""
-    torch_strategy.FileSystemWriterAsync = _Writer
+    where: Any = filesystem_async if since("0.17") else torch_strategy
+    where.FileSystemWriterAsync = _Writer
     filesystem_async._results_queue = queue.SimpleQueue()
 
 
 def begin_request(
     sharded: dict[str, Any], common: dict[str, Any], folder: Path, strategy: Any
 ) -> AsyncRequest:
-    """Writes the common state and plans the rest, as `dist_checkpointing.save` does with
-    `async_sharded_save`. Collective over the world.
+    """Plans a save as `dist_checkpointing.save` does with `async_sharded_save`, and writes the
+    common state; from megatron-core 0.19 on it is planned with the rest, as an object of one shard.
+    Collective over the world.
 
     Args:
         sharded: state with sharded tensors; changed by it.
@@ -151,10 +155,16 @@ def begin_request(
     Raises:
         OSError: on every rank, when rank 0 could not write.
     """
-    assert strategy.can_handle_sharded_objects
     sharded_part, common_part = save_preprocess({**sharded, **common})
-    _write_common(common_part, folder)
-    request = strategy.async_save(sharded_part, folder)
+    if since("0.19"):
+        sharded_part[files.COMMON_STATE] = ShardedObject(
+            files.COMMON_STATE, common_part, (1,), (0,), replica_id=dist.get_rank()
+        )
+    else:
+        _write_common(common_part, folder)
+    # The other way of newer releases, NVRx, writes by processes of its own.
+    options = {"async_strategy": "mcore"} if since("0.17") else {}
+    request = strategy.async_save(sharded_part, folder, **options)
     request.finalize_fns[0] = _agreed(request.finalize_fns[0], _join_broadcast)
     request.finalize_fns.append(lambda: _mark_written(strategy, folder))
     return request

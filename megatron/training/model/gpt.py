@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -300,6 +301,8 @@ def _plain_layer_spec(config: Config, *, with_experts: bool) -> ModuleSpec:
         first, second = ("q", "kv") if m.multi_latent_attention else ("q", "k")
         for name in (f"{first}_layernorm", f"{second}_layernorm"):
             setattr(attention, name, Norm)
+    if m.multi_latent_attention and m.q_lora_rank is None:
+        attention.q_layernorm = IdentityOp  # newer releases refuse one that nothing uses
     is_plain = config.kernels.attention_backend in ("unfused", "local") and config.layout.cp == 1
     if not is_plain and m.softmax_type == "vanilla":
         attention.core_attention = ModuleSpec(module=SdpaAttention)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +48,10 @@ class BalancedRouter(TopKRouter):
     """Tokens of an average micro-batch of this step, over all tensor-parallel ranks; None: of every
     micro-batch."""
 
-    def __init__(self, config: Any, pg_collection: ProcessGroupCollection | None = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(
+        self, config: Any, pg_collection: ProcessGroupCollection | None = None, **others: Any
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection, **others)
         experts, device = config.num_moe_experts, torch.cuda.current_device()
         # No buffers: those are cast to half precision with the model.
         self.sums = torch.zeros(3, experts, dtype=torch.float64, device=device)
@@ -141,12 +144,17 @@ class _SecondLinear(RowParallelLinear):
         return output.clone(), bias
 
 
+def _submodules_of(part: Any) -> Any:
+    """Of a `ModuleSpec`, or of the `functools.partial` that newer releases have in its place."""
+    return part.keywords.get("submodules") if isinstance(part, partial) else part.submodules
+
+
 def use_router(spec: ModuleSpec) -> None:
     """Puts our router into the specification of a layer with experts."""
     parts: Any = spec.submodules
-    moe = parts.mlp.submodules
+    moe = _submodules_of(parts.mlp)
     moe.router = BalancedRouter
-    of_expert = moe.experts.submodules
+    of_expert = _submodules_of(moe.experts)
     if of_expert is not None and of_expert.linear_fc2 is RowParallelLinear:
         of_expert.linear_fc2 = _SecondLinear
     # As Transformer Engine's layers: the norm before experts is a module of its own.

@@ -27,9 +27,11 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: decay per unit of learning rate (AdamW), or L2 term (Adam).
         adam_w_mode: True for AdamW, False for Adam with an L2 term.
         bias_correction: must be True; the fused kernel always corrects.
+        capturable: must be False: no graph of CUDA can take this update in.
 
     Raises:
-        ValueError: for `bias_correction=False`, or an option this class does not know.
+        ValueError: for `bias_correction=False`, `capturable=True`, or an option that this class
+            does not know.
     """
 
     # torch wraps these to tell its compiler to leave them alone, and loads it to tell it so.
@@ -47,12 +49,15 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
         bias_correction: bool = True,
+        capturable: bool = False,
         **unknown: Any,
     ) -> None:
         if unknown:
             raise ValueError(f"FusedAdam does not know the options {sorted(unknown)}")
         if not bias_correction:
             raise ValueError("FusedAdam always corrects the bias of its moments")
+        if capturable:
+            raise ValueError("FusedAdam does not run within a graph of CUDA")
         self.adam_w_mode = adam_w_mode
         defaults = {
             "lr": lr,

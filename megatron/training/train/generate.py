@@ -26,9 +26,6 @@ from megatron.core.inference.inference_request import InferenceRequest, Status
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import (
     GPTInferenceWrapper,
 )
-from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import (
-    InferenceWrapperConfig,
-)
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
@@ -39,6 +36,7 @@ from megatron.training.checkpoint.convert.formats import format_of
 from megatron.training.checkpoint.load import Stored, load_weights, read_stored
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common import optional
+from megatron.training.common.core_version import since
 from megatron.training.common.device import use_device
 from megatron.training.common.errors import TrainingFailure, UsageError
 from megatron.training.common.gpus import check_torch_build
@@ -93,20 +91,25 @@ class TextGenerator:
         self.tokenizer, self.stored = tokenizer, stored
         self.max_length = config.model.max_position_embeddings
         """Tokens of a prompt and what follows it, at most."""
-        settings = InferenceWrapperConfig(
-            hidden_size=config.model.hidden_size,
-            params_dtype=parameter_dtype(config),
-            inference_batch_times_seqlen_threshold=-1,
-            padded_vocab_size=config.model.padded_vocab_size,
-            inference_max_requests=1,
-            inference_max_seq_length=self.max_length,
-        )
-        context = StaticInferenceContext(max_batch_size=1, max_sequence_length=0)
         (chunk,) = model.chunks
-        self._wrapper = _WithoutPadding(
-            chunk, settings, context, groups, vocab_size=tokenizer.vocab_size
+        self._groups = groups
+        context = self._context(max_sequence_length=0)
+        others: tuple[Any, ...] = (context,)
+        if not since("0.17"):
+            others = (_wrapper_settings(config, self.max_length), context, groups)
+        self._wrapper = _WithoutPadding(chunk, *others, vocab_size=tokenizer.vocab_size)
+        of_controller = (self._wrapper, tokenizer)
+        self._controller = TextGenerationController(
+            *(of_controller if since("0.17") else (*of_controller, groups.pp))
         )
-        self._controller = TextGenerationController(self._wrapper, tokenizer, groups.pp)
+
+    def _context(self, *, max_sequence_length: int) -> StaticInferenceContext:
+        context: Any = StaticInferenceContext(
+            max_batch_size=1, max_sequence_length=max_sequence_length
+        )
+        if since("0.17"):
+            context.config.pg_collection = self._groups
+        return context
 
     def tokens_of(self, prompt: str, what: str) -> list[int]:
         """The tokens of a prompt.
@@ -164,8 +167,8 @@ class TextGenerator:
             status=Status.ACTIVE_BUT_NOT_GENERATING_TOKENS,
         )
         # A cache as long as this text: one for all positions of a model may not fit.
-        self._wrapper.inference_context = StaticInferenceContext(
-            max_batch_size=1, max_sequence_length=len(tokens) + params.num_tokens_to_generate
+        self._wrapper.inference_context = self._context(
+            max_sequence_length=len(tokens) + params.num_tokens_to_generate
         )
         self._controller.sampling_rng.manual_seed(seed)
         self._controller.generate_all_output_tokens_static_batch(OrderedDict({0: request}))
@@ -186,6 +189,22 @@ class TextGenerator:
         if whole.startswith(before):
             return whole[len(before) :]
         return self.tokenizer.detokenize(new)
+
+
+def _wrapper_settings(config: Config, max_length: int) -> Any:
+    """What the wrapper of megatron-core 0.16 wants beside the context."""
+    from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import (
+        InferenceWrapperConfig,
+    )
+
+    return InferenceWrapperConfig(
+        hidden_size=config.model.hidden_size,
+        params_dtype=parameter_dtype(config),
+        inference_batch_times_seqlen_threshold=-1,
+        padded_vocab_size=config.model.padded_vocab_size,
+        inference_max_requests=1,
+        inference_max_seq_length=max_length,
+    )
 
 
 class _WithoutPadding(GPTInferenceWrapper):

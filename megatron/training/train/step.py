@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
 
+from megatron.training.common.core_version import since
 from megatron.training.common.signals import StopReason
 from megatron.training.common.step_settings import StepInfo, learning_rate
 from megatron.training.config.layout_rules import group_of_microbatches
@@ -144,7 +145,7 @@ def _take_further_losses(mask: torch.Tensor | None, cp: Any) -> torch.Tensor | N
         [n, 2] sum of the losses that count and their number, for each further token, fp32; None
         where the chunk has none.
     """
-    means = MTPLossLoggingHelper.tracker.get("values")
+    means = MTPLossLoggingHelper.tracker.get("loss_values" if since("0.19") else "values")
     MTPLossLoggingHelper.tracker.clear()
     if means is None or mask is None:
         return None
