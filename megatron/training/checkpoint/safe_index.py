@@ -67,7 +67,8 @@ _KINDS_IN_COMMON = {
     "content_metadata": dict,
     "optimizer": dict,
 }
-_COMMON_KEY = MetadataIndex(f"{COMMON_STATE}/shard_0_1")
+COMMON_KEY = MetadataIndex(f"{COMMON_STATE}/shard_0_1")
+"""Of the object that holds the common state, in an index of megatron-core 0.19."""
 _CALLED_ONLY = ("pathlib", "torch.serialization")
 _DTYPES = {
     str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)
@@ -195,7 +196,7 @@ def _common_among_tensors(folder: Path) -> tuple[Path, io.BytesIO]:
         OSError: a file cannot be read, or there is no such object, so that `common.pt` is missing.
     """
     places = read_index(folder / METADATA).storage_data or {}
-    where = places.get(_COMMON_KEY)
+    where = places.get(COMMON_KEY)
     if where is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / COMMON))
     path = folder / where.relative_path
@@ -227,7 +228,7 @@ def file_names(metadata: Metadata) -> list[str]:
     """The files that a checkpoint consists of, sorted: index, what the index uses, common state and
     mark."""
     used = {where.relative_path for where in (metadata.storage_data or {}).values()}
-    alone = set() if _COMMON_KEY in (metadata.storage_data or {}) else {COMMON}
+    alone = set() if COMMON_KEY in (metadata.storage_data or {}) else {COMMON}
     return sorted(used | alone | {METADATA, CORE_MARK})
 
 

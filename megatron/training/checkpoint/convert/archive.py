@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert import contents
 from megatron.training.checkpoint.safe_index import (
+    COMMON_KEY,
     METADATA,
     file_names,
     read_common,
@@ -137,7 +138,7 @@ class Archive:
                 self.tensors[key] = StoredTensor(
                     key=key, dtype=value.properties.dtype, shape=tuple(value.size), chunks=chunks
                 )
-            else:
+            elif key != COMMON_KEY.fqn:
                 self.blobs.append(key)
         self._leads: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]] | None] = {}
         self._reader = FileSystemReader(folder)

@@ -8,6 +8,7 @@ import glob
 import io
 import itertools
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -35,8 +37,11 @@ from torch.distributed.checkpoint.planner import (
 
 from megatron.training.checkpoint.convert.archive import Chunk
 from megatron.training.checkpoint.files import COMMON
+from megatron.training.checkpoint.safe_index import COMMON_KEY, METADATA, read_index
+from megatron.training.common.core_version import since
 from megatron.training.common.errors import UsageError
 
+_COMMON_FILE = "common.distcp"
 FILE_BYTES = 1 << 26
 """Tensors that share a file are all in memory until it is written: no more than this, or than the
 largest one."""
@@ -157,8 +162,22 @@ def _index(pieces: Sequence[Piece], blobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_common(folder: Path, common: Mapping[str, Any]) -> None:
-    """Writes the common state and the mark that says which format this is."""
-    torch.save(dict(common), folder / COMMON)
+    """Writes the common state where the megatron-core in use has it, and the mark that says which
+    format this is. The tensors are there already, and may be copies of those of another release."""
+    index = read_index(folder / METADATA)
+    assert index.storage_data is not None
+    was_there = index.storage_data.pop(COMMON_KEY, None)
+    index.state_dict_metadata.pop(COMMON_KEY.fqn, None)
+    if since("0.19"):
+        data = io.BytesIO()
+        torch.save([dict(common)], data)
+        (folder / _COMMON_FILE).write_bytes(data.getbuffer())
+        index.state_dict_metadata[COMMON_KEY.fqn] = BytesStorageMetadata()
+        index.storage_data[COMMON_KEY] = _StorageInfo(_COMMON_FILE, 0, data.getbuffer().nbytes)
+    else:
+        torch.save(dict(common), folder / COMMON)
+    if since("0.19") or was_there is not None:
+        (folder / METADATA).write_bytes(pickle.dumps(index))
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
