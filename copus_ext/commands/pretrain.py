@@ -96,16 +96,8 @@ def _train(
     start_fields: "Mapping[str, Any]" = MappingProxyType({}),
     started_s: float | None = None,
 ) -> int:
-    """Trains in the world that the environment describes; see `pretrain`.
-
-    Args:
-        argv: flags; None for those of the process.
-        stored: where to go on from; None as the flags say.
-        more: callbacks besides those of the flags.
-        on_exit: told how the run ends; None for the supervisor.
-        start_fields: more fields of the record of the start.
-        started_s: when the process started, on the monotonic clock; None: now.
-    """
+    """Trains in the world that the environment describes; see `pretrain`. `argv` is None for the
+    flags of the process, `stored` where to go on from unless the flags say."""
     from copus_ext.controller.flags import CopusConfig, check_has_copus
     from megatron.training.common.gpus import check_torch_build
     from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args

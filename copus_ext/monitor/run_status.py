@@ -339,13 +339,8 @@ def _crashes(run: RunHistory) -> int:
 
 
 def _alarms(run: RunHistory, *, t: float, step_s: float | None) -> tuple[Alarm, ...]:
-    """The last alarms that the last launch recorded; and whether a step is overdue.
-
-    Args:
-        run: what was read.
-        t: now, seconds since the epoch.
-        step_s: median step; None if the run does not train.
-    """
+    """The last alarms that the last launch recorded; and, of a run that trains at a median step,
+    whether one is overdue."""
     found = []
     for event in run.since_start:
         if event.kind in ("alert", "fault"):

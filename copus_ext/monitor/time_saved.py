@@ -204,12 +204,7 @@ class _Group(NamedTuple):
 
 
 def _groups(run: RunHistory, ends: Sequence[int]) -> list[_Group]:
-    """The steps of a run.
-
-    Args:
-        run: what was read.
-        ends: steps done at each decision.
-    """
+    """The steps of a run whose decisions came after so many steps."""
     starts, counted = [at for at, _ in run.layouts], run.tokens_per_sample
 
     def key(s: Step) -> tuple[Any, ...]:
