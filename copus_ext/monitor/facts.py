@@ -41,7 +41,7 @@ def verdict(status: RunStatus, run: RunHistory) -> str:
     brought = "it has no controller"
     if status.controller is not None:
         made = counted(len(run.decisions.made), "change")
-        brought = f"{made}; time saved: {status.controller.so_far}"
+        brought = f"{made}; so far: {status.controller.so_far}"
     return f"{words[:1].upper()}{words[1:]}{steps}; {brought}."
 
 
