@@ -15,7 +15,7 @@ WORKDIR /workspace/copus
 COPY . .
 RUN chmod -R a+rX .
 
-# PYTHONPATH puts this repository's megatron.training first, from any working directory. The other
+# PYTHONPATH puts this repository's megatron.trainer first, from any working directory. The other
 # variables: restarts of torchrun read stale keys of a shared store (pytorch issue 135712), and a user
 # without a home directory needs a place for compiled kernels.
 ENV PYTHONPATH=/workspace/copus \
@@ -23,4 +23,4 @@ ENV PYTHONPATH=/workspace/copus \
     TORCHINDUCTOR_CACHE_DIR=/tmp/inductor \
     TRITON_CACHE_DIR=/tmp/triton
 
-RUN python -c "from megatron.training.resilience.env_checks import check_environment; check_environment()"
+RUN python -c "from megatron.trainer.resilience.env_checks import check_environment; check_environment()"

@@ -28,10 +28,10 @@ setup(
     description="Pre-training on megatron-core that adapts batch and parallel layout as it runs",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_namespace_packages(include=["megatron.training*", "copus_ext*"]),
+    packages=find_namespace_packages(include=["megatron.trainer*", "copus_ext*"]),
     package_data={
         "": ["README.md", "data/*.json"],  # of extras, and of the cost model
-        "megatron.training.config": ["*.yaml"],
+        "megatron.trainer.config": ["*.yaml"],
         "copus_ext.monitor": ["templates/*"],
     },
     entry_points={"console_scripts": ["copus = copus_ext.commands.main:main"]},

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.support import ROOT, arguments, make_dataset, origin, write
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.logging.metrics import read_metrics
 from tests.extras.elastic.runs import COPY_INTERVAL, account, is_done, start, start_node, wait
 from tests.helpers import processes
 

@@ -146,7 +146,7 @@ def worker(request: dict[str, Any]) -> dict[str, Any]:
         shape_of_json,
         whole_nodes,
     )
-    from megatron.training.distributed.process_groups import destroy_groups
+    from megatron.trainer.distributed.process_groups import destroy_groups
 
     torch.set_num_threads(1)
     shape, size = shape_of_json(request["shape"]), request["samples"]

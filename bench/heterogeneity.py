@@ -42,7 +42,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 NUM_NODES, SLOW_NODE, SLOW_PAIR = 4, 2, (0, 1)
 SLOW_QUOTA = QUOTA / 2

@@ -64,7 +64,7 @@ Steps = list[dict[str, Any]]
 
 def worker(kind: str, output: Path, flags: list[str]) -> None:
     """One training run on the ranks of this launch; `truth` adds up gradients by itself."""
-    from megatron.training.resilience.env_checks import set_process_defaults
+    from megatron.trainer.resilience.env_checks import set_process_defaults
 
     set_process_defaults()
     import torch
@@ -72,9 +72,9 @@ def worker(kind: str, output: Path, flags: list[str]) -> None:
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.controller.gns_callback import GradientNoiseCallback
     from copus_ext.gns.hooks import group_of
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.train.callbacks import Callback, CallbackContext
-    from megatron.training.train.pretrain import pretrain
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train.pretrain import pretrain
 
     class GroundTruth(Callback):
         """Adds up the gradients of single samples, and their squares, in double precision."""

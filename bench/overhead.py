@@ -74,7 +74,7 @@ def _rows_of(job: Any, step: Any, estimator: str, args: argparse.Namespace) -> C
 
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.controller.gns_callback import GradientNoiseCallback
-    from megatron.training.train.callbacks import Callbacks
+    from megatron.trainer.train.callbacks import Callbacks
 
     watch = GradientNoiseCallback(CopusConfig(copus=True, copus_gns_estimator=estimator))
 
@@ -97,8 +97,8 @@ def controller(folder: Path) -> dict[str, list[float]]:
     """Seconds of the controller's part of every step, and of its decisions."""
     from copus_ext.controller.callback import Controller
     from copus_ext.controller.flags import CopusConfig
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.train.pretrain import pretrain
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.train.pretrain import pretrain
 
     spent: dict[str, list[float]] = {"own": [], "decide": []}
 
@@ -137,7 +137,7 @@ def copies(job: Any, step: Any, args: argparse.Namespace) -> dict[str, Any]:
     """With and without copies, and the bytes that they take for each parameter."""
     from copus_ext.extras.elastic.copies import HeldCopies, PeerCopies
     from copus_ext.extras.elastic.messages import Generation, Member
-    from megatron.training.train.callbacks import Callbacks
+    from megatron.trainer.train.callbacks import Callbacks
 
     members = (Member(0, 0), Member(1, 0))
     generation = Generation(number=1, members=members, store="", kind="start")
@@ -182,7 +182,7 @@ def worker(args: argparse.Namespace) -> None:
             flags = [*model_of(args).split(), "--global-batch-size", str(PARTS[args.part][1])]
             places = ["--data-path", args.data_path, "--data-cache-path", str(run_dir)]
             with open_job([*flags, *places, "--run-dir", str(run_dir)]) as job:
-                from megatron.training.train.reporting import Reporter
+                from megatron.trainer.train.reporting import Reporter
 
                 step = functools.partial(step_of_loop, job, Reporter(job))
                 measure: Any = {"noise": noise, "copies": copies}[args.part]

@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.support import TRAINER, arguments, launch, make_dataset, origin, read_run, write
 from copus_ext.extras.phase_plan import command
-from megatron.training.config.layout import LAYOUT_KEYS, Layout
+from megatron.trainer.config.layout import LAYOUT_KEYS, Layout
 
 MODEL = """--num-layers 4 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 8
 --max-position-embeddings 2048 --swiglu --normalization RMSNorm --position-embedding-type rope

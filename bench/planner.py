@@ -46,8 +46,8 @@ from copus_ext.cost_model.step import step_time
 from copus_ext.extras.planner_validation import validation
 from copus_ext.extras.planner_validation.validation import MeasuredRun, read_table, rows_of
 from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE, Planner
-from megatron.training.config.model_shape import ModelShape
-from megatron.training.model.flops import training_flops_per_sample
+from megatron.trainer.config.model_shape import ModelShape
+from megatron.trainer.model.flops import training_flops_per_sample
 
 DATA = Path(__file__).parent / "data"
 SHIPPED = ROOT / "copus_ext" / "cost_model" / "data"

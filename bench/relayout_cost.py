@@ -45,15 +45,15 @@ from bench.support import (
 from copus_ext.reshard.inprocess import InProcessResharder
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, ReshardPlan
 from copus_ext.reshard.transfer import BUCKET_BYTES, WINDOW
-from megatron.training.common.collectives import all_gather_object, broadcast_from_rank0
-from megatron.training.common.step_settings import Request
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.logging.metrics import read_metrics
-from megatron.training.resilience.env_checks import set_process_defaults
-from megatron.training.train.callbacks import Callback, CallbackContext
-from megatron.training.train.pretrain import pretrain
-from megatron.training.train.reporting import Reporter
+from megatron.trainer.common.collectives import all_gather_object, broadcast_from_rank0
+from megatron.trainer.common.step_settings import Request
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.logging.metrics import read_metrics
+from megatron.trainer.resilience.env_checks import set_process_defaults
+from megatron.trainer.train.callbacks import Callback, CallbackContext
+from megatron.trainer.train.pretrain import pretrain
+from megatron.trainer.train.reporting import Reporter
 from tests.helpers.walks import walk
 
 Rows = list[dict[str, Any]]

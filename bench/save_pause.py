@@ -50,7 +50,7 @@ def rounds_of(flags: list[str], save: Path) -> list[dict[str, float]]:
     """Seconds of plain steps, of the pause for a save, and of the steps after it."""
     import torch.distributed as dist
 
-    from megatron.training.train.reporting import Reporter
+    from megatron.trainer.train.reporting import Reporter
 
     def timed(act: Any) -> float:
         dist.barrier()

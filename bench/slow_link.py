@@ -170,10 +170,10 @@ def timed(trainer: Trainer, site: Nodes, stages: int, count: int, rate: float) -
 
 def every_second(world_size: int, flags: list[str]) -> None:
     """One rank of `timed`: messages are whole in steps of even number, the first being 0."""
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
-    from megatron.training.train.callbacks import Callback, CallbackContext
-    from megatron.training.train.pretrain import pretrain
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.resilience.env_checks import check_environment, set_process_defaults
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train.pretrain import pretrain
 
     class EverySecondStep(Callback):
         def on_train_step_start(self, context: CallbackContext) -> None:

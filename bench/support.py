@@ -130,7 +130,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """The record of a finished run from its directory."""
     from copus_ext.controller.decision_log import NAME, read_journal
-    from megatron.training.logging.metrics import read_metrics
+    from megatron.trainer.logging.metrics import read_metrics
 
     journal = list(read_journal(folder / NAME)) if (folder / NAME).exists() else []
     relayouts = [r for r in journal if r["kind"] == "relayout" and r["outcome"]["kind"] == "moved"]
@@ -149,23 +149,23 @@ def read_run(folder: Path) -> RunRecord:
 @contextlib.contextmanager
 def open_job(flags: list[str]) -> Iterator[Any]:
     """A job with record and data, as `pretrain` makes it, without callbacks; one per rank."""
-    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
+    from megatron.trainer.resilience.env_checks import check_environment, set_process_defaults
 
     set_process_defaults()
     check_environment()
     import torch
 
-    from megatron.training.checkpoint.resume import merge_resume_config
-    from megatron.training.common.device import use_device
-    from megatron.training.common.train_state import TrainState
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.data.tokenizer import build_tokenizer
-    from megatron.training.distributed.process_groups import init_distributed
-    from megatron.training.train.build import build_job, tear_down
-    from megatron.training.train.callbacks import Callbacks
-    from megatron.training.train.job import RunServices
-    from megatron.training.train.pretrain import tokenizer_flags
-    from megatron.training.train.run_directory import hold_run, open_run
+    from megatron.trainer.checkpoint.resume import merge_resume_config
+    from megatron.trainer.common.device import use_device
+    from megatron.trainer.common.train_state import TrainState
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.data.tokenizer import build_tokenizer
+    from megatron.trainer.distributed.process_groups import init_distributed
+    from megatron.trainer.train.build import build_job, tear_down
+    from megatron.trainer.train.callbacks import Callbacks
+    from megatron.trainer.train.job import RunServices
+    from megatron.trainer.train.pretrain import tokenizer_flags
+    from megatron.trainer.train.run_directory import hold_run, open_run
 
     torch.set_num_threads(1)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -191,7 +191,7 @@ def open_job(flags: list[str]) -> Iterator[Any]:
 
 def step_of_loop(job: Any, reporter: Any) -> None:
     """One step as `loop.train` takes it, without evaluation and saving."""
-    from megatron.training.train.step import train_step
+    from megatron.trainer.train.step import train_step
 
     sizes = {"global_batch_size": job.global_batch_size, "micro_batch_size": job.micro_batch_size}
     job.fire("on_train_step_start", **sizes)

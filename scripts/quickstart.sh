@@ -91,8 +91,8 @@ echo "== 4. what happened"
 import sys
 from pathlib import Path
 
-from megatron.training.common.program import other_command
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.common.program import other_command
+from megatron.trainer.logging.metrics import read_metrics
 
 run = Path(sys.argv[1])
 records = read_metrics(run)

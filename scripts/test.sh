@@ -120,7 +120,7 @@ rank_files() {
 extra_rank_files() {
     local changed extra all=tests/extras/*/test_ranks_*.py
     changed=$(git log --since="@$(($(git log -1 --format=%ct) - 86400))" --name-only --format=) ||
-        changed=megatron/training/common/extras.py
+        changed=megatron/trainer/common/extras.py
     if has nightly || grep -qE '/(extras|step_feature|step|job|loop|segment|run_data|resume|relaunch|segments|launchers|workers|supervisor|formats|policies|saved_state|planner/commands)\.py$' <<<"$changed"; then
         # shellcheck disable=SC2086
         ls $all 2>/dev/null || true

@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
     if "PYTEST_XDIST_WORKER" in os.environ:
         # It runs files that import megatron-core: half the time without torch's compiler.
-        from megatron.training.resilience.env_checks import import_core
+        from megatron.trainer.resilience.env_checks import import_core
 
         import_core()
 

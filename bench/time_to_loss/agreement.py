@@ -49,8 +49,8 @@ from copus_ext.extras.simulate.training_dynamics import GroundTruth, RateSchedul
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.goodput.state import ControllerState
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
 
 FILE = "time_to_loss_agreement.json"
 MULTIPLIERS = np.geomspace(0.5, 64, 29).tolist()

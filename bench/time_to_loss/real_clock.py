@@ -48,7 +48,7 @@ from bench.time_to_loss import real_clock_figures as figures
 from bench.time_to_loss.scenarios import FILE as SCENARIOS
 from bench.time_to_loss.scenarios import save
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 FILE = "time_to_loss_real_clock.jsonl"
 _TUNING_SEED = 0

@@ -25,7 +25,7 @@ from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 ERROR_SD, GROWTH_SD = 0.10, 0.03
 """Standard deviations of the logarithm of the factor: of a layout with its micro-batch, and for a

@@ -14,10 +14,10 @@ import json
 import sys
 from pathlib import Path
 
-from megatron.training.checkpoint.convert.formats import format_of, model_formats
-from megatron.training.common.errors import UsageError
-from megatron.training.common.program import json_failure, program_name, run_command
-from megatron.training.config.arguments import Parser
+from megatron.trainer.checkpoint.convert.formats import format_of, model_formats
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.program import json_failure, program_name, run_command
+from megatron.trainer.config.arguments import Parser
 
 _SCRIPT = "convert_checkpoint.py"
 _OURS = "torch_dist"
@@ -59,11 +59,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron.training.resilience.env_checks import import_core
+    from megatron.trainer.resilience.env_checks import import_core
 
     import_core()
-    from megatron.training.checkpoint.convert.convert import convert
-    from megatron.training.checkpoint.convert.target import LAYOUT_FLAGS, Changes
+    from megatron.trainer.checkpoint.convert.convert import convert
+    from megatron.trainer.checkpoint.convert.target import LAYOUT_FLAGS, Changes
 
     names = (*LAYOUT_FLAGS, "vocab", "true_vocab", "dtype", "optimizer")
     changes = Changes(**{name: getattr(args, name) for name in names})

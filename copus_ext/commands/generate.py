@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.training.common.errors import UsageError
-from megatron.training.common.outside import parse_json
-from megatron.training.common.program import program_name, run_command, tell
-from megatron.training.config.arguments import Parser
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.common.program import program_name, run_command, tell
+from megatron.trainer.config.arguments import Parser
 
 _SCRIPT = "generate.py"
 _TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
@@ -140,7 +140,7 @@ def sampling_of(args: argparse.Namespace) -> Any:
     """
     from megatron.core.inference.sampling_params import SamplingParams
 
-    from megatron.training.train.generate import GREEDY
+    from megatron.trainer.train.generate import GREEDY
 
     others = {"--temperature": args.temperature, "--top-k": args.top_k, "--top-p": args.top_p}
     given = [flag for flag, value in others.items() if value is not None]
@@ -162,13 +162,13 @@ def run(args: argparse.Namespace) -> int:
     prompts = prompts_of(args)
     if args.output is not None and not args.output.parent.is_dir():
         raise UsageError(f"--output {args.output}: there is no folder {args.output.parent}")
-    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
+    from megatron.trainer.resilience.env_checks import check_environment, set_process_defaults
 
     set_process_defaults()
     # Told of every group and of what a pre-training run would miss.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     check_environment()
-    from megatron.training.train.generate import check_sampling, open_generator
+    from megatron.trainer.train.generate import check_sampling, open_generator
 
     params = sampling_of(args)
     given = {name: getattr(args, name) for name in _TOKENIZER_FLAGS}

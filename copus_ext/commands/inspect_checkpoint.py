@@ -15,14 +15,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.errors import UsageError
-from megatron.training.common.program import (
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.program import (
     other_command,
     program_name,
     run_command,
     tell,
 )
-from megatron.training.config.arguments import Parser
+from megatron.trainer.config.arguments import Parser
 
 _SCRIPT = "inspect_checkpoint.py"
 
@@ -83,12 +83,12 @@ def text_of(record: dict[str, Any]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megatron.training.resilience.env_checks import import_core
+    from megatron.trainer.resilience.env_checks import import_core
 
     import_core()
-    from megatron.training.checkpoint.convert.archive import open_archive
-    from megatron.training.checkpoint.convert.describe import describe
-    from megatron.training.checkpoint.convert.formats import format_of
+    from megatron.trainer.checkpoint.convert.archive import open_archive
+    from megatron.trainer.checkpoint.convert.describe import describe
+    from megatron.trainer.checkpoint.convert.formats import format_of
 
     found = format_of(args.source)
     if found is not None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from copus_ext import __version__
-from megatron.training.common.extras import extras
-from megatron.training.common.program import CommandParser, nearest, running_as
+from megatron.trainer.common.extras import extras
+from megatron.trainer.common.program import CommandParser, nearest, running_as
 
 COMMANDS = (
     "pretrain",

@@ -42,7 +42,7 @@ from copus_ext.planner.request import (
     timings_of,
     uses_tp_pp_dp_mapping,
 )
-from megatron.training.common.program import (
+from megatron.trainer.common.program import (
     close_output,
     nearest,
     other_command,
@@ -483,7 +483,7 @@ def main(argv: list[str] | None = None) -> int:
 def exit_code_of(script: str, work: Callable[[], int]) -> int:
     """Runs a command of the planner, and turns problems into one line and an exit code."""
     from copus_ext.cost_model.spec_file import SpecError
-    from megatron.training.common.errors import UsageError
+    from megatron.trainer.common.errors import UsageError
 
     try:
         return work()

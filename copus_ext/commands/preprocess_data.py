@@ -16,7 +16,7 @@ import sys
 import warnings
 from typing import Any
 
-from megatron.training.common.program import CommandParser, program_name
+from megatron.trainer.common.program import CommandParser, program_name
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -81,11 +81,11 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     # About what training on GPUs would miss; text needs none of it.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    from megatron.training.common.errors import TrainingFailure, UsageError
-    from megatron.training.resilience.env_checks import import_core
+    from megatron.trainer.common.errors import TrainingFailure, UsageError
+    from megatron.trainer.resilience.env_checks import import_core
 
     import_core()
-    from megatron.training.data.preprocess import Job, preprocess
+    from megatron.trainer.data.preprocess import Job, preprocess
 
     options: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value

@@ -16,16 +16,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.common.program import program_name, tell
+from megatron.trainer.common.program import program_name, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from copus_ext.launch.launchers import Start
-    from megatron.training.checkpoint.load import Stored
-    from megatron.training.config import Config
-    from megatron.training.resilience.exit_status import RunOutcome
-    from megatron.training.train.callbacks import Callback
+    from megatron.trainer.checkpoint.load import Stored
+    from megatron.trainer.config import Config
+    from megatron.trainer.resilience.exit_status import RunOutcome
+    from megatron.trainer.train.callbacks import Callback
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +43,16 @@ def main(argv: list[str] | None = None) -> int:
     started_s = time.monotonic()
     # Heavy imports come after: a rank whose launcher has gone is to end at once.
     from copus_ext.launch.rank_side import adopt_srun, end_with_launcher, leave_error
-    from megatron.training.common.signals import leave_on_interrupt
+    from megatron.trainer.common.signals import leave_on_interrupt
 
     leave_on_interrupt(is_told=os.environ.get("RANK", "0") == "0")
     end_with_launcher()
     from copus_ext.controller.flags import CopusConfig, check_has_copus
     from copus_ext.launch.launchers import runner_of
-    from megatron.training.common.errors import TrainingFailure, UsageError
-    from megatron.training.common.gpus import check_torch_build
-    from megatron.training.config.arguments import parse_args
-    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
+    from megatron.trainer.common.errors import TrainingFailure, UsageError
+    from megatron.trainer.common.gpus import check_torch_build
+    from megatron.trainer.config.arguments import parse_args
+    from megatron.trainer.resilience.env_checks import check_environment, set_process_defaults
 
     try:
         runner = runner_of(os.environ)
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
             set_process_defaults()
             check_environment()
             check_torch_build(args.device)
-            from megatron.training.resilience.determinism import prepare_early
+            from megatron.trainer.resilience.determinism import prepare_early
 
             prepare_early(args)
             train = functools.partial(_train_from, started_s=started_s)
@@ -99,9 +99,9 @@ def _train(
     """Trains in the world that the environment describes; see `pretrain`. `argv` is None for the
     flags of the process, `stored` where to go on from unless the flags say."""
     from copus_ext.controller.flags import CopusConfig, check_has_copus
-    from megatron.training.common.gpus import check_torch_build
-    from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
-    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
+    from megatron.trainer.common.gpus import check_torch_build
+    from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
+    from megatron.trainer.resilience.env_checks import check_environment, set_process_defaults
 
     args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
     check_has_copus(args.explicit_flags, is_on=args.copus)
@@ -112,9 +112,9 @@ def _train(
     import torch
 
     from copus_ext.reshard import relaunch
-    from megatron.training.checkpoint.load import read_arguments
-    from megatron.training.common import optional
-    from megatron.training.train.pretrain import pretrain
+    from megatron.trainer.checkpoint.load import read_arguments
+    from megatron.trainer.common import optional
+    from megatron.trainer.train.pretrain import pretrain
 
     if args.use_checkpoint_args and stored is not None:
         args = with_checkpoint_args(args, stored.arguments)
@@ -166,7 +166,7 @@ def controllers(args: argparse.Namespace, config: "Config") -> list[Any]:
         config: resolved from them.
     """
     from copus_ext.controller.flags import controller_flags
-    from megatron.training.common.extras import extras_with
+    from megatron.trainer.common.extras import extras_with
 
     flags = controller_flags(args)
     found: list[Any] = []

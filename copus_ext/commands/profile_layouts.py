@@ -24,8 +24,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.extras import step_period
-from megatron.training.common.program import CommandParser, program_name, tell
+from megatron.trainer.common.extras import step_period
+from megatron.trainer.common.program import CommandParser, program_name, tell
 
 _AGAIN = 85
 """Exit code: start again, to go on after a configuration that ran out of memory."""
@@ -123,7 +123,7 @@ def counts(c: Any, args: argparse.Namespace) -> list[int]:
 
 def time_steps(job: Any, args: argparse.Namespace) -> list[float]:
     """Seconds of some steps, after a warm-up, of whole periods of what repeats."""
-    from megatron.training.train.step import train_step
+    from megatron.trainer.train.step import train_step
 
     seconds: list[float] = []
     period = min(step_period(job.config.flat()), _LONGEST_PERIOD)
@@ -153,9 +153,9 @@ def measure(
 
     from copus_ext.controller.out_of_memory import is_out_of_memory
     from copus_ext.planner.attempts import BEGUN, DONE, DROPPED, OUT_OF_MEMORY
-    from megatron.training.common.errors import UsageError
-    from megatron.training.distributed.process_groups import destroy_groups
-    from megatron.training.train.build import abandon, tear_down
+    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.distributed.process_groups import destroy_groups
+    from megatron.trainer.train.build import abandon, tear_down
 
     batches = schedules(c, flags, args)
     is_first = dist.get_rank() == 0
@@ -194,7 +194,7 @@ def measure(
 
 def schedules(c: Any, flags: list[str], args: argparse.Namespace) -> dict[int, Any]:
     """The batches of a configuration by the number of micro-batches of each."""
-    from megatron.training.config.batch_schedule import BatchSchedule
+    from megatron.trainer.config.batch_schedule import BatchSchedule
 
     return {n: BatchSchedule.of(config_of(c, n, flags)) for n in counts(c, args)}
 
@@ -204,7 +204,7 @@ def config_of(c: Any, count: int, flags: list[str]) -> Any:
     import torch.distributed as dist
 
     from copus_ext.reshard.relaunch import without_cut
-    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.trainer.config.arguments import parse_args, resolve
 
     # A configuration does not name sizes of 1, and the flags of the run may have others.
     sizes = ["--context-parallel-size", str(c.layout.cp)]
@@ -216,13 +216,13 @@ def config_of(c: Any, count: int, flags: list[str]) -> Any:
 def build(c: Any, flags: list[str], args: argparse.Namespace, device: Any) -> Any:
     """The job of a configuration. It serves all of its batches."""
     from copus_ext.controller.peak_memory import forget_peaks
-    from megatron.training.checkpoint.resume import merge_resume_config
-    from megatron.training.common.train_state import TrainState
-    from megatron.training.data.tokenizer import build_tokenizer
-    from megatron.training.train.build import build_job
-    from megatron.training.train.callbacks import Callbacks
-    from megatron.training.train.job import RunServices
-    from megatron.training.train.pretrain import tokenizer_flags
+    from megatron.trainer.checkpoint.resume import merge_resume_config
+    from megatron.trainer.common.train_state import TrainState
+    from megatron.trainer.data.tokenizer import build_tokenizer
+    from megatron.trainer.train.build import build_job
+    from megatron.trainer.train.callbacks import Callbacks
+    from megatron.trainer.train.job import RunServices
+    from megatron.trainer.train.pretrain import tokenizer_flags
 
     config = config_of(c, counts(c, args)[0], flags)
     tokenizer = build_tokenizer(**tokenizer_flags(config))
@@ -268,7 +268,7 @@ def time_count(job: Any, c: Any, schedule: Any, args: argparse.Namespace, store:
 def _environment() -> dict[str, bool]:
     import torch
 
-    from megatron.training.common import optional
+    from megatron.trainer.common import optional
 
     return {
         "cuda_available": torch.cuda.is_available(),
@@ -314,9 +314,9 @@ def _gpu() -> str:
 def model_of(flags: list[str], world: int) -> Any:
     """The model of some flags, with the vocabulary of its tokenizer."""
     from copus_ext.cost_model.megatron_flags import spec_of_flags
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.data.tokenizer import build_tokenizer
-    from megatron.training.train.pretrain import tokenizer_flags
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.data.tokenizer import build_tokenizer
+    from megatron.trainer.train.pretrain import tokenizer_flags
 
     config = resolve(parse_args(flags), world, **_environment())
     tokenizer = build_tokenizer(**tokenizer_flags(config))
@@ -340,7 +340,7 @@ def measure_all(
 
     from copus_ext.planner.attempts import Attempts, by_memory
     from copus_ext.planner.profile import ProfileStore
-    from megatron.training.common.collectives import broadcast_from_rank0
+    from megatron.trainer.common.collectives import broadcast_from_rank0
 
     store = ProfileStore(args.store, machine(model, world))
     done = {t.key for t in broadcast_from_rank0(store.read() if dist.get_rank() == 0 else None)}
@@ -380,10 +380,10 @@ def main(argv: list[str] | None = None) -> int:
     from copus_ext.cost_model.spec_file import SpecError
     from copus_ext.launch.rank_side import adopt_srun
     from copus_ext.planner.profile import ForeignProfile
-    from megatron.training.common.errors import UsageError
-    from megatron.training.common.gpus import check_torch_build
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
+    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.common.gpus import check_torch_build
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.resilience.env_checks import check_environment, set_process_defaults
 
     args, flags = parse(sys.argv[1:] if argv is None else argv)
     set_process_defaults()
@@ -394,9 +394,9 @@ def main(argv: list[str] | None = None) -> int:
         check_torch_build(parse_args(flags).device)
         import torch.distributed as dist
 
-        from megatron.training.common.device import use_device
-        from megatron.training.distributed.process_groups import init_distributed
-        from megatron.training.resilience.determinism import deterministic_algorithms, prepare
+        from megatron.trainer.common.device import use_device
+        from megatron.trainer.distributed.process_groups import init_distributed
+        from megatron.trainer.resilience.determinism import deterministic_algorithms, prepare
 
         world = int(os.environ.get("WORLD_SIZE", "1"))
         given = resolve(parse_args(flags), world, **_environment())

@@ -19,7 +19,7 @@ from copus_ext.controller.decision_log import NAME, read_journal
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.run_files import run_problem
-from megatron.training.common.program import CommandParser, program_name, tell
+from megatron.trainer.common.program import CommandParser, program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:

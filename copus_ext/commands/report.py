@@ -18,7 +18,7 @@ from pathlib import Path
 
 from copus_ext.monitor.report import render, report_of
 from copus_ext.monitor.run_files import RunReader, run_problem
-from megatron.training.common.program import CommandParser, program_name, tell
+from megatron.trainer.common.program import CommandParser, program_name, tell
 
 _EVERY_S = 30.0
 _MIN_S = 1.0

@@ -19,8 +19,8 @@ from rich.live import Live
 from copus_ext.monitor.run_files import END_BYTES, RunReader, run_problem
 from copus_ext.monitor.run_status import RunStatus, status_of
 from copus_ext.monitor.terminal import screen
-from megatron.training.common.program import CommandParser, program_name, tell
-from megatron.training.logging.metrics import encode
+from megatron.trainer.common.program import CommandParser, program_name, tell
+from megatron.trainer.logging.metrics import encode
 
 _EVERY_S = 2.0
 _MIN_S = 0.1

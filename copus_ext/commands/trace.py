@@ -15,7 +15,7 @@ from pathlib import Path
 
 from copus_ext.monitor.run_files import run_problem
 from copus_ext.monitor.trace import FILE, folder_of, timeline, traces_of, with_steps, write_trace
-from megatron.training.common.program import CommandParser, program_name, tell
+from megatron.trainer.common.program import CommandParser, program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:

@@ -47,12 +47,12 @@ from copus_ext.goodput.lr_scaling import Ramp, RateRules
 from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, summary
 from copus_ext.goodput.state import ControllerState, config_key
 from copus_ext.reshard.phases import ReshardResult
-from megatron.training.common.collectives import broadcast_from_rank0, on_rank0
-from megatron.training.common.errors import Relaunch, UsageError
-from megatron.training.common.step_settings import Request, StepSettings
-from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import batch_problems
-from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.trainer.common.collectives import broadcast_from_rank0, on_rank0
+from megatron.trainer.common.errors import Relaunch, UsageError
+from megatron.trainer.common.step_settings import Request, StepSettings
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.layout_rules import batch_problems
+from megatron.trainer.train.callbacks import Callback, CallbackContext
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from copus_ext.goodput.conditions import earlier_times
 from copus_ext.goodput.messages import conditions_line
 from copus_ext.goodput.state import ControllerState
 from copus_ext.goodput.step_time_watch import StepTimeShift
-from megatron.training.common.collectives import broadcast_from_rank0
+from megatron.trainer.common.collectives import broadcast_from_rank0
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.goodput.messages import length_line
-from megatron.training.config.batch_schedule import steps_for
-from megatron.training.config.layout import Layout
-from megatron.training.train.callbacks import CallbackContext
+from megatron.trainer.config.batch_schedule import steps_for
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.train.callbacks import CallbackContext
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import Decision, DecisionInputs
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
-from megatron.training.common.control import PAUSE_FILE
-from megatron.training.common.outside import parse_json
+from megatron.trainer.common.control import PAUSE_FILE
+from megatron.trainer.common.outside import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from copus_ext.controller.segments import config_of
 from copus_ext.goodput.inputs import Rules
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.state import ControllerState
-from megatron.training.config.layout_rules import batch_problems
-from megatron.training.config.lengths import lengths_given
-from megatron.training.train.callbacks import CallbackContext
+from megatron.trainer.config.layout_rules import batch_problems
+from megatron.trainer.config.lengths import lengths_given
+from megatron.trainer.train.callbacks import CallbackContext
 
 if TYPE_CHECKING:
-    from megatron.training.config import Config
+    from megatron.trainer.config import Config
 
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from typing import Any
 
 from copus_ext.goodput.objectives import OBJECTIVES
 from copus_ext.goodput.policies import POLICIES
-from megatron.training.common.errors import UsageError
-from megatron.training.common.outside import parse_yaml
-from megatron.training.config.fields import OptionSpec, option, option_specs
-from megatron.training.config.flag_names import nearest_flag, setting_name
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.outside import parse_yaml
+from megatron.trainer.config.fields import OptionSpec, option, option_specs
+from megatron.trainer.config.flag_names import nearest_flag, setting_name
 
 # Defaults that depend on the run or on another flag; every other one stands at its flag.
 NOISE_SCALE_MULTIPLIER, PUBLISHED_NOISE_SCALE_MULTIPLIER = 8.0, 2.0

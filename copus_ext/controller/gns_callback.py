@@ -23,9 +23,9 @@ from copus_ext.gns.hooks import (
     unavailable_groups,
 )
 from copus_ext.gns.observer import CONTROL, NoiseObserver, NoiseScale
-from megatron.training.common.errors import UsageError
-from megatron.training.data.sampler import micro_batch_sizes
-from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.data.sampler import micro_batch_sizes
+from megatron.trainer.train.callbacks import Callback, CallbackContext
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from copus_ext.goodput import headroom
 from copus_ext.goodput.headroom import Headroom, Prior
 from copus_ext.goodput.inputs import DecisionInputs, Rules
 from copus_ext.goodput.state import ControllerState
-from megatron.training.train.callbacks import CallbackContext
+from megatron.trainer.train.callbacks import CallbackContext
 
 logger = logging.getLogger(__name__)
 

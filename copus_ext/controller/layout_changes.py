@@ -24,16 +24,16 @@ from copus_ext.reshard.relaunch import (
     write_request,
 )
 from copus_ext.reshard.relaunch import Request as LaunchRequest
-from megatron.training.common.collectives import broadcast_from_rank0
-from megatron.training.common.errors import Relaunch, TrainingFailure, UsageError
-from megatron.training.common.step_settings import Request, StepSettings
-from megatron.training.config.layout import Layout
-from megatron.training.train.callbacks import CallbackContext
+from megatron.trainer.common.collectives import broadcast_from_rank0
+from megatron.trainer.common.errors import Relaunch, TrainingFailure, UsageError
+from megatron.trainer.common.step_settings import Request, StepSettings
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.train.callbacks import CallbackContext
 
 if TYPE_CHECKING:
     # In a Megatron-LM checkout the layout never changes, and `train.job` must not be imported.
     from copus_ext.reshard.inprocess import InProcessResharder
-    from megatron.training.train.job import Job
+    from megatron.trainer.train.job import Job
 
 
 _MAX_PAUSE_S = 3600.0

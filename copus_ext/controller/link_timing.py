@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from copus_ext.cost_model.conditions import Timings
-from megatron.training.common.collectives import all_gather_object
+from megatron.trainer.common.collectives import all_gather_object
 
 if TYPE_CHECKING:
-    from megatron.training.config import Config
+    from megatron.trainer.config import Config
 
 _BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Of a message that a network of that kind carries at its full speed."""

@@ -23,15 +23,15 @@ from copus_ext.controller.throughput_table import MemoryHistory, configuration_o
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import append_lines
 from copus_ext.reshard.checked import MAX_NUMBER, check_number
-from megatron.training.common.collectives import broadcast_from_rank0
-from megatron.training.common.errors import TrainingFailure
-from megatron.training.common.outside import parse_json
-from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import batch_problems
-from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.trainer.common.collectives import broadcast_from_rank0
+from megatron.trainer.common.errors import TrainingFailure
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.layout_rules import batch_problems
+from megatron.trainer.train.callbacks import Callback, CallbackContext
 
 if TYPE_CHECKING:
-    from megatron.training.config import Config
+    from megatron.trainer.config import Config
 
 logger = logging.getLogger(__name__)
 

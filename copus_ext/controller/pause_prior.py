@@ -11,10 +11,10 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.goodput.costs import RELAUNCH_S, Machine
 from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.pause import predictor_of
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 if TYPE_CHECKING:
-    from megatron.training.config import Config
+    from megatron.trainer.config import Config
 
 
 def machine_of(config: Config, cluster: ClusterSpec | None, link: Link | None) -> Machine:

@@ -19,12 +19,12 @@ from copus_ext.controller.throughput_table import configuration_of_run, gpu_of, 
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import ForeignProfile, ProfileStore, Timing
-from megatron.training.common.collectives import broadcast_from_rank0
-from megatron.training.resilience.env_checks import import_core
-from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.trainer.common.collectives import broadcast_from_rank0
+from megatron.trainer.resilience.env_checks import import_core
+from megatron.trainer.train.callbacks import Callback, CallbackContext
 
 if TYPE_CHECKING:
-    from megatron.training.config import Config
+    from megatron.trainer.config import Config
 
 logger = logging.getLogger(__name__)
 

@@ -26,15 +26,15 @@ from copus_ext.goodput.state import (
     WARM_UP_STEPS,
     ControllerState,
 )
-from megatron.training.common.errors import UsageError
-from megatron.training.common.extras import problems_of
-from megatron.training.config.batch_schedule import make_schedule, parse_steps
-from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import batch_problems, layout_problems
-from megatron.training.config.moe_flags import changed_by_batch_or_layout
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.extras import problems_of
+from megatron.trainer.config.batch_schedule import make_schedule, parse_steps
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.layout_rules import batch_problems, layout_problems
+from megatron.trainer.config.moe_flags import changed_by_batch_or_layout
 
 if TYPE_CHECKING:
-    from megatron.training.config import Config
+    from megatron.trainer.config import Config
 
 GROWTH, OWN_GROWTH = 2.0, 4.0
 """Most by which the batch grows at once, with the published policies and with adaptive."""

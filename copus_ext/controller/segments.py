@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.train.callbacks import CallbackContext
+from megatron.trainer.train.callbacks import CallbackContext
 
 if TYPE_CHECKING:
     from copus_ext.controller.flags import CopusConfig

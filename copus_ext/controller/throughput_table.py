@@ -27,21 +27,21 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import ForeignProfile, Timing, read_profile
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from megatron.training.common.control import GENERATION_VARIABLE
-from megatron.training.common.errors import UsageError
-from megatron.training.common.extras import step_period
-from megatron.training.common.program import other_command
-from megatron.training.config.draft import flag_of
-from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import batch_problems
-from megatron.training.config.relayout import (
+from megatron.trainer.common.control import GENERATION_VARIABLE
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.extras import step_period
+from megatron.trainer.common.program import other_command
+from megatron.trainer.config.draft import flag_of
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.layout_rules import batch_problems
+from megatron.trainer.config.relayout import (
     is_sequence_parallel,
     wants_sequence_parallel,
     with_layout,
 )
 
 if TYPE_CHECKING:
-    from megatron.training.config import Config
+    from megatron.trainer.config import Config
 
 _PER_BATCH = 64
 """Configurations of a batch that are ranked."""

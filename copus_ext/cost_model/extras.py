@@ -8,7 +8,7 @@ from operator import add
 from typing import Any
 
 from copus_ext.cost_model.rows import ConfigBatch
-from megatron.training.common.extras import CostTerms, defaults_of, extras, extras_with
+from megatron.trainer.common.extras import CostTerms, defaults_of, extras, extras_with
 
 _NOTHING = CostTerms()
 _OF_THE_PLANNER = ("cost_terms", "layout_problems", "batch_problems")

@@ -8,8 +8,8 @@ from typing import Any
 from copus_ext.cost_model.extras import planned_flags
 from copus_ext.cost_model.model_spec import ATTENTION, EXPERT_FIELDS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
-from megatron.training.config.model_shape import LatentShape
-from megatron.training.config.vocabulary import padding_unit
+from megatron.trainer.config.model_shape import LatentShape
+from megatron.trainer.config.vocabulary import padding_unit
 
 
 def spec_of_flags(flags: list[str]) -> ModelSpec:
@@ -19,7 +19,7 @@ def spec_of_flags(flags: list[str]) -> ModelSpec:
         SpecError: a flag of the shape is missing.
         UsageError: an unknown or refused flag.
     """
-    from megatron.training.config.arguments import parse_args
+    from megatron.trainer.config.arguments import parse_args
 
     return spec_of_arguments(parse_args(flags))
 
@@ -110,7 +110,7 @@ def _experts(args: Any) -> dict[str, Any]:
 
 def _vocab_size(args: Any) -> int:
     """Tokens of the tokenizer that flags name, as far as they tell without its files."""
-    from megatron.training.data.tokenizer import told_vocab_size
+    from megatron.trainer.data.tokenizer import told_vocab_size
 
     told = told_vocab_size(getattr(args, "tokenizer_type", None), args.vocab_size)
     return told or ModelSpec.vocab_size

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.training.config.model_shape import ModelShape
+from megatron.trainer.config.model_shape import ModelShape
 
 
 def num_parameters(shape: ModelShape, *, experts: int) -> int:

@@ -13,9 +13,9 @@ from copus_ext.cost_model import model_size
 from copus_ext.cost_model.extras import is_number
 from copus_ext.cost_model.rows import ExpertBatch
 from copus_ext.cost_model.spec_file import SpecError
-from megatron.training.config.model_shape import ExpertShape, LatentShape, ModelShape
-from megatron.training.config.moe_flags import layers_with_experts
-from megatron.training.config.vocabulary import pad_vocab_size
+from megatron.trainer.config.model_shape import ExpertShape, LatentShape, ModelShape
+from megatron.trainer.config.moe_flags import layers_with_experts
+from megatron.trainer.config.vocabulary import pad_vocab_size
 
 _LARGEST = 1 << 31
 _MAX_LAYERS = 1 << 16

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 _NEWEST = 3
 MAX_FAILURES = 3

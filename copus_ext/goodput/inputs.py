@@ -10,7 +10,7 @@ from typing import Any, Literal
 from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.state import ControllerState
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import LAYOUT_KEYS, Layout
+from megatron.trainer.config.layout import LAYOUT_KEYS, Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from copus_ext.goodput.decide import best_alternative
 from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.objectives import useful_samples_per_s
 from copus_ext.goodput.state import WINDOW_STEPS
-from megatron.training.common.errors import counted
+from megatron.trainer.common.errors import counted
 
 UNDECIDED = " copus: no decision yet |"
 FAILED = " copus: controller disabled, see the error above; the run keeps its configuration |"

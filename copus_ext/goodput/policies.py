@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from copus_ext.goodput.inputs import DecisionInputs, Rules
-from megatron.training.common.extras import extras
+from megatron.trainer.common.extras import extras
 
 _FIRST_DOUBLING = 8
 """By default the batch first doubles after the run divided by this."""

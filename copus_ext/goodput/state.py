@@ -27,7 +27,7 @@ from copus_ext.goodput.step_records import (
 )
 from copus_ext.goodput.step_time_watch import FIRST_STEPS, StepTimeShift, StepTimeWatch
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 VERSION = 3
 """Of the JSON form. No other version is read."""

@@ -72,7 +72,7 @@ def _config_of(args: Any, first_batch: int, scheduler: Any) -> Any:
     """That trainer's arguments in the groups of ours."""
     import torch
 
-    from megatron.training.config.layout import Layout
+    from megatron.trainer.config.layout import Layout
 
     layout = Layout.of_arguments(vars(args))
     batch = {
@@ -119,7 +119,7 @@ def context_of(context: Any, args: Any, first_batch: int) -> Any:
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron.training.common.step_settings import StepSettings
+    from megatron.trainer.common.step_settings import StepSettings
 
     state = SimpleNamespace(
         iteration=args.iteration,

@@ -33,32 +33,13 @@ from copus_ext.integrations.checkout import (
     shared,
 )
 
-OURS = Path(__file__).resolve().parents[2] / "megatron" / "training"
 STATE_FILE = "copus_state.jsonl"
-
-
-def _join_packages() -> None:
-    """Lets `megatron.training` of the checkout find those of our modules that it lacks."""
-    for name, folder in (
-        ("megatron.training", OURS),
-        ("megatron.training.config", OURS / "config"),
-    ):
-        try:
-            module: Any = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        paths = getattr(module, "__path__", None)
-        if paths is None:
-            raise UnsuitableRun(f"{name} of this checkout is a module, not a package: too old")
-        if str(folder) not in [str(Path(p).resolve()) for p in paths]:
-            paths.append(str(folder))
 
 
 def add_copus_args(parser: Any) -> Any:
     """Adds the controller's flags to the checkout's parser: an `extra_args_provider`."""
-    _join_packages()
     from copus_ext.controller.flags import CopusConfig
-    from megatron.training.config.fields import option_specs
+    from megatron.trainer.config.fields import option_specs
 
     section = parser.add_argument_group("copus controller")
     for spec in option_specs(CopusConfig):
@@ -86,7 +67,6 @@ class CopusCallback:
         self._controller: Any = None
 
     def on_train_start(self, context: Any) -> None:
-        _join_packages()
         if self._args is None:
             self._args = importlib.import_module("megatron.training.global_vars").get_args()
         args = self._args
@@ -171,7 +151,7 @@ class CopusCallback:
         """A step is done; that loop counts its samples only afterwards."""
         if self._controller is None:
             return
-        from megatron.training.common.step_settings import StepInfo, learning_rate
+        from megatron.trainer.common.step_settings import StepInfo, learning_rate
 
         inner, args = self._inner, self._args
         loss, seconds = shared(context.loss_dict, time.monotonic() - self._started)
@@ -240,7 +220,7 @@ class CopusCallback:
 
     def _set_rates(self) -> None:
         """Sets the rates of the next step. Under a ramp factors return to 1, too."""
-        from megatron.training.common.step_settings import set_rates
+        from megatron.trainer.common.step_settings import set_rates
 
         inner = self._inner
         if self._flags.copus_mode == "act":
@@ -293,9 +273,9 @@ class CopusCallback:
 
     def _load(self) -> None:
         """Takes over the last state not beyond the checkpoint, on every rank."""
-        from megatron.training.common.collectives import broadcast_from_rank0
-        from megatron.training.common.outside import parse_json
-        from megatron.training.common.step_settings import StepSettings
+        from megatron.trainer.common.collectives import broadcast_from_rank0
+        from megatron.trainer.common.outside import parse_json
+        from megatron.trainer.common.step_settings import StepSettings
 
         found, inner, args = None, self._inner, self._args
         folders = [getattr(args, "load", None), inner.run_dir]

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.reshard.checked import one_line
-from megatron.training.checkpoint import files
-from megatron.training.common.outside import parse_json
-from megatron.training.config.layout import Layout
-from megatron.training.logging.metrics import METRICS_FILE, decode
-from megatron.training.logging.tail_reader import last_lines
+from megatron.trainer.checkpoint import files
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.logging.metrics import METRICS_FILE, decode
+from megatron.trainer.logging.tail_reader import last_lines
 
 TRUST = "--ckpt-trust-unverified"
 _WAIT_S = 600.0
@@ -154,12 +154,12 @@ def _run(
 
 def main(argv: list[str]) -> int:
     """Prints the flags of a checkpoint as one line of JSON."""
-    from megatron.training.common.errors import TrainingFailure
-    from megatron.training.resilience.env_checks import import_core, set_process_defaults
+    from megatron.trainer.common.errors import TrainingFailure
+    from megatron.trainer.resilience.env_checks import import_core, set_process_defaults
 
     set_process_defaults()
     import_core()
-    from megatron.training.checkpoint.load import read_arguments
+    from megatron.trainer.checkpoint.load import read_arguments
 
     folder, iteration, *trust = argv
     try:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron.training.common.errors import UsageError
-from megatron.training.common.extras import extras_with
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.extras import extras_with
 
 if TYPE_CHECKING:
-    from megatron.training.checkpoint.load import Stored
-    from megatron.training.resilience.exit_status import RunOutcome
-    from megatron.training.train.callbacks import Callback
+    from megatron.trainer.checkpoint.load import Stored
+    from megatron.trainer.resilience.exit_status import RunOutcome
+    from megatron.trainer.train.callbacks import Callback
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,12 @@ from typing import Any
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.reshard.relaunch import Request, lost_flags, merged, scheduled_layout, value_of
-from megatron.training.checkpoint import files
-from megatron.training.common import optional
-from megatron.training.common.errors import UsageError
-from megatron.training.common.extras import as_given
-from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.config.layout import Layout
+from megatron.trainer.checkpoint import files
+from megatron.trainer.common import optional
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.extras import as_given
+from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.trainer.config.layout import Layout
 
 Stored = Callable[[Path], Mapping[str, Any]]
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")

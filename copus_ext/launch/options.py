@@ -15,9 +15,9 @@ from copus_ext.launch.rendezvous import MAX_LOCAL_RANKS, MAX_NODES
 from copus_ext.launch.restart_policy import CrashLimits
 from copus_ext.launch.slurm import Step, address_of, read_step
 from copus_ext.reshard.relaunch import value_of
-from megatron.training.common.errors import UsageError
-from megatron.training.common.gpus import check_torch_build, visible_gpus
-from megatron.training.common.program import program_name, with_hint
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.gpus import check_torch_build, visible_gpus
+from megatron.trainer.common.program import program_name, with_hint
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MODULE = "python -m copus_ext.launch.supervisor"

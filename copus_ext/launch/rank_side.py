@@ -13,7 +13,7 @@ from typing import Any
 
 from copus_ext.launch.slurm import address_of, read_step
 from copus_ext.reshard.relaunch import is_supervised
-from megatron.training.common.child_processes import end_with_parent
+from megatron.trainer.common.child_processes import end_with_parent
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 

@@ -33,10 +33,10 @@ from copus_ext.reshard.checked import (
     read_value,
     shown,
 )
-from megatron.training.checkpoint.files import write_atomically
-from megatron.training.common.control import LAUNCH_NAME
-from megatron.training.common.program import tell
-from megatron.training.config.layout import Layout
+from megatron.trainer.checkpoint.files import write_atomically
+from megatron.trainer.common.control import LAUNCH_NAME
+from megatron.trainer.common.program import tell
+from megatron.trainer.config.layout import Layout
 
 MAX_NODES, MAX_LOCAL_RANKS = 1 << 16, 1 << 12
 _MAX_FLAGS, _MAX_TEXT, _MAX_BYTES = 1 << 14, 1 << 12, 1 << 21

@@ -12,10 +12,10 @@ from typing import Any
 from copus_ext.launch.failure import Failure
 from copus_ext.launch.layout_fit import LayoutFit, NoFit, Stored
 from copus_ext.reshard.relaunch import Request, lost_flags, merged, value_of
-from megatron.training.checkpoint import files
-from megatron.training.config.layout import Layout
-from megatron.training.logging.metrics import GENERATION_MARK, METRICS_FILE
-from megatron.training.logging.tail_reader import Tail
+from megatron.trainer.checkpoint import files
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.logging.metrics import GENERATION_MARK, METRICS_FILE
+from megatron.trainer.logging.tail_reader import Tail
 
 MAX_LAUNCHES = 1001
 """The first and a thousand more."""

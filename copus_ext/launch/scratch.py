@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.training.resilience.lock import machine, process_start
+from megatron.trainer.resilience.lock import machine, process_start
 
 _PREFIX = "copus-"
 _NAME = re.compile(rf"{_PREFIX}(?P<machine>[0-9a-f]{{8}})-(?P<pid>\d+)-(?P<started>\d+)-\w+")

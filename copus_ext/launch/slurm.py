@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 
 HOSTFILE_VARIABLE = "COPUS_HOSTFILE"
 """Environment variable that names a file with one host a line."""

@@ -33,13 +33,13 @@ from copus_ext.goodput import costs
 from copus_ext.launch import slurm
 from copus_ext.reshard.checked import MAX_NUMBER, check_fields, check_number, read_value
 from copus_ext.reshard.relaunch import REQUEST_FILE, Request, read_request
-from megatron.training.checkpoint import files
-from megatron.training.checkpoint.files import write_atomically
-from megatron.training.common.control import STOP_FILE, TIME_LIMIT, Control, write_stop
-from megatron.training.common.program import tell
-from megatron.training.common.signals import StopReason, kind_of_text
-from megatron.training.logging.metrics import METRICS_FILE
-from megatron.training.logging.tail_reader import Tail
+from megatron.trainer.checkpoint import files
+from megatron.trainer.checkpoint.files import write_atomically
+from megatron.trainer.common.control import STOP_FILE, TIME_LIMIT, Control, write_stop
+from megatron.trainer.common.program import tell
+from megatron.trainer.common.signals import StopReason, kind_of_text
+from megatron.trainer.logging.metrics import METRICS_FILE
+from megatron.trainer.logging.tail_reader import Tail
 
 SIGNAL_LEAD = "COPUS_SIGNAL_LEAD_S"
 """Environment variable: seconds that `--signal` gives, set by the batch script."""

@@ -44,13 +44,13 @@ from copus_ext.launch.workers import (
     Workers,
 )
 from copus_ext.reshard.relaunch import Request, read_request, resumed
-from megatron.training.checkpoint import files
-from megatron.training.common.control import SIGNALLED, STACKS, STOP_FILE, write_stop
-from megatron.training.common.errors import UsageError
-from megatron.training.common.program import tell
-from megatron.training.common.signals import leave_on_interrupt
-from megatron.training.logging import metrics
-from megatron.training.resilience.lock import Lock
+from megatron.trainer.checkpoint import files
+from megatron.trainer.common.control import SIGNALLED, STACKS, STOP_FILE, write_stop
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.program import tell
+from megatron.trainer.common.signals import leave_on_interrupt
+from megatron.trainer.logging import metrics
+from megatron.trainer.resilience.lock import Lock
 
 _TICK_S, _PLAN_LOOK_S, _SLURM_LOOK_S = 0.1, 0.5, 1.0
 _DRAIN_S = 60.0

@@ -34,10 +34,10 @@ from copus_ext.launch.listen import LOOPBACK, loopback_interface
 from copus_ext.launch.rendezvous import LaunchResult
 from copus_ext.reshard.checked import read_value
 from copus_ext.reshard.relaunch import BLOCKED_VARIABLE, LAUNCH_VARIABLE
-from megatron.training.checkpoint.files import write_atomically
-from megatron.training.common.control import SUPERVISOR_VARIABLE
-from megatron.training.common.program import tell
-from megatron.training.resilience.env_checks import no_collection
+from megatron.trainer.checkpoint.files import write_atomically
+from megatron.trainer.common.control import SUPERVISOR_VARIABLE
+from megatron.trainer.common.program import tell
+from megatron.trainer.resilience.env_checks import no_collection
 
 _OWN = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(8)}"
 _REPORT = "report.json"

@@ -14,7 +14,7 @@ from copus_ext.monitor.journal import (
     RelayoutRecord,
     Sizes,
 )
-from megatron.training.common.errors import counted
+from megatron.trainer.common.errors import counted
 
 _SHOWN = 0.005
 """Share of the time from which a saving is named."""

@@ -21,7 +21,7 @@ from copus_ext.monitor.run_status import RunStatus
 from copus_ext.monitor.terminal import alarms, rows
 from copus_ext.monitor.values import number, table, text
 from copus_ext.monitor.values import rows as objects
-from megatron.training.common.errors import counted
+from megatron.trainer.common.errors import counted
 
 _TROUBLE = (
     "alert",

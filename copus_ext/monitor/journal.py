@@ -9,8 +9,8 @@ from typing import Any
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.messages import conditions_line
 from copus_ext.monitor.values import FOREIGN, number, rows, seconds_of, table, text, whole
-from megatron.training.common.errors import counted
-from megatron.training.config.layout import Layout
+from megatron.trainer.common.errors import counted
+from megatron.trainer.config.layout import Layout
 
 MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
 """How a change of layout ends: it was made; the run ended before it began; the run left to start

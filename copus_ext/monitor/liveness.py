@@ -11,8 +11,8 @@ from typing import Literal
 from copus_ext.monitor.run_files import RunHistory
 from copus_ext.monitor.values import LINE, text
 from copus_ext.reshard.checked import read_value
-from megatron.training.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE, STOP_FILE
-from megatron.training.resilience.lock import STALE_S
+from megatron.trainer.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE, STOP_FILE
+from megatron.trainer.resilience.lock import STALE_S
 
 State = Literal[
     "empty",

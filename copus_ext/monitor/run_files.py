@@ -16,10 +16,10 @@ from copus_ext.controller.decision_log import read_journal, version_problem
 from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.monitor.values import measured, number, table, text, whole, written
 from copus_ext.reshard.checked import read_value
-from megatron.training.common.control import PAUSE_FILE, STOP_FILE
-from megatron.training.common.outside import parse_json
-from megatron.training.logging.metrics import METRICS_FILE, committed_history
-from megatron.training.logging.tail_reader import Tail
+from megatron.trainer.common.control import PAUSE_FILE, STOP_FILE
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.logging.metrics import METRICS_FILE, committed_history
+from megatron.trainer.logging.tail_reader import Tail
 
 CONFIG_FILE = "config.json"
 GOES_ON = ("loss", "join", "resize")

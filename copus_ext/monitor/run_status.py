@@ -21,7 +21,7 @@ from copus_ext.monitor.liveness import State, is_paused, liveness
 from copus_ext.monitor.run_files import END_BYTES, GOES_ON, RunHistory, RunReader, Step
 from copus_ext.monitor.time_saved import TimeSaved, so_far
 from copus_ext.monitor.values import FOREIGN, LINE, text, whole
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 SLOW_STEPS = 10
 """Medians without a step that are worth an alarm."""

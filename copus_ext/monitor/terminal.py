@@ -13,7 +13,7 @@ from copus_ext.monitor.explain import gain as expected
 from copus_ext.monitor.explain import seconds, time_left
 from copus_ext.monitor.liveness import State
 from copus_ext.monitor.run_status import ChangeStatus, ControllerStatus, RunStatus
-from megatron.training.common.errors import counted
+from megatron.trainer.common.errors import counted
 
 _STYLES: dict[State, str] = {
     "starting": "cyan",

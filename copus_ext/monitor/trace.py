@@ -19,9 +19,9 @@ from copus_ext.monitor.facts import journal
 from copus_ext.monitor.journal import MOVED, RelayoutRecord
 from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
-from megatron.training.common.control import TRACES
-from megatron.training.common.outside import parse_json
-from megatron.training.logging.tail_reader import open_plain
+from megatron.trainer.common.control import TRACES
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.logging.tail_reader import open_plain
 
 FILE = "decisions.json"
 """Name of the trace, beside those of steps."""

@@ -7,8 +7,8 @@ from dataclasses import replace
 from copus_ext.cost_model.cluster_spec import GpuSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
-from megatron.training.common.extras import extras
-from megatron.training.config.draft import flag_of
+from megatron.trainer.common.extras import extras
+from megatron.trainer.config.draft import flag_of
 
 _NODE = 8
 

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.common.extras import plan_commands
+from megatron.trainer.common.extras import plan_commands
 
 if TYPE_CHECKING:
     from copus_ext.cost_model.cluster_spec import ClusterSpec

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron.training.config import layer_partition
-from megatron.training.config.layout import Layout
+from megatron.trainer.config import layer_partition
+from megatron.trainer.config.layout import Layout
 
 Recompute = Literal["none", "selective", "full", "block"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "block")

@@ -9,8 +9,8 @@ from copus_ext.cost_model.model_spec import ModelSpec, divisors
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.space import extra_problems
-from megatron.training.common.program import other_command
-from megatron.training.config.layout_rules import expert_problems
+from megatron.trainer.common.program import other_command
+from megatron.trainer.config.layout_rules import expert_problems
 
 GIB = 2.0**30
 EXPERT_RULES = (

@@ -26,9 +26,9 @@ from copus_ext.cost_model.spec_file import is_positive
 from copus_ext.cost_model.step import PARTS, StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.space import Candidates, joined, points_of, to_config_batch
-from megatron.training.common.outside import parse_json
-from megatron.training.common.program import other_command
-from megatron.training.config.layout import Layout
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.common.program import other_command
+from megatron.trainer.config.layout import Layout
 
 _SIZES = ("tp", "pp", "vpp", "dp")
 _OPTIONS = (

@@ -18,10 +18,10 @@ from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.profile import read_profile
 from copus_ext.planner.space import may_overlap
-from megatron.training.common.extras import extras
-from megatron.training.config.draft import flag_of
-from megatron.training.config.known_flags import notes_of
-from megatron.training.config.layout import Layout
+from megatron.trainer.common.extras import extras
+from megatron.trainer.config.draft import flag_of
+from megatron.trainer.config.known_flags import notes_of
+from megatron.trainer.config.layout import Layout
 
 LARGEST = 2**31
 """Beyond this no size is taken."""
@@ -276,7 +276,7 @@ def _described_model(args: argparse.Namespace) -> Any:
 
 @lru_cache(maxsize=1)
 def _parsed(megatron_args: str) -> Any:
-    from megatron.training.config.arguments import parse_args
+    from megatron.trainer.config.arguments import parse_args
 
     return parse_args(shlex.split(megatron_args))
 

@@ -44,7 +44,7 @@ from copus_ext.planner.space import (
     prune_dominated,
     to_config_batch,
 )
-from megatron.training.model.flops import training_flops_per_sample
+from megatron.trainer.model.flops import training_flops_per_sample
 
 MEMORY, DOMINATED = REJECTION_CODES.index("memory"), REJECTION_CODES.index("dominated")
 MEMORY_MARGIN = 0.04

@@ -24,8 +24,8 @@ from copus_ext.cost_model.rows import (
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.sharing import Sharing, can_exchange, has_engine
-from megatron.training.common.extras import problems_of
-from megatron.training.config.layout import Layout
+from megatron.trainer.common.extras import problems_of
+from megatron.trainer.config.layout import Layout
 
 REJECTION_CODES = (
     "heads",

@@ -31,18 +31,18 @@ from copus_ext.reshard.saved_state import (
     share_weights,
 )
 from copus_ext.reshard.transfer import Transfer
-from megatron.training.common.errors import Relaunch
-from megatron.training.common.step_settings import StepSettings
-from megatron.training.config import Config
-from megatron.training.config.layout import Layout
-from megatron.training.config.relayout import with_layout
-from megatron.training.distributed.process_groups import await_closed, destroy_groups
-from megatron.training.distributed.sharding import digest
-from megatron.training.model.gpt import Model, build_model
-from megatron.training.model.shards import Shards, local_shards
-from megatron.training.optim.optimizer import build_optimizer
-from megatron.training.train.build import install_layout, release_layout
-from megatron.training.train.job import Job
+from megatron.trainer.common.errors import Relaunch
+from megatron.trainer.common.step_settings import StepSettings
+from megatron.trainer.config import Config
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.relayout import with_layout
+from megatron.trainer.distributed.process_groups import await_closed, destroy_groups
+from megatron.trainer.distributed.sharding import digest
+from megatron.trainer.model.gpt import Model, build_model
+from megatron.trainer.model.shards import Shards, local_shards
+from megatron.trainer.optim.optimizer import build_optimizer
+from megatron.trainer.train.build import install_layout, release_layout
+from megatron.trainer.train.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.training.common.outside import parse_json
-from megatron.training.logging.tail_reader import open_plain
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.logging.tail_reader import open_plain
 
 MAX_NUMBER = 1 << 53
 """Largest whole number that JSON readers agree on."""

@@ -7,16 +7,16 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from megatron.training.config import Config
-from megatron.training.config.layout import Layout
-from megatron.training.distributed.process_groups import (
+from megatron.trainer.config import Config
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.distributed.process_groups import (
     IdleGroups,
     destroy_groups,
     release_model,
     set_groups_aside,
     use_groups,
 )
-from megatron.training.train.build import groups_of
+from megatron.trainer.train.build import groups_of
 
 
 class GroupStore:

@@ -26,14 +26,14 @@ from copus_ext.reshard.group_store import GroupStore
 from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.phases import ReshardResult
 from copus_ext.reshard.plan import ReshardPlan, ReshardPlanCache
-from megatron.training.common.control import STACKS
-from megatron.training.common.errors import Relaunch, UsageError
-from megatron.training.common.step_settings import StepSettings
-from megatron.training.config import Config
-from megatron.training.config.layout import Layout
-from megatron.training.config.relayout import with_layout
-from megatron.training.resilience.watchdog import exit_immediately
-from megatron.training.train.job import Job
+from megatron.trainer.common.control import STACKS
+from megatron.trainer.common.errors import Relaunch, UsageError
+from megatron.trainer.common.step_settings import StepSettings
+from megatron.trainer.config import Config
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.relayout import with_layout
+from megatron.trainer.resilience.watchdog import exit_immediately
+from megatron.trainer.train.job import Job
 
 logger = logging.getLogger(__name__)
 

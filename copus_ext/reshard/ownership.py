@@ -1,6 +1,6 @@
 """Which rectangles of the global tensors each rank of a layout owns, without building a model.
 
-These are the records that `megatron.training.model.shards.local_shards` reads from a live model.
+These are the records that `megatron.trainer.model.shards.local_shards` reads from a live model.
 The ranks compare digests of both before a change.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from copus_ext.reshard.parameters import Parameter, check, chunks_of_stage
-from megatron.training.config.layout import Layout
-from megatron.training.config.model_shape import ModelShape
-from megatron.training.distributed.sharding import Record, records_of_block
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.model_shape import ModelShape
+from megatron.trainer.distributed.sharding import Record, records_of_block
 
 PARAMETER_ALIGNMENT = 64
 """A parameter starts at a multiple of this in a buffer of the distributed optimizer."""

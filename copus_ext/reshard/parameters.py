@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import expert_problems, shape_problems
-from megatron.training.config.model_shape import ModelShape
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.layout_rules import expert_problems, shape_problems
+from megatron.trainer.config.model_shape import ModelShape
 
 if TYPE_CHECKING:
-    from megatron.training.config import Config
+    from megatron.trainer.config import Config
 
 _WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
 """Compressing layers of multi-latent attention, of which every tensor-parallel rank has a copy."""

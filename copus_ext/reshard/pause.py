@@ -19,9 +19,9 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput.costs import Machine, MovedBytes, pause_s
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT
-from megatron.training.config.layout import Layout
-from megatron.training.config.model_shape import ModelShape
-from megatron.training.distributed.sharding import Record
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.model_shape import ModelShape
+from megatron.trainer.distributed.sharding import Record
 
 MAX_COUNTED = 128
 """Above so many ranks all of the state is taken to move: a layout takes 0.2 s to lay out there."""

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from copus_ext.reshard.ownership import all_of_layout
-from megatron.training.config.layout import Layout
-from megatron.training.config.model_shape import ModelShape
-from megatron.training.distributed.sharding import Box, Record, digest, volume
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.model_shape import ModelShape
+from megatron.trainer.distributed.sharding import Box, Record, digest, volume
 
 BYTES_PER_ELEMENT = 12
 """fp32 master weight and two moments."""

@@ -30,14 +30,14 @@ from copus_ext.reshard.checked import (
     read_value,
     shown,
 )
-from megatron.training.checkpoint.files import TRACKER, write_atomically
-from megatron.training.common.control import LAUNCH_NAME, supervised_launch
-from megatron.training.common.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
-from megatron.training.common.errors import Relaunch
-from megatron.training.common.extras import extras_with
-from megatron.training.config import layer_partition
-from megatron.training.config.layout import Layout
-from megatron.training.resilience.exit_status import RunOutcome
+from megatron.trainer.checkpoint.files import TRACKER, write_atomically
+from megatron.trainer.common.control import LAUNCH_NAME, supervised_launch
+from megatron.trainer.common.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
+from megatron.trainer.common.errors import Relaunch
+from megatron.trainer.common.extras import extras_with
+from megatron.trainer.config import layer_partition
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.resilience.exit_status import RunOutcome
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, ReshardPlan
 from copus_ext.reshard.transfer import BUCKET_BYTES, BUFFERS, gather_in_place
-from megatron.training.config import Config
-from megatron.training.model.gpt import Model
-from megatron.training.model.shards import KINDS, Shards, is_expert, parts_of
-from megatron.training.train.job import Job
+from megatron.trainer.config import Config
+from megatron.trainer.model.gpt import Model
+from megatron.trainer.model.shards import KINDS, Shards, is_expert, parts_of
+from megatron.trainer.train.job import Job
 
 _PAGE_ELEMENTS = 1024
 """fp32 elements of a page."""

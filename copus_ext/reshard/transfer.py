@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from copus_ext.reshard.plan import ReshardPlan, TransferOp
-from megatron.training.distributed.sharding import Box, Record, volume
-from megatron.training.model.shards import KINDS, Shards
+from megatron.trainer.distributed.sharding import Box, Record, volume
+from megatron.trainer.model.shards import KINDS, Shards
 
 ALONE_BYTES = 128 << 10
 """Elements of at least so many bytes are a message of their own; fewer are packed together."""

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.training.distributed.sharding import Record
-from megatron.training.model.gpt import Model
-from megatron.training.model.shards import KINDS, Shards, is_expert, weights_of
+from megatron.trainer.distributed.sharding import Record
+from megatron.trainer.model.gpt import Model
+from megatron.trainer.model.shards import KINDS, Shards, is_expert, weights_of
 
 _SAMPLED = 16
 """With `sample` one of so many tensors is summed."""

@@ -15,11 +15,11 @@ from pathlib import Path
 import yaml
 
 from copus_ext.controller.flags import CopusConfig, settings_by_name
-from megatron.training.config import GROUPS
-from megatron.training.config.arguments import TITLES
-from megatron.training.config.fields import OptionSpec, option_specs
-from megatron.training.config.flag_names import setting_name
-from megatron.training.config.known_flags import KnownFlag
+from megatron.trainer.config import GROUPS
+from megatron.trainer.config.arguments import TITLES
+from megatron.trainer.config.fields import OptionSpec, option_specs
+from megatron.trainer.config.flag_names import setting_name
+from megatron.trainer.config.known_flags import KnownFlag
 
 _CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?:-\*)?")
 """What is shown as code: what a docstring marks so, and flags."""

@@ -43,7 +43,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are made of the code."""
-    from megatron.training.config.known_flags import known_flags
+    from megatron.trainer.config.known_flags import known_flags
     from scripts.docs.flags import all_groups, flags_page
 
     made = {"flags.md": flags_page(all_groups(), known_flags().values())}

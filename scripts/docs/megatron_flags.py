@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from copus_ext.controller.flags import CopusConfig
-from megatron.training.common.errors import UsageError
-from megatron.training.common.outside import parse_json
-from megatron.training.config.arguments import parse_args, resolve
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.config.arguments import parse_args, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(__file__).with_name("megatron_lm_flag_sets.json")

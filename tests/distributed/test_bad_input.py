@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpoint import files
-from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.checkpoint import files
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.logging.metrics import read_metrics
 from tests.helpers.examples import with_values
 from tests.helpers.jobs import TEXT, TINY, losses_of, train
 from tests.helpers.launch import ROOT, RanksResult, run_ranks

@@ -11,8 +11,8 @@ import torch
 from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_tensors
 from megatron.core.safe_globals import register_safe_globals
 
-from megatron.training.checkpoint.files import folder_of
-from megatron.training.common.device import use_device
+from megatron.trainer.checkpoint.files import folder_of
+from megatron.trainer.common.device import use_device
 from tests.distributed.worker_checkpoints import AFTER, BEFORE, LAYOUTS
 from tests.helpers.on_ranks import on_ranks
 

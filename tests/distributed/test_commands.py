@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers.implementations import ByteLevelBPETokenizer
 
-from megatron.training.checkpoint import files
+from megatron.trainer.checkpoint import files
 from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, with_values
 from tests.helpers.jobs import losses_of, steps_of
 from tests.helpers.launch import ROOT, Launcher, RanksResult, run_ranks
@@ -182,14 +182,14 @@ def test_the_readme_commands_run(tmp_path: Path) -> None:
 
 def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
     from copus_ext.controller.flags import CopusConfig
-    from megatron.training.config import GROUPS
-    from megatron.training.config.fields import option_specs
-    from megatron.training.config.known_flags import known_flags
+    from megatron.trainer.config import GROUPS
+    from megatron.trainer.config.fields import option_specs
+    from megatron.trainer.config.known_flags import known_flags
 
     groups = [*GROUPS.values(), CopusConfig]
     known = {s for group in groups for spec in option_specs(group) for s in spec.strings}
     known |= set(known_flags())
-    files = ["megatron/training/data/preprocess.py", "copus_ext/planner/search.py"]
+    files = ["megatron/trainer/data/preprocess.py", "copus_ext/planner/search.py"]
     files += ["copus_ext/launch/options.py", "copus_ext/planner/request.py"]
     files += map(str, (ROOT / "copus_ext/commands").glob("*.py"))
     tools = "".join((ROOT / file).read_text() for file in files)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from copus_ext.reshard.relaunch import Request, read_request
-from megatron.training.checkpoint import files
-from megatron.training.common.control import HEARTBEATS, LOCK_FILE, SAVE_FILE, STACKS, STOP_FILE
-from megatron.training.logging.metrics import decode, read_metrics
-from megatron.training.resilience.lock import Lock, process_start
+from megatron.trainer.checkpoint import files
+from megatron.trainer.common.control import HEARTBEATS, LOCK_FILE, SAVE_FILE, STACKS, STOP_FILE
+from megatron.trainer.logging.metrics import decode, read_metrics
+from megatron.trainer.resilience.lock import Lock, process_start
 from tests.helpers.jobs import ENDLESS, TINY, evaluations_of, losses_of, steps_of, train
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
 

@@ -13,7 +13,7 @@ import pytest
 
 from copus_ext.commands import trace
 from copus_ext.controller.decision_log import NAME, read_journal
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed.worker_controller_layouts import BASE, TRACED, write_profile
 from tests.helpers.jobs import TINY, losses_of, steps_of, train
 from tests.helpers.launch import ROOT

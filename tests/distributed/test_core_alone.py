@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.common.extras import PACKAGES, extras
+from megatron.trainer.common.extras import PACKAGES, extras
 from tests.helpers.launch import ROOT
 
 FOLDERS = {extra.name: extra.package.replace(".", "/") for extra in extras()}

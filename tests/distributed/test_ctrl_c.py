@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpoint import files
+from megatron.trainer.checkpoint import files
 from tests.helpers import processes
 from tests.helpers.jobs import ENDLESS, TINY, losses_of, train
 from tests.helpers.launch import ROOT

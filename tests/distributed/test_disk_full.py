@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpoint import files
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.checkpoint import files
+from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed.worker_failed_saves import ASYNC, RECOVERED, SAID, SYNC
 from tests.helpers.jobs import TINY, losses_of
 from tests.helpers.launch import RanksResult, run_ranks

@@ -82,7 +82,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def test_every_file_of_the_packages_is_in_the_wheel(installed: Installed) -> None:
-    for package in ("copus_ext", "megatron/training"):
+    for package in ("copus_ext", "megatron/trainer"):
         there, here = (
             {
                 str(path.relative_to(root))

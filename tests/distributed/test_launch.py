@@ -92,7 +92,7 @@ def test_a_forked_rank_is_as_clean_as_a_fresh_one(tmp_path: Path) -> None:
         tmp_path,
         """
         import atexit, os, pathlib, sys, threading
-        ours = [m for m in sys.modules if m.startswith(("megatron.training", "copus_ext"))]
+        ours = [m for m in sys.modules if m.startswith(("megatron.trainer", "copus_ext"))]
         print("ours", ours, "threads", threading.active_count(), "main", __name__, __file__)
         print("path", sys.path[0], "cwd", os.getcwd(), "old", os.environ.get("FIRST"))
         atexit.register(lambda: print("atexit ran"))

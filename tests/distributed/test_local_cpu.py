@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpoint import files
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.checkpoint import files
+from megatron.trainer.logging.metrics import read_metrics
 from tests.helpers import processes
 from tests.helpers.jobs import ENDLESS, TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.scaled_commands import GLOBAL_BATCH_SIZE, STEPS, goes_on, read_commands
 

@@ -12,7 +12,7 @@ import pytest
 from copus_ext.commands import replay
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.integrations.checkout import UnsuitableRun, check
-from megatron.training.config.batch_schedule import make_schedule
+from megatron.trainer.config.batch_schedule import make_schedule
 from tests.helpers.launch import run_ranks
 
 WORKER = Path(__file__).with_name("worker_megatron_lm.py")

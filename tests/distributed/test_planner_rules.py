@@ -73,8 +73,8 @@ WORDS = {
 
 
 def test_every_rule_that_rejects_is_one_of_the_trainer() -> None:
-    from megatron.training.common.errors import UsageError
-    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.config.arguments import parse_args, resolve
 
     base = TINY.replace("--pad-vocab-for-tensor-parallel-size 4", "")
     examples = rejected_examples(6) + rejected_examples(4)
@@ -92,8 +92,8 @@ def test_every_rule_for_experts_is_said_as_the_trainer_says_it() -> None:
     from copus_ext.cost_model.megatron_flags import spec_of_flags
     from copus_ext.planner.plan import Rejected
     from copus_ext.planner.space import LEGAL, REJECTION_CODES, enumerate_points
-    from megatron.training.common.errors import UsageError
-    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.config.arguments import parse_args, resolve
 
     cluster = preset("cpu:4")
     base = MIXTURE.replace("--pad-vocab-for-tensor-parallel-size 4", "--train-iters 1")

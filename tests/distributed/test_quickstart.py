@@ -18,7 +18,7 @@ import pytest
 
 from copus_ext.commands import inspect_checkpoint
 from copus_ext.commands.main import module_of
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.logging.metrics import read_metrics
 from tests.helpers.launch import ROOT
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import load_plain_tensors
 
-from megatron.training.checkpoint import files
-from megatron.training.common.device import use_device
+from megatron.trainer.checkpoint import files
+from megatron.trainer.common.device import use_device
 from tests.helpers.jobs import ENDLESS, losses_of, steps_of, train
 
 N = 2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.config.batch_schedule import BatchSchedule
+from megatron.trainer.config.batch_schedule import BatchSchedule
 from tests.distributed.worker_schedules import RAMP, SCHEDULES, SIXTY
 from tests.helpers.on_ranks import on_ranks
 from tests.unit.test_schedules import config_of, plain_rate

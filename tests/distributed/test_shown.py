@@ -20,7 +20,7 @@ from copus_ext.goodput.step_records import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.goodput.step_time_watch import FIRST_STEPS
 from copus_ext.monitor.report import report_of
 from copus_ext.monitor.run_files import RunReader
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed.worker_shown import NUM_FURTHER, SLOW_S
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.on_ranks import on_ranks

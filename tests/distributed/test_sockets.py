@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from copus_ext.launch.listen import loopback_interface
-from megatron.training.common.control import write_stop
+from megatron.trainer.common.control import write_stop
 from tests.helpers import processes
 from tests.helpers.jobs import ENDLESS, TINY, steps_of
 from tests.helpers.launch import ROOT

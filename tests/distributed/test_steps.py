@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed.worker_steps import SPOILT
 from tests.helpers.on_ranks import on_ranks
 

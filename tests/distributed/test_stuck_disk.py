@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpoint import files
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.checkpoint import files
+from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed.worker_stuck_disk import STALL_S
 from tests.helpers import stuck_disk
 from tests.helpers.jobs import losses_of

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from megatron.training.common import control
+from megatron.trainer.common import control
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.pages import COPUS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from copus_ext.controller.decision_log import NAME, read_journal
-from megatron.training.checkpoint import files
+from megatron.trainer.checkpoint import files
 from tests.distributed.worker_controller_layouts import BASE, write_profile
 from tests.helpers.jobs import losses_of, steps_of, train
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpoint import files
+from megatron.trainer.checkpoint import files
 from tests.distributed.worker_ways_out import SAID
 from tests.helpers.jobs import TINY, steps_of, train
 from tests.helpers.launch import RanksResult, free_port, run_ranks

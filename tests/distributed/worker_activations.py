@@ -52,7 +52,7 @@ def counter() -> Any:
     its first training pass."""
     import torch
 
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Count(Callback):
         """Bytes of the first layer of this rank."""

@@ -20,8 +20,8 @@ CHANGES: dict[int, dict[str, Any]] = {
 
 def changing(seen: list[Any]) -> Any:
     """A callback that follows `CHANGES` and notes which samples a rank reads and its rates."""
-    from megatron.training.common.step_settings import Request, StepSettings
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.common.step_settings import Request, StepSettings
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Change(Callback):
         """Obeys the script."""

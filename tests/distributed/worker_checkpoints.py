@@ -17,10 +17,10 @@ COMMON += ["--global-batch-size", "4"]
 def main(output: Path) -> Any:
     """Returns the losses after each change of layout, and saves again what was loaded."""
 
-    from megatron.training.checkpoint.save import Checkpointer
-    from megatron.training.distributed.stragglers import StepClock
-    from megatron.training.model.gpt import Model
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.checkpoint.save import Checkpointer
+    from megatron.trainer.distributed.stragglers import StepClock
+    from megatron.trainer.model.gpt import Model
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class SaveWhatWasLoaded(Callback):
         """Writes a checkpoint before the first step."""

@@ -19,7 +19,7 @@ def main(folder: Path) -> Any:
     from copus_ext.controller.throughput_table import ThroughputTable
     from copus_ext.goodput.conditions import Conditions
     from copus_ext.goodput.state import ControllerState
-    from megatron.training.common.collectives import all_gather_object
+    from megatron.trainer.common.collectives import all_gather_object
     from tests.unit.test_controller_parts import config, flags
 
     os.environ["LOCAL_WORLD_SIZE"] = "1"

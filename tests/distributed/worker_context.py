@@ -116,8 +116,8 @@ def first_step(flags: str, folder: Path, *, base: str) -> tuple[float | None, Gr
     Returns:
         Its loss, on rank 0; and its gradients, but for a factor: the first moments after it.
     """
-    from megatron.training.common.step_settings import Request
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.common.step_settings import Request
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     gradients: Gradients = {}
 
@@ -140,8 +140,8 @@ def main(output: Path, *words: str) -> Any:
     """Returns the loss of the first batch, the elements that a rank receives to share samples, and
     how far each gradient is from that of plain data parallelism, over the largest entry of the
     tensor."""
-    from megatron.training.distributed import context_parallel
-    from megatron.training.train import step
+    from megatron.trainer.distributed import context_parallel
+    from megatron.trainer.train import step
 
     def one(model: str, layout: str, name: str) -> tuple[dict[str, Any], Gradients]:
         received = Received()

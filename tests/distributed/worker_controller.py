@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tests.helpers.jobs import run, steps_of
 
 if TYPE_CHECKING:
-    from megatron.training.common.step_settings import Request
-    from megatron.training.train.callbacks import CallbackContext
+    from megatron.trainer.common.step_settings import Request
+    from megatron.trainer.train.callbacks import CallbackContext
 
 BASE = ["--lr-decay-style", "constant", "--lr-warmup-samples", "16", "--weight-decay", "0.1"]
 BASE += ["--adam-beta2", "0.9", "--train-samples", "360"]
@@ -123,7 +123,7 @@ def main(output: Path) -> Any:
     """Returns what every run did."""
     import torch.distributed as dist
 
-    from megatron.training.common.errors import TrainingFailure
+    from megatron.trainer.common.errors import TrainingFailure
 
     noting, failing, unable, foreign = controllers()
     record = Recorder(output)

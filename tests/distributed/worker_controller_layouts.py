@@ -20,8 +20,8 @@ def write_profile(path: Path, world_size: int) -> None:
     from copus_ext.cost_model.megatron_flags import spec_of_arguments
     from copus_ext.planner.configuration import Configuration
     from copus_ext.planner.profile import ProfileStore, Timing
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.config.layout import Layout
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.config.layout import Layout
 
     config = resolve(parse_args([*TINY.split(), *BASE]), world_size)
     values = {**config.flat(), "padded_vocab_size": 512}
@@ -58,7 +58,7 @@ def main(output: Path) -> Any:
     from copus_ext.controller.callback import Controller
     from copus_ext.controller.decision_log import NAME, read_journal
     from copus_ext.controller.flags import CopusConfig
-    from megatron.training.train.callbacks import CallbackContext
+    from megatron.trainer.train.callbacks import CallbackContext
 
     class Noting(Controller):
         """Also keeps what every rank came to."""

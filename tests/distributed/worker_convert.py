@@ -135,8 +135,8 @@ def convert_on_rank_zero(source: Path, destination: Path, wish: dict[str, Any]) 
     """Converts with every check while the other rank waits."""
     import torch.distributed as dist
 
-    from megatron.training.checkpoint.convert.convert import convert
-    from megatron.training.checkpoint.convert.target import Changes
+    from megatron.trainer.checkpoint.convert.convert import convert
+    from megatron.trainer.checkpoint.convert.target import Changes
 
     if dist.get_rank() == 0:
         convert(source, destination, Changes(**wish), verify=True)

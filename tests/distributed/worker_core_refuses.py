@@ -30,7 +30,7 @@ def main(output: Path) -> Any:
     from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
     from megatron.core.transformer import transformer_config
 
-    from megatron.training.common.device import use_device
+    from megatron.trainer.common.device import use_device
 
     build: Any = transformer_config.TransformerConfig
     shape = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}

@@ -92,7 +92,7 @@ class Faults:
 
     def let_go(self) -> None:
         """Opens the other end of all pipes, for threads of this rank that wait there."""
-        from megatron.training.common.file_limits import refuse_while_stuck
+        from megatron.trainer.common.file_limits import refuse_while_stuck
 
         for pipe in self.held:
             reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -114,9 +114,9 @@ class Faults:
 
     def write(self, real: Callable[..., Any]) -> Any:
         """Begins the write of a save with its fault."""
-        from megatron.training.checkpoint import save_write
-        from megatron.training.checkpoint.file_threads import FileThreads
-        from megatron.training.checkpoint.writer_process import writer_process
+        from megatron.trainer.checkpoint import save_write
+        from megatron.trainer.checkpoint.file_threads import FileThreads
+        from megatron.trainer.checkpoint.writer_process import writer_process
 
         def again(files: Any, *, anew: bool = False) -> Any:
             """The rank's own try is held, too."""
@@ -172,9 +172,9 @@ def broken(faults: Faults) -> Iterator[None]:
     """Has the faults happen on this rank."""
     from torch.distributed.checkpoint import FileSystemWriter
 
-    from megatron.training.checkpoint import save_errors
-    from megatron.training.checkpoint.save import Checkpointer
-    from megatron.training.checkpoint.save_write import SaveWrite
+    from megatron.trainer.checkpoint import save_errors
+    from megatron.trainer.checkpoint.save import Checkpointer
+    from megatron.trainer.checkpoint.save_write import SaveWrite
 
     finish: Any = FileSystemWriter.finish
     with contextlib.ExitStack() as stack:
@@ -218,7 +218,7 @@ class Started:
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
         """Hears what saves start."""
-        from megatron.training.checkpoint.save import Checkpointer
+        from megatron.trainer.checkpoint.save import Checkpointer
 
         real: Any = Checkpointer.save
 
@@ -237,9 +237,9 @@ def main(output: Path) -> Any:
     """Returns by case the error of each rank, what its saves have started, and the losses."""
     import torch.distributed as dist
 
-    from megatron.training.common.collectives import all_gather_object
-    from megatron.training.common.errors import TrainingFailure
-    from megatron.training.distributed.process_groups import destroy_groups
+    from megatron.trainer.common.collectives import all_gather_object
+    from megatron.trainer.common.errors import TrainingFailure
+    from megatron.trainer.distributed.process_groups import destroy_groups
 
     rank = dist.get_rank()
     base = f"{TINY} --split 1,0,0 --use-distributed-optimizer --num-workers 0"

@@ -23,9 +23,9 @@ def asking(wishes: dict[str, Any]) -> Any:
     import torch.distributed as dist
 
     from copus_ext.reshard import relaunch
-    from megatron.training.common.step_settings import Request
-    from megatron.training.config.layout import Layout
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.common.step_settings import Request
+    from megatron.trainer.config.layout import Layout
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Ask(Callback):
         """Asks as a controller would: all ranks stop, rank 0 writes what is saved by then."""
@@ -71,9 +71,9 @@ def asking(wishes: dict[str, Any]) -> Any:
 def main() -> int:
     """Trains; 85 to be started again."""
     prepare()
-    from megatron.training.common.errors import UsageError
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.train.pretrain import pretrain
+    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.train.pretrain import pretrain
 
     try:
         config = resolve(parse_args(), int(os.environ["WORLD_SIZE"]))

@@ -35,7 +35,7 @@ def watching(seen: dict[str, Any]) -> Any:
     """A callback that notes what a run is made of, on the rank it is on."""
     from megatron.core import parallel_state
 
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Watch(Callback):
         """Looks once, before the first step."""

@@ -96,16 +96,14 @@ def arguments(output: Path, more: list[str]) -> argparse.Namespace:
 
 def main(output: Path, kinds: list[str]) -> None:
     """Writes batches, losses and samples read, of one run after the other."""
-    from copus_ext.integrations import megatron_lm
     from tests.helpers.jobs import join
 
-    megatron_lm._join_packages()
     join()
     import torch.distributed as dist
     from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron.training.common.device import use_device
+    from megatron.trainer.common.device import use_device
 
     training: Any = importlib.import_module("megatron.training.training")
     assert "fake_megatron_lm" in str(training.__file__)
@@ -127,7 +125,7 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
     from megatron.core import num_microbatches_calculator
 
     from copus_ext.integrations import megatron_lm
-    from megatron.training.config.batch_schedule import make_schedule
+    from megatron.trainer.config.batch_schedule import make_schedule
 
     is_ramp = kind.startswith("ramp")
     folder = output / {"resumed": "new", "watched": "new", "ramp_resumed": "ramp"}.get(kind, kind)

@@ -41,7 +41,7 @@ def watcher() -> Any:
     """A callback that finds the peak of the third step."""
     import torch
 
-    from megatron.training.train.callbacks import Callback
+    from megatron.trainer.train.callbacks import Callback
 
     class Watch(Callback):
         """Bytes of tensors between steps, and at most on top of them."""
@@ -83,9 +83,9 @@ def worker(number: int, output: Path) -> None:
     from copus_ext.cost_model.memory import memory
     from copus_ext.planner.configuration import Configuration
     from copus_ext.planner.space import Limits, enumerate_points, to_config_batch
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.config.layout import Layout
-    from megatron.training.train.pretrain import pretrain
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.config.layout import Layout
+    from megatron.trainer.train.pretrain import pretrain
 
     world, base, how = CASES[number]
     recompute, _, layers = how.get("recompute", "none").partition(":")

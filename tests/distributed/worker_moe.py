@@ -171,8 +171,8 @@ class RouterGradients:
         import torch
         import torch.distributed as dist
 
-        from megatron.training.model.moe import routers_of
-        from megatron.training.train.callbacks import Callback, CallbackContext
+        from megatron.trainer.model.moe import routers_of
+        from megatron.trainer.train.callbacks import Callback, CallbackContext
 
         of_steps = self.of_steps
 
@@ -202,7 +202,7 @@ class Spoilt:
 
     def callback(self) -> Any:
         """For a run."""
-        from megatron.training.train.callbacks import Callback, CallbackContext
+        from megatron.trainer.train.callbacks import Callback, CallbackContext
 
         states = self.states
 

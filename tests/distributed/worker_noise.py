@@ -137,7 +137,7 @@ def watched_class() -> Any:
 
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.controller.gns_callback import STATE_KEY, GradientNoiseCallback
-    from megatron.training.train.callbacks import CallbackContext
+    from megatron.trainer.train.callbacks import CallbackContext
 
     class Watched(GradientNoiseCallback):
         """Keeps what the controller knew at set-up and after every step."""

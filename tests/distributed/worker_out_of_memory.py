@@ -10,7 +10,7 @@ from tests.distributed.worker_controller import BASE, controllers
 from tests.helpers.jobs import run
 
 if TYPE_CHECKING:
-    from megatron.training.train.callbacks import CallbackContext
+    from megatron.trainer.train.callbacks import CallbackContext
 
 
 def main(folder: Path, *more: str) -> Any:

@@ -128,10 +128,10 @@ def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
 
     from copus_ext.reshard.ownership import all_of_layout
     from copus_ext.reshard.parameters import shape_of
-    from megatron.training.distributed.sharding import digest
-    from megatron.training.model.gpt import build_model
-    from megatron.training.model.shards import local_shards
-    from megatron.training.optim.optimizer import build_optimizer
+    from megatron.trainer.distributed.sharding import digest
+    from megatron.trainer.model.gpt import build_model
+    from megatron.trainer.model.shards import local_shards
+    from megatron.trainer.optim.optimizer import build_optimizer
 
     rank, layout, shape = dist.get_rank(), config.layout, shape_of(config)
     model = build_model(config, groups, device)
@@ -164,10 +164,10 @@ def main(output: Path) -> Any:
     """Returns, of every case, a row of each rank."""
     import torch.distributed as dist
 
-    from megatron.training.checkpoint.resume import merge_resume_config
-    from megatron.training.common.device import use_device
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.distributed.process_groups import build_groups, destroy_groups
+    from megatron.trainer.checkpoint.resume import merge_resume_config
+    from megatron.trainer.common.device import use_device
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.distributed.process_groups import build_groups, destroy_groups
 
     cases, before = [], None
     with use_device("cpu", local_rank=0, backend="gloo") as device:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron.training.checkpoint import files
+from megatron.trainer.checkpoint import files
 from tests.helpers.jobs import TINY_GPT2, layout_flags, run
 
 SHAPE = "--num-layers 6 --hidden-size 96 --ffn-hidden-size 200 --kv-channels 12"
@@ -47,7 +47,7 @@ def save_as_upstream(output: Path, length: list[str]) -> None:
         return optimizer.sharded_state_dict(state, is_loading=False, metadata=metadata)
 
     flags = [*length, "--bf16", "--exit-interval", str(BEFORE), "--save", str(output / "upstream")]
-    with mock.patch("megatron.training.checkpoint.save.sharded_optimizer_state", theirs):
+    with mock.patch("megatron.trainer.checkpoint.save.sharded_optimizer_state", theirs):
         run(flags, output / "theirs", base=BASE)
     if dist.get_rank() == 0:
         folder = files.folder_of(output / "upstream", BEFORE)

@@ -139,7 +139,7 @@ def main(output: Path) -> Any:
     from copus_ext.cost_model.cluster_spec import preset
     from copus_ext.cost_model.memory import stage_parameters
     from copus_ext.planner.space import points_of, to_config_batch
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Count(Callback):
         """Counts the parameters of this rank."""

@@ -107,7 +107,7 @@ variant, only the first can cut the batch into the micro-batches of the flags.""
 
 def layout_of(place: Any, world_size: int) -> Any:
     """The layout of a text, or of sizes as in `VARIANTS`."""
-    from megatron.training.config.layout import Layout
+    from megatron.trainer.config.layout import Layout
 
     if isinstance(place, str):
         return Layout.from_text(place)
@@ -126,7 +126,7 @@ def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     import torch.distributed as dist
 
     from copus_ext.reshard.transfer import view_of
-    from megatron.training.model.shards import KINDS, local_shards, weights_of
+    from megatron.trainer.model.shards import KINDS, local_shards, weights_of
 
     for chunk in job.model.chunks:
         if chunk.ddp_config.overlap_param_gather:
@@ -185,8 +185,8 @@ def main(output: Path, *names: str) -> Any:
     import torch.distributed as dist
 
     from copus_ext.reshard.inprocess import InProcessResharder
-    from megatron.training.common.step_settings import Request, StepSettings
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.common.step_settings import Request, StepSettings
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Wander(Callback):
         """After so many steps takes on some settings, and goes through some layouts at one

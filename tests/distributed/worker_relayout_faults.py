@@ -75,7 +75,7 @@ def strike(kind: str) -> None:
 
 def layout_of(sizes: tuple[int, ...], world_size: int) -> Any:
     """The layout of tensor and pipeline size, and with experts of expert parallel size."""
-    from megatron.training.config.layout import Layout
+    from megatron.trainer.config.layout import Layout
 
     tp, pp, *ep = sizes
     experts: Any = {"ep": ep[0], "etp": 1} if ep else {}
@@ -97,8 +97,8 @@ def wandering(
     import torch.distributed as dist
 
     from copus_ext.reshard.inprocess import InProcessResharder
-    from megatron.training.common.step_settings import Request
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.common.step_settings import Request
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
     from tests.distributed.worker_relayout import equal, state_of
 
     class Wander(Callback):
@@ -295,8 +295,8 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
     prepare()
     from copus_ext.commands import pretrain
     from copus_ext.reshard.inprocess import InProcessResharder
-    from megatron.training.common.step_settings import Request
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.common.step_settings import Request
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     rank = int(os.environ["RANK"])
     output = Path(case["output"])

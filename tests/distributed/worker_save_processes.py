@@ -43,8 +43,8 @@ def due(iteration: int) -> str | None:
 
 def harm() -> None:
     """Has the harm happen in this process."""
-    from megatron.training.checkpoint.save import Checkpointer
-    from megatron.training.checkpoint.writer_process import WriterProcess
+    from megatron.trainer.checkpoint.save import Checkpointer
+    from megatron.trainer.checkpoint.writer_process import WriterProcess
 
     send: Any = WriterProcess.send
     poll: Any = Checkpointer.poll
@@ -88,7 +88,7 @@ class Said(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        logging.getLogger("megatron.training.checkpoint.save_write").addHandler(self)
+        logging.getLogger("megatron.trainer.checkpoint.save_write").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps one."""

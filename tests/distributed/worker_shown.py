@@ -27,7 +27,7 @@ def further_losses(output: Path, base: str) -> Any:
     import torch.distributed as dist
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     rows: list[list[Any]] = []
     masks: list[Any] = []
@@ -76,7 +76,7 @@ def main(output: Path) -> Any:
 
     from copus_ext.controller.callback import Controller
     from copus_ext.controller.flags import CopusConfig
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Slow(Callback):
         """Makes the first steps of a launch and of a layout slow."""

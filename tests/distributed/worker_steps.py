@@ -19,12 +19,12 @@ def main(output: Path) -> Any:
     """Returns the step records of every run, and what its watcher saw."""
     import torch.distributed as dist
 
-    from megatron.training.common.collectives import all_gather_object
-    from megatron.training.common.errors import TrainingFailure
-    from megatron.training.distributed import stragglers
-    from megatron.training.distributed.process_groups import destroy_groups
-    from megatron.training.train import step
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.common.collectives import all_gather_object
+    from megatron.trainer.common.errors import TrainingFailure
+    from megatron.trainer.distributed import stragglers
+    from megatron.trainer.distributed.process_groups import destroy_groups
+    from megatron.trainer.train import step
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Watcher(Callback):
         """Sums the weights after every step; spoils gradients or losses of rank 1."""

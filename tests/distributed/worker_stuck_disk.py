@@ -30,7 +30,7 @@ class Stuck:
 
     def save(self, real: Any) -> Any:
         """`Checkpointer.save` with the call that is due."""
-        from megatron.training.common.file_limits import refuse_while_stuck
+        from megatron.trainer.common.file_limits import refuse_while_stuck
 
         def save(checkpointer: Any, *args: Any, **kwargs: Any) -> Any:
             iteration = args[3].iteration
@@ -55,7 +55,7 @@ class Stuck:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """While the run goes on."""
-        from megatron.training.checkpoint.save import Checkpointer
+        from megatron.trainer.checkpoint.save import Checkpointer
 
         with mock.patch.object(Checkpointer, "save", self.save(Checkpointer.save)):
             yield
@@ -67,7 +67,7 @@ def main(output: Path, mode: str) -> Any:
     were held."""
     import torch.distributed as dist
 
-    from megatron.training.common.collectives import all_gather_object
+    from megatron.trainer.common.collectives import all_gather_object
 
     base = f"{TINY} --split 1,0,0 --use-distributed-optimizer --num-workers 0 "
     base += "--on-save-failure continue --lr-decay-iters 300"

@@ -24,7 +24,7 @@ def main(output: Path) -> Any:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megatron.training.model import gpt
+    from megatron.trainer.model import gpt
 
     every: list[int] = []
     real = dist.all_reduce

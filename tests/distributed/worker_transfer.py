@@ -40,7 +40,7 @@ def state_of(records: list[Any], keys: list[str]) -> Any:
     import torch
 
     from copus_ext.reshard.transfer import view_of
-    from megatron.training.model.shards import KINDS, Shards
+    from megatron.trainer.model.shards import KINDS, Shards
 
     sizes = [0] * (1 + max((r.shard for r in records), default=-1))
     for r in records:
@@ -88,8 +88,8 @@ def main(output: Path) -> Any:
     from copus_ext.reshard import transfer
     from copus_ext.reshard.ownership import all_of_layout
     from copus_ext.reshard.plan import make_plan
-    from megatron.training.config.layout import Layout
-    from megatron.training.config.model_shape import ModelShape
+    from megatron.trainer.config.layout import Layout
+    from megatron.trainer.config.model_shape import ModelShape
 
     rank, rows = dist.get_rank(), []
     layouts = [Layout(tp=t, pp=p, vpp=v, dp=4 // (t * p)) for t, p, v in LAYOUTS]

@@ -58,8 +58,8 @@ class Cases:
 
     def resume(self, name: str, save: Path, *flags: str) -> None:
         """Writes down how a resume ends: an error, or the iterations done."""
-        from megatron.training.common.errors import TrainingFailure, UsageError
-        from megatron.training.distributed.process_groups import destroy_groups
+        from megatron.trainer.common.errors import TrainingFailure, UsageError
+        from megatron.trainer.distributed.process_groups import destroy_groups
 
         said = io.StringIO()
         try:
@@ -74,7 +74,7 @@ class Cases:
 
     def copy(self, name: str) -> tuple[Path, Path]:
         """A copy of the checkpoint: its root and its folder."""
-        from megatron.training.checkpoint import files
+        from megatron.trainer.checkpoint import files
 
         root = self.output / name
         shutil.copytree(self.save, root)
@@ -82,7 +82,7 @@ class Cases:
 
     def seal(self, folder: Path) -> None:
         """Makes a manifest that lists what is there, as whoever tampers would."""
-        from megatron.training.checkpoint import files
+        from megatron.trainer.checkpoint import files
 
         (folder / files.MANIFEST).unlink()
         sums = files.checksums(folder, files.data_files(folder))
@@ -99,8 +99,8 @@ def tamper_with_pickles(cases: Cases) -> None:
     """Index and common state that run code."""
     import torch
 
-    from megatron.training.checkpoint.load import read_arguments
-    from megatron.training.common.errors import TrainingFailure
+    from megatron.trainer.checkpoint.load import read_arguments
+    from megatron.trainer.common.errors import TrainingFailure
 
     payload = pickle.dumps(Evil(cases.touched))
     cases.control("control index", lambda: pickle.loads(payload))
@@ -125,8 +125,8 @@ def tamper_with_objects(cases: Cases) -> None:
     import torch
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    from megatron.training.checkpoint import save as checkpoint
-    from megatron.training.checkpoint.convert.archive import open_archive
+    from megatron.trainer.checkpoint import save as checkpoint
+    from megatron.trainer.checkpoint.convert.archive import open_archive
 
     plain = checkpoint.model_state
 

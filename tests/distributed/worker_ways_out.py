@@ -25,7 +25,7 @@ HOW = ("error", "usage", "SIGHUP", "SIGINT", "SIGTERM", "SIGKILL")
 
 def leave(how: str) -> None:
     """Leaves this rank, or has it leave."""
-    from megatron.training.common.errors import UsageError
+    from megatron.trainer.common.errors import UsageError
 
     if how.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[how])
@@ -35,7 +35,7 @@ def leave(how: str) -> None:
 
 def leaving(way: dict[str, Any]) -> Any:
     """A callback that leaves."""
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Leave(Callback):
         """Leaves where and how it is told."""
@@ -86,8 +86,8 @@ def main() -> int:
     """Trains; the code of pretrain_gpt.py."""
     prepare()
     from copus_ext.commands import pretrain
-    from megatron.training.checkpoint import file_threads
-    from megatron.training.checkpoint.writer_process import WriterProcess
+    from megatron.trainer.checkpoint import file_threads
+    from megatron.trainer.checkpoint.writer_process import WriterProcess
 
     way = json.loads(os.environ["COPUS_TEST_WAY"])
     hangs, send, write = way.get("writers_hang"), WriterProcess.send, file_threads.write_file

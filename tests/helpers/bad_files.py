@@ -40,7 +40,7 @@ MODEL = {
 def settings(rng: random.Random, folder: Path) -> str | None:
     """`--copus-config`."""
     from copus_ext.controller.flags import read_settings
-    from megatron.training.common.errors import UsageError
+    from megatron.trainer.common.errors import UsageError
 
     lines = [
         "objective: copus",
@@ -127,10 +127,10 @@ def _index() -> tuple[bytes, bytes]:
 
 def pickled(rng: random.Random, folder: Path) -> str | None:
     """Index, common state and mark of a checkpoint; damaged, nested, or of other classes."""
-    from megatron.training.checkpoint.convert.archive import _check_format
-    from megatron.training.checkpoint.files import COMMON, CORE_MARK
-    from megatron.training.checkpoint.safe_index import METADATA, read_common, read_index
-    from megatron.training.common.errors import Refused
+    from megatron.trainer.checkpoint.convert.archive import _check_format
+    from megatron.trainer.checkpoint.files import COMMON, CORE_MARK
+    from megatron.trainer.checkpoint.safe_index import METADATA, read_common, read_index
+    from megatron.trainer.common.errors import Refused
 
     index, common = _index()
     damaged = spoil.spoiled_bytes(rng, index)
@@ -163,7 +163,7 @@ def pickled(rng: random.Random, folder: Path) -> str | None:
 
 def tracker(rng: random.Random, folder: Path) -> str | None:
     """Tracker, names and manifest of a `--save` directory."""
-    from megatron.training.checkpoint import files
+    from megatron.trainer.checkpoint import files
 
     names = ("iter_0000003", "iter_\u00b2", "iter_\u0663", "iter_", "iter_-1", "iter_" + "9" * 200)
     own = files.folder_of(folder, 3)
@@ -185,9 +185,9 @@ def tracker(rng: random.Random, folder: Path) -> str | None:
 def document(rng: random.Random, folder: Path) -> str | None:
     """A line of a text to be tokenized, a prompt, and a list of layers with experts."""
     from copus_ext.commands.generate import _prompt_in
-    from megatron.training.common.errors import UsageError
-    from megatron.training.config.moe_flags import layers_with_experts
-    from megatron.training.data.documents import Document
+    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.config.moe_flags import layers_with_experts
+    from megatron.trainer.data.documents import Document
 
     raw = spoil.spoiled_json(rng, {"text": "once upon a time \u00e9"})
     freq = spoil.spoiled_text(rng, rng.choice(("[0]*1+[1]*3", "2", "([1, 0] + [1]) * 2")))
@@ -205,7 +205,7 @@ def document(rng: random.Random, folder: Path) -> str | None:
 def hosts(rng: random.Random, folder: Path) -> str | None:
     """A file of hosts, and a list of nodes as SLURM writes it."""
     from copus_ext.launch.slurm import expand_nodes, read_hosts
-    from megatron.training.common.errors import UsageError
+    from megatron.trainer.common.errors import UsageError
 
     path = folder / "hosts"
     path.write_bytes(spoil.spoiled_bytes(rng, b"node-1\nnode-2 # first\n\nnode-3\n"))
@@ -218,7 +218,7 @@ def hosts(rng: random.Random, folder: Path) -> str | None:
 def run_directory(rng: random.Random, folder: Path) -> str | None:
     """A run, as status and report see it."""
     from copus_ext.monitor.run_files import RunReader
-    from megatron.training.logging.metrics import METRICS_FILE, next_number, previous_launches
+    from megatron.trainer.logging.metrics import METRICS_FILE, next_number, previous_launches
 
     about = {"v": 1, "launch": "7.0.1", "t": 1e9}
     records = [
@@ -251,8 +251,8 @@ def _tokenizer() -> bytes:
 
 def tokenizer(rng: random.Random, folder: Path) -> str | None:
     """`tokenizer.json`."""
-    from megatron.training.common.errors import UsageError
-    from megatron.training.data.tokenizer import build_tokenizer
+    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.data.tokenizer import build_tokenizer
 
     path, whole = folder / "tokenizer.json", _tokenizer()
     data = spoil.spoiled_bytes(rng, whole)

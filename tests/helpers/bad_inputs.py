@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.extras import extras
+from megatron.trainer.common.extras import extras
 from tests.helpers import bad_files, spoil
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT
@@ -29,8 +29,8 @@ def flags(rng: random.Random, folder: Path) -> str | None:
     """`pretrain_gpt.py`, up to where processes would start."""
     from copus_ext.commands import pretrain
     from copus_ext.controller.flags import CopusConfig
-    from megatron.training.common.errors import UsageError
-    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.config.arguments import parse_args, resolve
 
     cli = json.loads((ROOT / "tests/unit/data/cli.json").read_text())
     base = [*TINY.split(), "--train-iters", "100"] + (["--copus"] if rng.random() < 0.5 else [])
@@ -53,8 +53,8 @@ def data_set(rng: random.Random, folder: Path) -> str | None:
     """An indexed data set."""
     import numpy
 
-    from megatron.training.common.errors import UsageError
-    from megatron.training.data.indexed import check_vocabulary, open_corpus
+    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.data.indexed import check_vocabulary, open_corpus
 
     prefix = folder / "data"
     lengths = numpy.array([rng.randrange(1, 50) for _ in range(rng.randrange(1, 9))], dtype="<i4")
@@ -107,7 +107,7 @@ def inspected(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str
 def _is_damaged(folder: Path) -> bool:
     """Whether the manifest is gone, or it and the files differ. One that says the same in other
     words is none the worse."""
-    from megatron.training.checkpoint import files
+    from megatron.trainer.checkpoint import files
 
     try:
         listed = files.read_manifest(folder)
@@ -119,7 +119,7 @@ def _is_damaged(folder: Path) -> bool:
 def converted(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str | None:
     """`tools/convert_checkpoint.py`."""
     from copus_ext.commands import convert_checkpoint
-    from megatron.training.checkpoint.convert.formats import model_formats
+    from megatron.trainer.checkpoint.convert.formats import model_formats
 
     root, victim = checkpoints.spoiled(rng, folder)
     ways = [(), ("--dtype", "fp32"), *(("--format", name) for name in model_formats())]
@@ -135,7 +135,7 @@ def converted(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str
 def request(rng: random.Random, folder: Path) -> str | None:
     """`control/request.json`."""
     from copus_ext.reshard.relaunch import REQUEST_FILE, Request, merged, read_request
-    from megatron.training.config.layout import Layout
+    from megatron.trainer.config.layout import Layout
 
     whole = Request(
         launch="job.0.1",
@@ -186,9 +186,9 @@ def told(rng: random.Random, folder: Path) -> str | None:
 
 def lock(rng: random.Random, folder: Path) -> str | None:
     """A lock that somebody left."""
-    from megatron.training.common.control import LOCK_FILE
-    from megatron.training.common.errors import UsageError
-    from megatron.training.resilience.lock import Holder, Lock
+    from megatron.trainer.common.control import LOCK_FILE
+    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.resilience.lock import Holder, Lock
 
     path = folder / LOCK_FILE
     path.parent.mkdir()
@@ -221,7 +221,7 @@ def metrics(rng: random.Random, folder: Path) -> str | None:
     """`metrics.jsonl`."""
     from copus_ext.launch.checkpoint_flags import recorded_flags
     from copus_ext.launch.restart_policy import progress_of
-    from megatron.training.logging.metrics import previous_launches, read_metrics
+    from megatron.trainer.logging.metrics import previous_launches, read_metrics
 
     kinds = ("run.start", "step", "step", "eval", "run.end")
     records = [

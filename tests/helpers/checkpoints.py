@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import contents
-from megatron.training.checkpoint.convert.archive import Chunk
-from megatron.training.checkpoint.convert.checks import Contents
-from megatron.training.checkpoint.convert.target import DTYPES
-from megatron.training.checkpoint.convert.writing import (
+from megatron.trainer.checkpoint import files
+from megatron.trainer.checkpoint.convert import contents
+from megatron.trainer.checkpoint.convert.archive import Chunk
+from megatron.trainer.checkpoint.convert.checks import Contents
+from megatron.trainer.checkpoint.convert.target import DTYPES
+from megatron.trainer.checkpoint.convert.writing import (
     FILE_BYTES,
     Piece,
     write_common,
     write_tensors,
 )
-from megatron.training.common.train_state import TrainState
-from megatron.training.config.lengths import TrainingLengths
-from megatron.training.distributed.sharding import flat_to_rects
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config.lengths import TrainingLengths
+from megatron.trainer.distributed.sharding import flat_to_rects
 
 FLAGS: dict[str, Any] = {
     "num_layers": 4,

@@ -166,7 +166,7 @@ class ForkServer:
 def preload() -> None:
     """Imports what our packages import of torch, megatron-core and numpy, and none of our own."""
     names = set()
-    for package in (ROOT / "megatron" / "training", ROOT / "copus_ext"):
+    for package in (ROOT / "megatron" / "trainer", ROOT / "copus_ext"):
         for path in package.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Import):

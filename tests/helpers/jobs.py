@@ -68,7 +68,7 @@ def train(
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     """The step records of the committed history of a run."""
-    from megatron.training.logging.metrics import read_metrics
+    from megatron.trainer.logging.metrics import read_metrics
 
     return [record for record in read_metrics(run_dir) if record["kind"] == "step"]
 
@@ -80,7 +80,7 @@ def losses_of(run_dir: Path) -> list[float]:
 
 def evaluations_of(run_dir: Path) -> list[float]:
     """The losses of the evaluations of a run, in order."""
-    from megatron.training.logging.metrics import read_metrics
+    from megatron.trainer.logging.metrics import read_metrics
 
     records = read_metrics(run_dir)
     return [record["losses"]["lm loss"] for record in records if record["kind"] == "eval"]
@@ -98,8 +98,8 @@ def run(
     this rank prints goes to `out`."""
     import torch.distributed as dist
 
-    from megatron.training.config.arguments import parse_args, resolve
-    from megatron.training.train.pretrain import pretrain
+    from megatron.trainer.config.arguments import parse_args, resolve
+    from megatron.trainer.train.pretrain import pretrain
 
     config = resolve(
         parse_args([*base.split(), *flags, "--run-dir", str(run_dir)]), dist.get_world_size()
@@ -111,7 +111,7 @@ def run(
 
 def prepare() -> None:
     """Imports what every worker needs, as fast as `pretrain_gpt.py` does; before anything else."""
-    from megatron.training.resilience.env_checks import import_core, set_process_defaults
+    from megatron.trainer.resilience.env_checks import import_core, set_process_defaults
 
     set_process_defaults()
     import_core()

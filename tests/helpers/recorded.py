@@ -18,9 +18,9 @@ from copus_ext.goodput.headroom import of_inputs
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
 from copus_ext.goodput.state import WINDOW_STEPS, ControllerState
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import Layout
-from megatron.training.logging.log_line import StepReport
-from megatron.training.logging.tracker import NullTracker, Sink, Tracker
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.logging.log_line import StepReport
+from megatron.trainer.logging.tracker import NullTracker, Sink, Tracker
 
 BATCH, TOTAL = 16, 16_000
 LAYOUT = "tp1.pp1.dp2"

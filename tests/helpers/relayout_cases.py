@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.training.checkpoint import files
+from megatron.trainer.checkpoint import files
 from tests.distributed.worker_relayout_faults import PATIENCE_S, SMALL, TIMEOUT_S, TO, topics
 from tests.helpers.jobs import steps_of, train
 from tests.helpers.launch import ROOT, RanksResult, run_ranks

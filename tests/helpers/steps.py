@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.training.common.step_settings import StepInfo
+from megatron.trainer.common.step_settings import StepInfo
 
 
 def step_info(iteration: int = 1, **changes: Any) -> StepInfo:

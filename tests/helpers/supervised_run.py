@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
-from megatron.training.checkpoint import files
-from megatron.training.logging.metrics import METRICS_FILE, decode, read_metrics
+from megatron.trainer.checkpoint import files
+from megatron.trainer.logging.metrics import METRICS_FILE, decode, read_metrics
 from tests.helpers import processes
 from tests.helpers.jobs import TINY, steps_of
 from tests.helpers.launch import ROOT

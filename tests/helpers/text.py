@@ -95,7 +95,7 @@ def _make(folder: Path) -> None:
 
 def _blocks() -> Iterator[bytes]:
     """Short definitions of the standard library, and what stands between them."""
-    from megatron.training.data.documents import stdlib_sources
+    from megatron.trainer.data.documents import stdlib_sources
 
     for path in stdlib_sources():
         text = path.read_text(encoding="utf-8", errors="replace")

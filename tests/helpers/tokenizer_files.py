@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.data.tokenizer import TOKENIZER_TYPES
+from megatron.trainer.data.tokenizer import TOKENIZER_TYPES
 
 CODE = "def f(x):\n\treturn 'grüße 🎈'  # two  blanks\n"
 PROSE = "the cat sat on the mat and the dog sat on the cat"

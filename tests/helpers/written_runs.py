@@ -14,9 +14,9 @@ from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import Layout
-from megatron.training.logging.log_line import StepReport
-from megatron.training.logging.tracker import Tracker
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.logging.log_line import StepReport
+from megatron.trainer.logging.tracker import Tracker
 from tests.helpers.recorded import noise, shipped_rules
 
 GRID = (8, 16, 32, 64)

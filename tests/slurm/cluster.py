@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.logging.metrics import read_metrics
 from tests.helpers import processes
 from tests.helpers.launch import CHILD_PATH, ROOT, stacks_of
 

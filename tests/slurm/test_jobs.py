@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpoint import files
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.checkpoint import files
+from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed.worker_controller_layouts import write_profile
 from tests.helpers.jobs import TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT

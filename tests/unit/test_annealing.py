@@ -13,7 +13,7 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.goodput.state import ControllerState
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 from tests.unit.test_decide import GRID, situation
 
 SHARE, TOTAL = 0.2, 1_000_000

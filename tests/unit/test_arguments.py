@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.common.errors import UsageError
-from megatron.training.config import GROUPS, Config
-from megatron.training.config.arguments import (
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config import GROUPS, Config
+from megatron.trainer.config.arguments import (
     nearest_flag,
     parse_args,
     resolve,
     with_checkpoint_args,
 )
-from megatron.training.config.fields import field_docstrings, option, option_specs
-from megatron.training.config.known_flags import (
+from megatron.trainer.config.fields import field_docstrings, option, option_specs
+from megatron.trainer.config.known_flags import (
     KnownFlag,
     deprecated,
     known_flags,
     refused_beginnings,
 )
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, names_a_way_on
 
 DATA = Path(__file__).parent / "data"
@@ -76,7 +76,7 @@ def test_defaults_of_the_parser() -> None:
 def test_help_is_quick_and_light() -> None:
     code = (
         "import sys\n"
-        "from megatron.training.config.arguments import parse_args\n"
+        "from megatron.trainer.config.arguments import parse_args\n"
         "try: parse_args(['--help'])\n"
         "finally: print('heavy', [m for m in sys.modules if m in ('torch', 'megatron.core')])\n"
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron.training.model.attention import SdpaAttention
-from megatron.training.model.norm import Norm
+from megatron.trainer.model.attention import SdpaAttention
+from megatron.trainer.model.norm import Norm
 
 
 def config(**values: Any) -> Any:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.batch_schedule import BatchSchedule, make_schedule, parse_steps
-from megatron.training.config.layout import Layout
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.batch_schedule import BatchSchedule, make_schedule, parse_steps
+from megatron.trainer.config.layout import Layout
 
 RAMPS = st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(0, 20), st.integers(1, 1000))
 

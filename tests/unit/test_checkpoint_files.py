@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.checkpoint import files
+from megatron.trainer.checkpoint import files
 
 
 def make(root: Path, iteration: int, *, complete: bool = True, manifest: bool = True) -> Path:

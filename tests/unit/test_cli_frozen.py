@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from copus_ext.controller.flags import CopusConfig
-from megatron.training.common.extras import extras
-from megatron.training.config import GROUPS
-from megatron.training.config.fields import option_specs
-from megatron.training.config.known_flags import known_flags
-from megatron.training.config.root import extra_groups
+from megatron.trainer.common.extras import extras
+from megatron.trainer.config import GROUPS
+from megatron.trainer.config.fields import option_specs
+from megatron.trainer.config.known_flags import known_flags
+from megatron.trainer.config.root import extra_groups
 
 FROZEN = Path(__file__).parent / "data" / "cli.json"
 HOW = (

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron.training.common import collectives
-from megatron.training.common.collectives import on_rank0
-from megatron.training.common.errors import TrainingFailure, UsageError
+from megatron.trainer.common import collectives
+from megatron.trainer.common.collectives import on_rank0
+from megatron.trainer.common.errors import TrainingFailure, UsageError
 
 
 class Ranks:

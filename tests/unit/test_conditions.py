@@ -31,7 +31,7 @@ from copus_ext.goodput.step_time_watch import FIRST_STEPS, MIN_STEPS
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_config_batch
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 pytestmark = pytest.mark.unit
 PARTS = ("compute", "tp", "pp", "dp")

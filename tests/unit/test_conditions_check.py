@@ -20,7 +20,7 @@ from copus_ext.goodput.messages import conditions_line
 from copus_ext.goodput.state import ControllerState, key_of
 from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.planner.profile import ProfileStore, Timing
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 from tests.unit.test_controller_parts import config, flags
 
 pytestmark = pytest.mark.unit

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.common.control import (
+from megatron.trainer.common.control import (
     SAVE_FILE,
     STOP_FILE,
     TIME_LIMIT,
@@ -16,7 +16,7 @@ from megatron.training.common.control import (
     remove_stale,
     supervised_launch,
 )
-from megatron.training.common.signals import stop_reason
+from megatron.trainer.common.signals import stop_reason
 
 
 @pytest.fixture

@@ -38,12 +38,12 @@ from copus_ext.goodput.messages import decision_line, length_line, summary
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS, ControllerState
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
-from megatron.training.common.control import GENERATION_VARIABLE
-from megatron.training.common.errors import UsageError, counted
-from megatron.training.common.step_settings import StepSettings
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.config.relayout import with_layout
+from megatron.trainer.common.control import GENERATION_VARIABLE
+from megatron.trainer.common.errors import UsageError, counted
+from megatron.trainer.common.step_settings import StepSettings
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.relayout import with_layout
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT
 from tests.unit.test_decide import noise, situation

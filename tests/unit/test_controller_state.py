@@ -32,8 +32,8 @@ from copus_ext.goodput.state import (
 )
 from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.planner.configuration import Configuration
-from megatron.training.common.train_state import TrainState
-from megatron.training.config.layout import Layout
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config.layout import Layout
 from tests.helpers.recorded import record_decisions
 
 EIGHT = Configuration(layout=Layout(dp=2), micro_batch_size=1, global_batch_size=8)

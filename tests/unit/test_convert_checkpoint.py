@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
-from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import writing
-from megatron.training.checkpoint.convert.archive import Archive, Chunk, open_archive
-from megatron.training.checkpoint.convert.checks import coverage_problem
-from megatron.training.checkpoint.convert.convert import convert
-from megatron.training.checkpoint.convert.target import Changes
-from megatron.training.config.layout import Layout
-from megatron.training.distributed.sharding import flat_to_rects
+from megatron.trainer.checkpoint import files
+from megatron.trainer.checkpoint.convert import writing
+from megatron.trainer.checkpoint.convert.archive import Archive, Chunk, open_archive
+from megatron.trainer.checkpoint.convert.checks import coverage_problem
+from megatron.trainer.checkpoint.convert.convert import convert
+from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.distributed.sharding import flat_to_rects
 from tests.helpers.checkpoints import ITERATION, command, cut_like_ranks, make_checkpoint
 
 
@@ -401,7 +401,7 @@ def test_inspection_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFix
 
 _SLOW = """
 import pathlib, signal, sys
-from megatron.training.checkpoint.convert import convert
+from megatron.trainer.checkpoint.convert import convert
 def hold(folder, _):
     (pathlib.Path(folder).parent / "held").touch()
     signal.pause()

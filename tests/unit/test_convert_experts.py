@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
-from megatron.training.checkpoint.convert import contents
-from megatron.training.checkpoint.convert.archive import Archive, open_archive
-from megatron.training.checkpoint.convert.convert import convert
-from megatron.training.checkpoint.convert.target import Changes
-from megatron.training.checkpoint.files import OUR_KEY
-from megatron.training.common.errors import Refused
-from megatron.training.common.train_state import TrainState
+from megatron.trainer.checkpoint.convert import contents
+from megatron.trainer.checkpoint.convert.archive import Archive, open_archive
+from megatron.trainer.checkpoint.convert.convert import convert
+from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.checkpoint.files import OUR_KEY
+from megatron.trainer.common.errors import Refused
+from megatron.trainer.common.train_state import TrainState
 from tests.helpers.checkpoints import (
     BIASED,
     ITERATION,

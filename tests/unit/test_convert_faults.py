@@ -18,12 +18,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
-from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import convert as converting
-from megatron.training.checkpoint.convert.archive import Archive, Chunk, open_archive
-from megatron.training.checkpoint.convert.writing import Piece
-from megatron.training.checkpoint.safe_index import read_index
-from megatron.training.common.errors import Refused
+from megatron.trainer.checkpoint import files
+from megatron.trainer.checkpoint.convert import convert as converting
+from megatron.trainer.checkpoint.convert.archive import Archive, Chunk, open_archive
+from megatron.trainer.checkpoint.convert.writing import Piece
+from megatron.trainer.checkpoint.safe_index import read_index
+from megatron.trainer.common.errors import Refused
 from tests.helpers.checkpoints import ITERATION, command, index_of, make_checkpoint, renamed
 
 NORM = "decoder.final_layernorm.weight"
@@ -227,7 +227,7 @@ def test_a_failure_on_the_way_leaves_nothing(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron.training.checkpoint.convert.convert.write_common", full)
+    monkeypatch.setattr("megatron.trainer.checkpoint.convert.convert.write_common", full)
     code, _, err = run(capsys, source, tmp_path / "b", "--tp", 1)
     assert code == 1 and "No space left" in err
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
@@ -427,9 +427,7 @@ def test_what_nobody_foresaw_is_one_line_too(
     def odd(*_: Any, **__: Any) -> None:
         raise AttributeError("'list' object\nhas no attribute")
 
-    monkeypatch.setattr(
-        "megatron.training.checkpoint.convert.checks.contents.expected_weights", odd
-    )
+    monkeypatch.setattr("megatron.trainer.checkpoint.convert.checks.contents.expected_weights", odd)
     code, _, err = run(capsys, source, tmp_path / "b")
     assert code == 3 and err.count("\n") == 1 and "AttributeError" in err
 

@@ -16,8 +16,8 @@ import pytest
 from copus_ext import __version__
 from copus_ext.commands.main import COMMANDS, first_line, main, module_of, names
 from copus_ext.controller.decision_log import VERSION
-from megatron.training.common import program
-from megatron.training.common.program import (
+from megatron.trainer.common import program
+from megatron.trainer.common.program import (
     held_back,
     other_command,
     program_name,

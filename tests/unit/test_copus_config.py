@@ -21,9 +21,9 @@ from copus_ext.controller.flags import (
     settings_by_name,
 )
 from copus_ext.integrations.megatron_lm import add_copus_args
-from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import build_parser, parse_args
-from megatron.training.config.fields import option_specs
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import build_parser, parse_args
+from megatron.trainer.config.fields import option_specs
 from scripts.docs.flags import settings_file
 
 ROOT = Path(__file__).parents[2]

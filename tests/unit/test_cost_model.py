@@ -31,15 +31,15 @@ from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.cost_model.step import PARTS, min_step_s, step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.space import LEGAL, Limits, enumerate_points, points_of, to_config_batch
-from megatron.training.checkpoint.resume import merge_resume_config
-from megatron.training.common.device import Device, use_device
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.distributed.process_groups import destroy_groups
-from megatron.training.model.gpt import build_model
-from megatron.training.train.build import groups_of
-from megatron.training.train.pretrain import tokenizer_flags
+from megatron.trainer.checkpoint.resume import merge_resume_config
+from megatron.trainer.common.device import Device, use_device
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.data.tokenizer import build_tokenizer
+from megatron.trainer.distributed.process_groups import destroy_groups
+from megatron.trainer.model.gpt import build_model
+from megatron.trainer.train.build import groups_of
+from megatron.trainer.train.pretrain import tokenizer_flags
 from tests.helpers.examples import with_values
 from tests.helpers.jobs import FURTHER, LATENT, MOE, TINY, TINY_GPT2
 

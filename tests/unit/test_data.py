@@ -16,11 +16,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.utils.data import _utils
 
 from copus_ext.launch.failure import Failure
-from megatron.training.common.errors import UsageError
-from megatron.training.config import DataConfig
-from megatron.training.data.dataloader import BATCH_KEYS, BatchReader
-from megatron.training.data.datasets import build_datasets, parse_blend
-from megatron.training.data.tokenizer import build_tokenizer
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config import DataConfig
+from megatron.trainer.data.dataloader import BATCH_KEYS, BatchReader
+from megatron.trainer.data.datasets import build_datasets, parse_blend
+from megatron.trainer.data.tokenizer import build_tokenizer
 from tests.helpers.launch import run_in_fork
 
 pytestmark = pytest.mark.unit

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.checkpoint.resume import merge_resume_config, vocabulary_line
-from megatron.training.common.errors import UsageError
-from megatron.training.config import GROUPS, Config
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.fields import option_specs
-from megatron.training.config.layout import Layout
-from megatron.training.config.relayout import with_layout
-from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
+from megatron.trainer.checkpoint.resume import merge_resume_config, vocabulary_line
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config import GROUPS, Config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.fields import option_specs
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.relayout import with_layout
+from megatron.trainer.config.vocabulary import pad_vocab_size, padding_unit
 from tests.helpers.examples import names_a_way_on
 
 BASE = (
@@ -286,7 +286,7 @@ LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-pos-emb-head-dim 4"
 
 
 def test_eight_bits_reach_megatron_core() -> None:
-    from megatron.training.model.gpt import core_config
+    from megatron.trainer.model.gpt import core_config
 
     flags = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 1024"
     more = "--fp8-amax-compute-algo max --fp8-margin 1 --no-fp8-wgrad --first-last-layers-bf16"

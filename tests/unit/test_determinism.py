@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.common.errors import UsageError
-from megatron.training.config import Config
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.resilience import determinism
-from megatron.training.train.callbacks import Callback, CallbackContext
-from megatron.training.train.pretrain import pretrain
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.resilience import determinism
+from megatron.trainer.train.callbacks import Callback, CallbackContext
+from megatron.trainer.train.pretrain import pretrain
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import run_in_fork
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core.fusions import fused_softmax
 from megatron.core.tensor_parallel import random as core_random
 
-from megatron.training.common.device import use_device
-from megatron.training.distributed import process_groups
-from megatron.training.model.gpt import _let_go_of_values
+from megatron.trainer.common.device import use_device
+from megatron.trainer.distributed import process_groups
+from megatron.trainer.model.gpt import _let_go_of_values
 
 PATCHED = [
     (torch.cuda, "current_device"),

@@ -19,10 +19,10 @@ from copus_ext.controller import rules
 from copus_ext.controller.decision_log import read_journal
 from copus_ext.controller.flags import CopusConfig, controller_flags
 from copus_ext.launch.options import read_options
-from megatron.training.config.arguments import build_parser, parse_args, resolve
-from megatron.training.config.fields import option, option_specs
-from megatron.training.config.flag_names import setting_name
-from megatron.training.config.known_flags import known_flags
+from megatron.trainer.config.arguments import build_parser, parse_args, resolve
+from megatron.trainer.config.fields import option, option_specs
+from megatron.trainer.config.flag_names import setting_name
+from megatron.trainer.config.known_flags import known_flags
 from scripts.docs import pictures
 from scripts.docs.flags import all_groups, flags_page
 from tests.helpers.launch import ROOT

@@ -18,9 +18,9 @@ import pytest
 from copus_ext.commands import main as commands
 from copus_ext.cost_model.extras import planned_flags
 from copus_ext.reshard import saved_state
-from megatron.training.common.extras import PACKAGES, Extra, defaults_of, extras
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.train.step_feature import StepFeature
+from megatron.trainer.common.extras import PACKAGES, Extra, defaults_of, extras
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.train.step_feature import StepFeature
 from tests.helpers.jobs import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,9 +30,9 @@ REFERENCES += ("controller_problems", "cost_terms", "step_period", "model_format
 REFERENCES += ("launcher", "relaunch", "callbacks", "segment", "as_given", "settle", "run_data")
 ALL_CORE = """
 import importlib, json, pathlib, sys
-from megatron.training.common.extras import extras
-from megatron.training.config import GROUPS
-from megatron.training.config.arguments import parse_args, resolve
+from megatron.trainer.common.extras import extras
+from megatron.trainer.config import GROUPS
+from megatron.trainer.config.arguments import parse_args, resolve
 from copus_ext.commands.main import module_of, names
 from copus_ext.controller.flags import CopusConfig
 
@@ -151,7 +151,7 @@ def test_no_file_of_the_core_names_an_extra() -> None:
 
 DEMONSTRATION = {
     "extra.py": '''"""Counts steps, for a test."""
-from megatron.training.common.extras import Extra
+from megatron.trainer.common.extras import Extra
 
 EXTRA = Extra(
     title="count",
@@ -176,9 +176,9 @@ from dataclasses import dataclass
 from copus_ext.launch.launchers import Launcher
 from copus_ext.planner.commands import PlanCommand
 from copus_ext.planner.request import UsageProblem
-from megatron.training.common.extras import CostTerms
-from megatron.training.config.fields import option
-from megatron.training.config.segment import Segment
+from megatron.trainer.common.extras import CostTerms
+from megatron.trainer.config.fields import option
+from megatron.trainer.config.segment import Segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,11 +307,11 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.step import step_time
 from copus_ext.launch.options import read_options
 from copus_ext.planner.space import REJECTION_CODES, Limits, enumerate_points, to_config_batch
-from megatron.training.checkpoint.convert.formats import format_of
-from megatron.training.common.errors import UsageError
-from megatron.training.common.extras import step_period
-from megatron.training.config.arguments import build_parser, parse_args, resolve
-from megatron.training.config.arguments import with_checkpoint_args
+from megatron.trainer.checkpoint.convert.formats import format_of
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.extras import step_period
+from megatron.trainer.config.arguments import build_parser, parse_args, resolve
+from megatron.trainer.config.arguments import with_checkpoint_args
 
 base = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --lr 1e-3 "
 base += "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 2 --data-path x "
@@ -404,7 +404,7 @@ def test_an_extra_is_gone_without_another_that_it_needs(house: Path) -> None:
         (folder / name).mkdir(parents=True)
         text = f"{head}EXTRA = Extra(title={name!r}, needs={needs!r})"
         (folder / name / "extra.py").write_text(text)
-    program = "from megatron.training.common.extras import extras; "
+    program = "from megatron.trainer.common.extras import extras; "
     found = in_house(house, f"{program}print(*(extra.name for extra in extras()))").split()
     assert {*found} & {"a", "b", "c", "d"} == {"c", "d"}
 

@@ -17,8 +17,8 @@ from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.loss_watch import LossWatch
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.state import VERSION, ControllerState
-from megatron.training.common.step_settings import StepSettings
-from megatron.training.config.arguments import parse_args, resolve
+from megatron.trainer.common.step_settings import StepSettings
+from megatron.trainer.config.arguments import parse_args, resolve
 from tests.helpers.jobs import TINY
 from tests.unit.test_controller_parts import config, flags
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.training.optim.fused_adam import FusedAdam
+from megatron.trainer.optim.fused_adam import FusedAdam
 
 
 def two_parameters() -> list[torch.nn.Parameter]:

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from megatron.core.inference.sampling_params import SamplingParams
 
 from copus_ext.commands import convert_checkpoint, generate
-from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert.archive import open_archive
-from megatron.training.checkpoint.convert.writing import Piece
-from megatron.training.checkpoint.load import Stored
-from megatron.training.common.errors import TrainingFailure, UsageError
-from megatron.training.common.train_state import TrainState
-from megatron.training.train.generate import (
+from megatron.trainer.checkpoint import files
+from megatron.trainer.checkpoint.convert.archive import open_archive
+from megatron.trainer.checkpoint.convert.writing import Piece
+from megatron.trainer.checkpoint.load import Stored
+from megatron.trainer.common.errors import TrainingFailure, UsageError
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.train.generate import (
     GREEDY,
     Generated,
     TextGenerator,

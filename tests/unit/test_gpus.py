@@ -11,9 +11,9 @@ import torch
 from copus_ext.commands import generate, pretrain, profile_layouts
 from copus_ext.launch import supervisor
 from copus_ext.launch.options import read_options
-from megatron.training.common import gpus
-from megatron.training.common.errors import UsageError
-from megatron.training.common.gpus import check_torch_build, visible_gpus
+from megatron.trainer.common import gpus
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.gpus import check_torch_build, visible_gpus
 from tests.helpers.launch import ROOT
 
 GPUS = "CUDA_VISIBLE_DEVICES"

@@ -54,8 +54,8 @@ def test_packaging_finds_our_packages_and_nothing_else() -> None:
         if keyword.arg == "include"
     )
     found = setuptools.find_namespace_packages(where=str(ROOT), include=include)
-    assert "megatron.training" in found and "megatron" not in found
-    assert all(p.startswith(("megatron.training", "copus_ext")) for p in found)
+    assert "megatron.trainer" in found and "megatron" not in found
+    assert all(p.startswith(("megatron.trainer", "copus_ext")) for p in found)
 
 
 def test_files_and_functions_stay_readable() -> None:
@@ -86,7 +86,7 @@ def test_nothing_is_left_for_later() -> None:
 
 
 OWN_WORDS = {"copus_ext/launch/workers.py", "copus_ext/commands/replay.py"}
-OWN_WORDS |= {"copus_ext/controller/callback.py", "megatron/training/config/known_flags.py"}
+OWN_WORDS |= {"copus_ext/controller/callback.py", "megatron/trainer/config/known_flags.py"}
 """They parse what this program has just written, or a file of its own."""
 
 
@@ -99,7 +99,7 @@ def test_what_comes_from_outside_has_one_parser() -> None:
                 call = f"{node.value.id}.{node.attr}"
                 if call in ("json.load", "json.loads", "yaml.load", "yaml.safe_load"):
                     found.add(name(path))
-    assert found == OWN_WORDS | {"megatron/training/common/outside.py"}
+    assert found == OWN_WORDS | {"megatron/trainer/common/outside.py"}
 
 
 INVENTED_DATA = {
@@ -163,15 +163,15 @@ def test_the_layers_hold(house: Path) -> None:
     [
         (
             "common/errors.py",
-            "from megatron.training.logging import tracker",
-            "megatron.training.common.errors",
+            "from megatron.trainer.logging import tracker",
+            "megatron.trainer.common.errors",
         ),
         ("logging/tracker.py", "import copus_ext.controller.callback", "copus_ext"),
         ("stray.py", "", "stray"),
     ],
 )
 def test_a_broken_layer_is_found(house: Path, file: str, line: str, said: str) -> None:
-    target = house / "megatron" / "training" / file
+    target = house / "megatron" / "trainer" / file
     before = target.read_text() if target.exists() else ""
     target.write_text(before + "\n" + line + "\n")
     result = lint(house)

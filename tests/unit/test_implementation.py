@@ -29,7 +29,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.layers import price_partition, problem_of
 from copus_ext.planner.request import notes_on
 from copus_ext.planner.space import points_of, to_config_batch
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 MODEL = PRESETS["llama-13b"]
 CONSTANTS = preset("a100-80g:8").load_constants()

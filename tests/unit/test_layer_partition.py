@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.common.errors import UsageError
-from megatron.training.config.layer_partition import (
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.layer_partition import (
     partition_of_ends,
     partition_of_text,
     partition_with_ends_counted,
     text_of_partition,
 )
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 core: Any = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
 pieces = st.recursive(

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.training.common.errors import UsageError
-from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import (
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.layout_rules import (
     batch_problems,
     expert_problems,
     group_of_microbatches,
     layout_problems,
     recompute_problems,
 )
-from megatron.training.config.model_shape import ModelShape
+from megatron.trainer.config.model_shape import ModelShape
 
 SIZES = st.integers(1, 8)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron.training.common.errors import UsageError
-from megatron.training.common.step_settings import Request, StepSettings
-from megatron.training.config import Config
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.config.relayout import with_layout
-from megatron.training.train.callbacks import Callback, CallbackContext, Callbacks
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.step_settings import Request, StepSettings
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.relayout import with_layout
+from megatron.trainer.train.callbacks import Callback, CallbackContext, Callbacks
 from tests.helpers.jobs import TINY, layout_flags
 
 RECOMPUTE = "--recompute-granularity full --recompute-method block"

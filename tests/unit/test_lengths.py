@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.common.errors import UsageError
-from megatron.training.config import Config
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.lengths import TrainingLengths, apply_checkpoint_lengths
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.lengths import TrainingLengths, apply_checkpoint_lengths
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "

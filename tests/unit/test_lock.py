@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from megatron.training.common.control import LOCK_FILE
-from megatron.training.common.errors import UsageError
-from megatron.training.resilience.lock import Lock, machine, process_start
+from megatron.trainer.common.control import LOCK_FILE
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.resilience.lock import Lock, machine, process_start
 
 HOLD = """
 import sys
 from pathlib import Path
-from megatron.training.resilience.lock import Lock
+from megatron.trainer.resilience.lock import Lock
 try:
     with Lock(Path(sys.argv[1]), flag="--save", launch=sys.argv[2]):
         print("held", flush=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.logging.log_line import (
+from megatron.trainer.logging.log_line import (
     StepReport,
     perplexity,
     training_line,

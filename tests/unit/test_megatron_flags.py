@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import parse_args, resolve
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
 from scripts.docs import megatron_flags as compatibility
 from tests.helpers.examples import names_a_way_on
 from tests.helpers.scaled_commands import SCALED, grouped, scaled

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.common.device import use_device, use_plain_router
-from megatron.training.common.train_state import TrainState
+from megatron.trainer.common.device import use_device, use_plain_router
+from megatron.trainer.common.train_state import TrainState
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 2, 16, 12
 WEIGHT = 0.5
@@ -31,7 +31,7 @@ def on_the_cpu() -> Iterator[None]:
 def router_of(*, seed: int = 1, ranks: int = 1, **more: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.training.model.moe import BalancedRouter
+    from megatron.trainer.model.moe import BalancedRouter
 
     config = TransformerConfig(
         num_layers=1,
@@ -132,7 +132,7 @@ def test_z_loss_per_token_is_not_divided_by_tensor_ranks(ranks: int) -> None:
 
 
 def test_what_is_chosen_is_counted_in_training_only() -> None:
-    from megatron.training.model.moe import CHOICES, ROUTED, SCORES
+    from megatron.trainer.model.moe import CHOICES, ROUTED, SCORES
 
     router, rows = router_of(), tokens(3)
     router.fractions = torch.full((EXPERTS,), 1 / EXPERTS, dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_half_precision_of_the_model_leaves_the_sums_alone() -> None:
 
 
 def test_the_load_is_counted_without_a_balance_loss() -> None:
-    from megatron.training.model.moe import CHOICES
+    from megatron.trainer.model.moe import CHOICES
 
     router, rows = router_of(), tokens(3)
     router.config.moe_aux_loss_coeff = 0.0
@@ -208,7 +208,7 @@ def test_fractions_of_another_batch_leave_the_gradient_unbiased(batch: int) -> N
 
 
 def balance_of(mode: str = "lagged", **more: Any) -> Any:
-    from megatron.training.model.moe import Balance
+    from megatron.trainer.model.moe import Balance
 
     plain = {"has_bias": False, "bias_update_rate": 0.1, "samples": 64, "num_experts": 4}
     return Balance(mode=mode, **{"layers": (0, 2), **plain, **more})

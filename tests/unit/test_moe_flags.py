@@ -9,12 +9,12 @@ import pytest
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
-from megatron.training.common.errors import UsageError
-from megatron.training.config import Config
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.config.moe_flags import changed_by_batch_or_layout, layers_with_experts
-from megatron.training.config.relayout import with_layout
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.moe_flags import changed_by_batch_or_layout, layers_with_experts
+from megatron.trainer.config.relayout import with_layout
 from tests.helpers.jobs import EIGHT, MOE, TINY, TINY_GPT2
 
 

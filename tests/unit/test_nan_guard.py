@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpoint import files
-from megatron.training.train.nan_guard import MAX_IN_A_ROW, WINDOW, BadSteps, explain, is_bad
+from megatron.trainer.checkpoint import files
+from megatron.trainer.train.nan_guard import MAX_IN_A_ROW, WINDOW, BadSteps, explain, is_bad
 from tests.helpers.steps import step_info
 
 

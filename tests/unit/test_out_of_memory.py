@@ -26,9 +26,9 @@ from copus_ext.controller.out_of_memory import (
 from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.space import points_of, to_config_batch
-from megatron.training.common.errors import Relaunch
-from megatron.training.config.layout import Layout
-from megatron.training.train.callbacks import Callback, Callbacks
+from megatron.trainer.common.errors import Relaunch
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.train.callbacks import Callback, Callbacks
 from tests.unit.test_controller_parts import config, flags
 
 pytestmark = pytest.mark.unit

@@ -16,9 +16,9 @@ from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.reshard import ownership
 from copus_ext.reshard.ownership import all_of_layout, rank_of
 from copus_ext.reshard.parameters import WORDS
-from megatron.training.config.layout import Layout
-from megatron.training.config.model_shape import LatentShape, ModelShape
-from megatron.training.distributed.sharding import Record, digest
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.model_shape import LatentShape, ModelShape
+from megatron.trainer.distributed.sharding import Record, digest
 
 TOY = ModelShape(
     num_layers=2,

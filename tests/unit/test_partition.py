@@ -32,7 +32,7 @@ from copus_ext.planner.partition.search import branch_and_bound, search
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_config_batch
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 SOME = settings(max_examples=20, deadline=None)
 

@@ -21,8 +21,8 @@ from copus_ext.goodput.costs import LayoutChangeCosts, Machine, MovedBytes, paus
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.pause import MAX_COUNTED, PausePredictor, shape_for
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, make_plan
-from megatron.training.config.layout import Layout
-from megatron.training.config.model_shape import ModelShape
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.model_shape import ModelShape
 from tests.unit.test_plan_layouts import EXAMPLES, changes
 
 pytestmark = pytest.mark.unit

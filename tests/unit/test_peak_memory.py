@@ -23,8 +23,8 @@ from copus_ext.controller.throughput_table import (
 from copus_ext.cost_model.peak_correction import AS_PREDICTED
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
 from tests.helpers.jobs import TINY
 from tests.unit.test_controller_parts import config, flags
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.parameters import check
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, TransferOp, make_plan
-from megatron.training.config.layout import Layout
-from megatron.training.config.model_shape import ExpertShape, ModelShape
-from megatron.training.distributed.sharding import Record, volume
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.model_shape import ExpertShape, ModelShape
+from megatron.trainer.distributed.sharding import Record, volume
 
 EXAMPLES = int(os.environ.get("COPUS_TEST_EXAMPLES", "15"))
 """More of them by hand, and then on more ranks too."""

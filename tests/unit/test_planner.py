@@ -24,7 +24,7 @@ from copus_ext.planner.plan import Ranked, Rejected
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import DOMINATED, Planner
 from copus_ext.planner.space import Limits, enumerate_points, points_of, to_config_batch
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 MODEL = PRESETS["llama-2-13b"].with_seq_length(2048)
 
@@ -237,7 +237,7 @@ def test_two_counts_give_every_batch() -> None:
 
 
 def test_a_configuration_becomes_the_flags_of_the_trainer() -> None:
-    from megatron.training.config.arguments import parse_args
+    from megatron.trainer.config.arguments import parse_args
 
     c = Configuration(
         layout=Layout(tp=2, pp=4, vpp=2, dp=2),

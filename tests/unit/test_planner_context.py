@@ -35,9 +35,9 @@ from copus_ext.planner.space import (
     points_of,
     to_config_batch,
 )
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import ContextExchange, context_problems
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.layout_rules import ContextExchange, context_problems
 
 CLUSTER = preset("h100-80g:64")
 LONG = 131072

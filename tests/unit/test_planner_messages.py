@@ -21,7 +21,7 @@ from copus_ext.planner.profile import Timing
 from copus_ext.planner.request import configuration_of
 from copus_ext.planner.search import MEMORY, Planner
 from copus_ext.planner.space import LEGAL, Candidates, Limits, points_of, to_config_batch
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 # Much vocabulary on few layers: the logits decide what fits.
 MODEL = replace(PRESETS["llama-2-7b"], num_layers=8, vocab_size=256_000).with_seq_length(8192)

@@ -44,11 +44,11 @@ from copus_ext.planner.space import (
 )
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.relaunch import Request, merged
-from megatron.training.checkpoint.resume import merge_resume_config
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import expert_problems
-from megatron.training.model.shards import is_expert
+from megatron.trainer.checkpoint.resume import merge_resume_config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.layout_rules import expert_problems
+from megatron.trainer.model.shards import is_expert
 from tests.helpers.jobs import MOE
 
 MODEL, CLUSTER = PRESETS["mixtral-8x7b"].with_seq_length(4096), preset("h100-80g:32")

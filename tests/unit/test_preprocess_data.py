@@ -21,11 +21,11 @@ import psutil
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training.common.errors import UsageError
-from megatron.training.data import preprocess as preprocessing
-from megatron.training.data.documents import stdlib_sources
-from megatron.training.data.preprocess import Job, preprocess
-from megatron.training.data.tokenizer import TOKENIZER_TYPES
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.data import preprocess as preprocessing
+from megatron.trainer.data.documents import stdlib_sources
+from megatron.trainer.data.preprocess import Job, preprocess
+from megatron.trainer.data.tokenizer import TOKENIZER_TYPES
 from tests.helpers.tokenizer_files import flags_of
 
 pytestmark = pytest.mark.unit
@@ -302,7 +302,7 @@ def test_standard_library_sources_are_complete_and_ordered(tmp_path):
 
 INTERRUPTED_TWICE = """
 import multiprocessing, pathlib, signal, sys
-from megatron.training.data import preprocess
+from megatron.trainer.data import preprocess
 
 ended, shutdown = [], preprocess.ProcessPoolExecutor.shutdown
 

@@ -35,11 +35,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
-from megatron.training.checkpoint import files, save_errors
-from megatron.training.common.core_version import since
-from megatron.training.common.device import use_device
-from megatron.training.common.optional import have_transformer_engine
-from megatron.training.distributed.process_groups import (
+from megatron.trainer.checkpoint import files, save_errors
+from megatron.trainer.common.core_version import since
+from megatron.trainer.common.device import use_device
+from megatron.trainer.common.optional import have_transformer_engine
+from megatron.trainer.distributed.process_groups import (
     destroy_groups,
     group_globals,
     set_groups_aside,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.train.callbacks import Callback
-from megatron.training.train.pretrain import pretrain
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.train.callbacks import Callback
+from megatron.trainer.train.pretrain import pretrain
 from tests.helpers.jobs import MOE
 from tests.helpers.launch import ROOT, run_in_fork
 

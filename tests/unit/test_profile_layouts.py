@@ -26,9 +26,9 @@ from copus_ext.planner.attempts import (
 )
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import ProfileStore, Timing, read_profile
-from megatron.training.common.errors import UsageError
-from megatron.training.config.layout import Layout
-from megatron.training.train import build
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.train import build
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT, run_in_fork
 

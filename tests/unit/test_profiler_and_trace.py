@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from copus_ext.commands import trace as trace_tool
-from megatron.training.common.errors import UsageError
-from megatron.training.common.trace import Trace
-from megatron.training.config import LoggingConfig
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.distributed.stragglers import StepClock
-from megatron.training.logging.profiler import open_trace
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.trace import Trace
+from megatron.trainer.config import LoggingConfig
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.distributed.stragglers import StepClock
+from megatron.trainer.logging.profiler import open_trace
 from tests.helpers.jobs import TINY
 from tests.helpers.written_runs import WrittenRun, usual_run
 

@@ -17,11 +17,11 @@ from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
 from copus_ext.goodput.state import WINDOW_STEPS
-from megatron.training.config import LoggingConfig
-from megatron.training.logging.metrics import read_metrics
-from megatron.training.logging.prometheus import PrometheusSink, metric_name
-from megatron.training.logging.sinks import open_sinks
-from megatron.training.logging.tracker import Tracker
+from megatron.trainer.config import LoggingConfig
+from megatron.trainer.logging.metrics import read_metrics
+from megatron.trainer.logging.prometheus import PrometheusSink, metric_name
+from megatron.trainer.logging.sinks import open_sinks
+from megatron.trainer.logging.tracker import Tracker
 from tests.helpers.recorded import (
     BATCH,
     LAYOUT,

@@ -23,14 +23,14 @@ from copus_ext.reshard.relaunch import (
     resumed,
     write_request,
 )
-from megatron.training.checkpoint.files import TRACKER
-from megatron.training.common.errors import Relaunch, TrainingFailure
-from megatron.training.common.signals import StopReason
-from megatron.training.common.train_state import TrainState
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.config.relayout import with_layout
-from megatron.training.resilience.exit_status import RunOutcome
+from megatron.trainer.checkpoint.files import TRACKER
+from megatron.trainer.common.errors import Relaunch, TrainingFailure
+from megatron.trainer.common.signals import StopReason
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.relayout import with_layout
+from megatron.trainer.resilience.exit_status import RunOutcome
 from tests.helpers.jobs import EIGHT, TINY
 
 LAYOUTS = [

@@ -33,9 +33,9 @@ from copus_ext.monitor.chart import (
 from copus_ext.monitor.explain import gain, percent
 from copus_ext.monitor.report import Report, render, report_of
 from copus_ext.monitor.run_files import RunReader
-from megatron.training.common.control import LOCK_FILE, PAUSE_FILE
-from megatron.training.logging.metrics import read_metrics
-from megatron.training.logging.tail_reader import Tail
+from megatron.trainer.common.control import LOCK_FILE, PAUSE_FILE
+from megatron.trainer.logging.metrics import read_metrics
+from megatron.trainer.logging.tail_reader import Tail
 from tests.helpers.recorded import record_decisions, record_run
 from tests.helpers.written_runs import WrittenRun, usual_run
 

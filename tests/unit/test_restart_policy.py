@@ -24,9 +24,9 @@ from copus_ext.launch.restart_policy import (
     Progress,
     RestartPolicy,
 )
-from megatron.training.checkpoint import files
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
+from megatron.trainer.checkpoint import files
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
 from tests.helpers.jobs import TINY
 from tests.unit.test_relaunch import BASE, asked
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from copus_ext.launch import checkpoint_flags
-from megatron.training.checkpoint import files
-from megatron.training.checkpoint.load import (
+from megatron.trainer.checkpoint import files
+from megatron.trainer.checkpoint.load import (
     Stored,
     iterations_to_try,
     may_be_shifted,
@@ -30,14 +30,14 @@ from megatron.training.checkpoint.load import (
     read_stored,
     stored_of,
 )
-from megatron.training.checkpoint.resume import check_same_run, merge_resume_config
-from megatron.training.common.errors import TrainingFailure, UsageError
-from megatron.training.common.train_state import TrainState
-from megatron.training.config import Config, DataConfig
-from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.fingerprint import changes, identity_of, order_of
-from megatron.training.data.tokenizer import NullTokenizer
+from megatron.trainer.checkpoint.resume import check_same_run, merge_resume_config
+from megatron.trainer.common.errors import TrainingFailure, UsageError
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config import Config, DataConfig
+from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.trainer.data.datasets import build_datasets
+from megatron.trainer.data.fingerprint import changes, identity_of, order_of
+from megatron.trainer.data.tokenizer import NullTokenizer
 from tests.helpers.checkpoints import ITERATION, make_checkpoint
 from tools import convert_checkpoint, inspect_checkpoint
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.training.common.control import LOCK_FILE
-from megatron.training.common.errors import UsageError
-from megatron.training.config import Config
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.train import run_directory
-from megatron.training.train.run_directory import hold_run
+from megatron.trainer.common.control import LOCK_FILE
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.train import run_directory
+from megatron.trainer.train.run_directory import hold_run
 from tests.helpers.jobs import TINY
 
 NAME = "20300102-030405"

@@ -23,9 +23,9 @@ from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.run_status import read_status
 from copus_ext.monitor.terminal import screen
 from copus_ext.reshard.checked import read_value
-from megatron.training.logging.metrics import METRICS_FILE
-from megatron.training.logging.tail_reader import Tail, last_lines
-from megatron.training.logging.tracker import Tracker
+from megatron.trainer.logging.metrics import METRICS_FILE
+from megatron.trainer.logging.tail_reader import Tail, last_lines
+from megatron.trainer.logging.tracker import Tracker
 from tests.helpers.launch import ROOT
 from tests.helpers.written_runs import LAYOUTS, WrittenRun, usual_run, write_change
 

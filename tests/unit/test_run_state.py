@@ -14,18 +14,18 @@ from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron.training.common.errors import UsageError
-from megatron.training.common.train_state import TrainState
-from megatron.training.config.model_shape import LatentShape, ModelShape
-from megatron.training.distributed.process_groups import random_seed_at
-from megatron.training.logging.tracker import NullTracker
-from megatron.training.model.flops import training_flops_per_sample
-from megatron.training.model.init import InitialWeights, draw_weights
-from megatron.training.optim.optimizer import mark_decoupled
-from megatron.training.resilience import env_checks
-from megatron.training.train import reporting
-from megatron.training.train.callbacks import Callback, CallbackContext, Callbacks, Request
-from megatron.training.train.reporting import _Interval
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config.model_shape import LatentShape, ModelShape
+from megatron.trainer.distributed.process_groups import random_seed_at
+from megatron.trainer.logging.tracker import NullTracker
+from megatron.trainer.model.flops import training_flops_per_sample
+from megatron.trainer.model.init import InitialWeights, draw_weights
+from megatron.trainer.optim.optimizer import mark_decoupled
+from megatron.trainer.resilience import env_checks
+from megatron.trainer.train import reporting
+from megatron.trainer.train.callbacks import Callback, CallbackContext, Callbacks, Request
+from megatron.trainer.train.reporting import _Interval
 from tests.helpers.steps import step_info
 
 
@@ -181,7 +181,7 @@ def test_this_environment_is_accepted() -> None:
 
 
 def test_a_second_training_package_is_named(tmp_path: Path) -> None:
-    (tmp_path / "training").mkdir()
+    (tmp_path / "trainer").mkdir()
     problem = env_checks.namespace_problem([tmp_path])
     assert problem is not None and str(tmp_path) in problem
 

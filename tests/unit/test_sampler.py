@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.common.errors import UsageError
-from megatron.training.data.sampler import (
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.data.sampler import (
     PADDING,
     evaluation_indices,
     micro_batch_indices,

@@ -26,26 +26,26 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from megatron.training.checkpoint import (
+from megatron.trainer.checkpoint import (
     save,
     save_errors,
     save_write,
     writer_process,
 )
-from megatron.training.checkpoint.file_threads import FileThreads
-from megatron.training.checkpoint.files import complete_iterations
-from megatron.training.checkpoint.writer_process import WriterProcess
-from megatron.training.common import file_limits
-from megatron.training.common.child_processes import kill_children, never_collect_inherited
-from megatron.training.common.device import use_device
-from megatron.training.common.file_limits import (
+from megatron.trainer.checkpoint.file_threads import FileThreads
+from megatron.trainer.checkpoint.files import complete_iterations
+from megatron.trainer.checkpoint.writer_process import WriterProcess
+from megatron.trainer.common import file_limits
+from megatron.trainer.common.child_processes import kill_children, never_collect_inherited
+from megatron.trainer.common.device import use_device
+from megatron.trainer.common.file_limits import (
     STALL_VARIABLE,
     Stall,
     refuse_while_stuck,
     stall_s,
 )
-from megatron.training.distributed.process_groups import destroy_groups
-from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.trainer.distributed.process_groups import destroy_groups
+from megatron.trainer.train.callbacks import Callback, CallbackContext
 from tests.helpers import jobs
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import run_in_fork
@@ -54,7 +54,7 @@ from tests.helpers.save_processes import left_of_saves, stop_writer
 FORKED = multiprocessing.get_context("fork")
 PARENT = """
 import os, sys, time
-from megatron.training.common.child_processes import end_with_parent
+from megatron.trainer.common.child_processes import end_with_parent
 parent = os.getpid()
 if os.fork() == 0:
     end_with_parent(parent)
@@ -64,7 +64,7 @@ time.sleep(1000)
 """
 RANK = """
 import time
-from megatron.training.checkpoint.writer_process import WriterProcess
+from megatron.trainer.checkpoint.writer_process import WriterProcess
 process = WriterProcess()
 process.send([])
 while not process.is_done():
@@ -433,7 +433,7 @@ def test_a_child_of_a_killed_process_ends_and_lets_go_of_its_output() -> None:
 
 
 def test_a_child_whose_parent_went_before_it_could_ask_ends_too() -> None:
-    module = "megatron.training.common.child_processes"
+    module = "megatron.trainer.common.child_processes"
     code = f"from {module} import end_with_parent; end_with_parent(2**30)"
     done = subprocess.run([sys.executable, "-c", code], timeout=60)
     assert done.returncode == -signal.SIGKILL

@@ -16,11 +16,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from copus_ext.controller.callback import Controller
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import rate_rules_of, rules_of
-from megatron.training.common.core_version import since
-from megatron.training.common.step_settings import StepSettings, set_rates
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.batch_schedule import BatchSchedule
-from megatron.training.optim.optimizer import build_scheduler
+from megatron.trainer.common.core_version import since
+from megatron.trainer.common.step_settings import StepSettings, set_rates
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.batch_schedule import BatchSchedule
+from megatron.trainer.optim.optimizer import build_scheduler
 from tests.helpers.jobs import TINY
 from tests.helpers.scaled_commands import grouped
 

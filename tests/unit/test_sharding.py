@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.distributed.sharding import digest, flat_to_rects, records_of_block, volume
+from megatron.trainer.distributed.sharding import digest, flat_to_rects, records_of_block, volume
 
 
 @st.composite

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.common.control import TIME_LIMIT
-from megatron.training.common.signals import (
+from megatron.trainer.common.control import TIME_LIMIT
+from megatron.trainer.common.signals import (
     _SAME_S,
     STOP_SIGNALS,
     StopReason,
@@ -64,7 +64,7 @@ def test_a_second_signal_changes_nothing() -> None:
 
 BUSY = """
 import hashlib, signal
-from megatron.training.common.signals import StopSignals
+from megatron.trainer.common.signals import StopSignals
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with StopSignals(is_told=True) as stop:
     stop.defers = {defers}
@@ -111,7 +111,7 @@ def test_ctrl_c_before_there_is_anything_to_wait_for_leaves_at_once() -> None:
 
 IMPORTING = """
 import signal, time
-from megatron.training.common.signals import leave_on_interrupt
+from megatron.trainer.common.signals import leave_on_interrupt
 signal.signal(signal.SIGINT, {before})
 leave_on_interrupt(is_told=True)
 print("ready", flush=True)

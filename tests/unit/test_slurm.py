@@ -19,14 +19,14 @@ from copus_ext.launch.rank_side import adopt_srun
 from copus_ext.launch.slurm import HOSTFILE_VARIABLE, expand_nodes
 from copus_ext.launch.slurm_job import RunFacts, SlurmWatch, should_requeue, watch_of
 from copus_ext.reshard.relaunch import Request, write_request
-from megatron.training.checkpoint import files
-from megatron.training.common.control import SIGNALLED, STOP_FILE, TIME_LIMIT
-from megatron.training.common.errors import UsageError
-from megatron.training.common.signals import Kind, StopReason
-from megatron.training.common.train_state import TrainState
-from megatron.training.config.layout import Layout
-from megatron.training.logging.tail_reader import Tail
-from megatron.training.resilience.exit_status import RunOutcome
+from megatron.trainer.checkpoint import files
+from megatron.trainer.common.control import SIGNALLED, STOP_FILE, TIME_LIMIT
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.signals import Kind, StopReason
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.logging.tail_reader import Tail
+from megatron.trainer.resilience.exit_status import RunOutcome
 
 TASK = {
     "SLURM_JOB_ID": "1234",

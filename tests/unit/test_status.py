@@ -23,9 +23,9 @@ from copus_ext.monitor.report import report_of
 from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.run_status import RunStatus, read_status
 from copus_ext.monitor.terminal import screen
-from megatron.training.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
-from megatron.training.logging.metrics import METRICS_FILE, encode, read_metrics
-from megatron.training.logging.tracker import Tracker
+from megatron.trainer.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
+from megatron.trainer.logging.metrics import METRICS_FILE, encode, read_metrics
+from megatron.trainer.logging.tracker import Tracker
 from tests.helpers.recorded import BATCH, CONFIG, LAYOUT, TOTAL, record_decisions, record_run, step
 from tests.helpers.written_runs import LAYOUTS, write_change
 

@@ -14,7 +14,7 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Measured, Timing
 from copus_ext.planner.space import points_of
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 RUNS = json.loads((Path(__file__).parent / "data" / "step_ends.json").read_text())["runs"]
 FURTHER: dict[str, Any] = {"precision": "fp32", "vocab_size": 257, "gated": True, "bias": False}

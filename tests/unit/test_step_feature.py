@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron.training.common.step_settings import Request, StepInfo
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.train import build
-from megatron.training.train.job import Job
-from megatron.training.train.pretrain import pretrain
-from megatron.training.train.step_feature import Schedule, StepFeature
+from megatron.trainer.common.step_settings import Request, StepInfo
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.train import build
+from megatron.trainer.train.job import Job
+from megatron.trainer.train.pretrain import pretrain
+from megatron.trainer.train.step_feature import Schedule, StepFeature
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import run_in_fork
 

@@ -14,7 +14,7 @@ from copus_ext.goodput.state import ControllerState
 from copus_ext.goodput.step_records import usual_step_s
 from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 HERE, THERE = "tp1.pp1.dp2", "tp1.pp2.dp1"
 

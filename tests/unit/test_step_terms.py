@@ -21,7 +21,7 @@ from copus_ext.cost_model.step import end_of_step, stage_work, step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import steps_of
 from copus_ext.planner.space import points_of, to_config_batch
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 MODEL, C = PRESETS["llama-2-13b"], Constants()
 

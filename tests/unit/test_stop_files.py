@@ -15,10 +15,10 @@ from copus_ext.launch.options import read_options
 from copus_ext.launch.restart_policy import AGAIN
 from copus_ext.launch.slurm_job import SIGNAL_LEAD, SlurmWatch
 from copus_ext.launch.supervisor import LeaderNode, StopSignals
-from megatron.training.common import control
-from megatron.training.common.control import LOCK_FILE, SIGNALLED, STOP_FILE, TIME_LIMIT, write_stop
-from megatron.training.common.errors import UsageError
-from megatron.training.resilience.lock import Lock
+from megatron.trainer.common import control
+from megatron.trainer.common.control import LOCK_FILE, SIGNALLED, STOP_FILE, TIME_LIMIT, write_stop
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.resilience.lock import Lock
 from tests.unit.test_slurm import TASK
 
 ROOT = Path(__file__).parents[2]

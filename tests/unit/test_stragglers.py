@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.training.common.trace import Trace
-from megatron.training.distributed.stragglers import WINDOW, RankTimes, StepClock, slow_ranks
+from megatron.trainer.common.trace import Trace
+from megatron.trainer.distributed.stragglers import WINDOW, RankTimes, StepClock, slow_ranks
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,11 @@ from copus_ext.launch.restart_policy import progress_of
 from copus_ext.launch.supervisor import StopSignals, failure_of, next_number
 from copus_ext.launch.workers import _failure, end_launch
 from copus_ext.reshard.relaunch import LAUNCH_VARIABLE
-from megatron.training.common.control import STOP_FILE, SUPERVISOR_VARIABLE
-from megatron.training.common.errors import UsageError
-from megatron.training.common.program import running_as
-from megatron.training.config.layout import Layout
-from megatron.training.logging.tracker import Tracker
+from megatron.trainer.common.control import STOP_FILE, SUPERVISOR_VARIABLE
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.program import running_as
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.logging.tracker import Tracker
 from tests.unit.test_slurm import TASK
 
 

@@ -22,8 +22,8 @@ from copus_ext.monitor.run_files import RunHistory, RunReader
 from copus_ext.monitor.run_status import read_status
 from copus_ext.monitor.terminal import screen
 from copus_ext.monitor.time_saved import Segment, segments_of, so_far, time_saved
-from megatron.training.logging.log_line import StepReport
-from megatron.training.logging.tracker import Tracker
+from megatron.trainer.logging.log_line import StepReport
+from megatron.trainer.logging.tracker import Tracker
 from tests.helpers.recorded import noise, row, situation
 
 LAYOUT, LENGTH = "tp1.pp1.dp2", 128

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-from megatron.training.common.errors import UsageError
-from megatron.training.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from tests.helpers.tokenizer_files import CODE, PROSE, flags_of
 
 pytestmark = pytest.mark.unit

@@ -10,11 +10,11 @@ import numpy
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training.common.errors import UsageError
-from megatron.training.config import DataConfig
-from megatron.training.data.datasets import build_datasets
-from megatron.training.data.preprocess import Job, preprocess
-from megatron.training.data.tokenizer import NO_EOD, build_tokenizer, require_eod, tokens_line
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config import DataConfig
+from megatron.trainer.data.datasets import build_datasets
+from megatron.trainer.data.preprocess import Job, preprocess
+from megatron.trainer.data.tokenizer import NO_EOD, build_tokenizer, require_eod, tokens_line
 from tests.helpers.tokenizer_files import (
     HUGGING_FACE,
     PROSE,

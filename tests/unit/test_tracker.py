@@ -22,11 +22,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.common.file_limits import STALL_VARIABLE, refuse_while_stuck
-from megatron.training.config import LoggingConfig
-from megatron.training.logging import metrics
-from megatron.training.logging.log_line import StepReport
-from megatron.training.logging.metrics import (
+from megatron.trainer.common.file_limits import STALL_VARIABLE, refuse_while_stuck
+from megatron.trainer.config import LoggingConfig
+from megatron.trainer.logging import metrics
+from megatron.trainer.logging.log_line import StepReport
+from megatron.trainer.logging.metrics import (
     METRICS_FILE,
     decode,
     encode,
@@ -34,8 +34,8 @@ from megatron.training.logging.metrics import (
     previous_launches,
     read_metrics,
 )
-from megatron.training.logging.sinks import TensorBoardSink, open_sinks
-from megatron.training.logging.tracker import NullTracker, Tracker, step_scalars
+from megatron.trainer.logging.sinks import TensorBoardSink, open_sinks
+from megatron.trainer.logging.tracker import NullTracker, Tracker, step_scalars
 
 NOW = datetime(2025, 3, 4, 5, 6, 7, tzinfo=timezone.utc)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, Incomplete, ReshardPlan, make_plan
-from megatron.training.distributed.sharding import Box, Record, flat_to_rects
+from megatron.trainer.distributed.sharding import Box, Record, flat_to_rects
 
 Ownership = list[list[Record]]
 

@@ -16,7 +16,7 @@ def test_flags_and_variables_are_known() -> None:
     sources = [*(ROOT / "copus_ext/commands").glob("*.py"), ROOT / "copus_ext/launch/options.py"]
     sources += [
         *(ROOT / "scripts/slurm").iterdir(),
-        ROOT / "megatron/training/resilience/watchdog.py",
+        ROOT / "megatron/trainer/resilience/watchdog.py",
     ]
     sources += [ROOT / "copus_ext/launch/slurm_job.py", ROOT / "copus_ext/planner/request.py"]
     text = "".join(path.read_text() for path in sources)

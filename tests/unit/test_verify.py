@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from copus_ext.reshard import verify
 from copus_ext.reshard.saved_state import _alone, adam_steps
 from copus_ext.reshard.verify import Mismatch, checked_keys, compare, local_sums, sums_of
-from megatron.training.common.device import use_device
-from megatron.training.distributed.sharding import Record, records_of_block
-from megatron.training.model.shards import KINDS, Shards
+from megatron.trainer.common.device import use_device
+from megatron.trainer.distributed.sharding import Record, records_of_block
+from megatron.trainer.model.shards import KINDS, Shards
 
 State = dict[str, dict[str, torch.Tensor]]
 """By tensor and kind."""

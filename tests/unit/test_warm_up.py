@@ -9,10 +9,10 @@ import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from copus_ext.goodput.lr_scaling import Ramp, RateRules
-from megatron.training.common.step_settings import StepSettings, set_rates
-from megatron.training.common.train_state import TrainState
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.lengths import warmup_note
+from megatron.trainer.common.step_settings import StepSettings, set_rates
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.lengths import warmup_note
 from tests.helpers.jobs import TINY
 
 

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from megatron.training.common.control import HEARTBEATS, STACKS
-from megatron.training.common.errors import UsageError
-from megatron.training.resilience import watchdog
-from megatron.training.resilience.lock import process_start
-from megatron.training.resilience.watchdog import EXIT_CODE, Watchdog, WatchdogLimits
+from megatron.trainer.common.control import HEARTBEATS, STACKS
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.resilience import watchdog
+from megatron.trainer.resilience.lock import process_start
+from megatron.trainer.resilience.watchdog import EXIT_CODE, Watchdog, WatchdogLimits
 
 HANG = """
 import subprocess, sys, time
 from pathlib import Path
-from megatron.training.resilience.watchdog import WatchdogLimits, Watchdog
+from megatron.trainer.resilience.watchdog import WatchdogLimits, Watchdog
 def stuck():
     time.sleep(1000)
 notes = lambda kind, **fields: print(kind, fields[kind], flush=True)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from megatron.training.resilience.env_checks import SUPPORTED_CORE
+from megatron.trainer.resilience.env_checks import SUPPORTED_CORE
 from tests.helpers.launch import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

@@ -1,6 +1,6 @@
 """Published rules for the batch, to compare with."""
 
-from megatron.training.common.extras import Extra
+from megatron.trainer.common.extras import Extra
 
 EXTRA = Extra(
     title="published policies",

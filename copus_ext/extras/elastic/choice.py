@@ -15,12 +15,12 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.launch.layout_fit import NoFit, layouts_for
 from copus_ext.reshard.relaunch import Request, merged, value_of, without_start
-from megatron.training.common import optional
-from megatron.training.common.errors import UsageError
-from megatron.training.common.extras import as_given
-from megatron.training.config import Config
-from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.config.layout import Layout
+from megatron.trainer.common import optional
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.extras import as_given
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.trainer.config.layout import Layout
 
 BATCH_CHANGE = 0.02
 """Share by which the batch may move for a faster layout; more only where nothing else is legal.

@@ -21,13 +21,13 @@ from copus_ext.extras.elastic.messages import Generation
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.saved_state import adam_steps, scaler_state
-from megatron.training.checkpoint.save import common_state
-from megatron.training.common.collectives import broadcast_from_rank0, first_problem
-from megatron.training.config.layout import Layout
-from megatron.training.config.model_shape import ModelShape
-from megatron.training.distributed.sharding import Record
-from megatron.training.model.shards import KINDS, Shards, local_shards
-from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.trainer.checkpoint.save import common_state
+from megatron.trainer.common.collectives import broadcast_from_rank0, first_problem
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.model_shape import ModelShape
+from megatron.trainer.distributed.sharding import Record
+from megatron.trainer.model.shards import KINDS, Shards, local_shards
+from megatron.trainer.train.callbacks import Callback, CallbackContext
 
 logger = logging.getLogger(__name__)
 

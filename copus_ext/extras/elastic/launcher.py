@@ -12,7 +12,7 @@ from copus_ext.extras.elastic.environment import (
     RESIZE_VARIABLE,
 )
 from copus_ext.launch.launchers import Launcher, Runner
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 
 _MAX_COPY_INTERVAL = 1 << 20
 

@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from copus_ext.extras.elastic.messages import FROM_LAUNCHER, Generation, JsonSocket, Member
-from megatron.training.common.control import GENERATION_VARIABLE
-from megatron.training.common.device import use_own_gpu
-from megatron.training.common.errors import Relaunch
-from megatron.training.distributed.process_groups import destroy_broken_world, destroy_groups
-from megatron.training.resilience.watchdog import exit_immediately
+from megatron.trainer.common.control import GENERATION_VARIABLE
+from megatron.trainer.common.device import use_own_gpu
+from megatron.trainer.common.errors import Relaunch
+from megatron.trainer.distributed.process_groups import destroy_broken_world, destroy_groups
+from megatron.trainer.resilience.watchdog import exit_immediately
 
 FIRST_S = 600.0
 """Seconds to wait for the first generation: all nodes have to come."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from copus_ext.launch.rendezvous import MAX_LOCAL_RANKS, MAX_NODES
 from copus_ext.reshard.checked import MAX_NUMBER, check_fields, check_number, check_text, shown
-from megatron.training.common.outside import parse_json
+from megatron.trainer.common.outside import parse_json
 
 Kind = Literal["start", "loss", "join", "resize"]
 _READ_BYTES = 1 << 16

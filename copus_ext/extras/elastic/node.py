@@ -37,8 +37,8 @@ from copus_ext.extras.elastic.resize import (
 from copus_ext.launch import workers
 from copus_ext.launch.failure import Failure
 from copus_ext.launch.workers import FENCED, RELEASED, Launch
-from megatron.training.common.program import tell
-from megatron.training.resilience.env_checks import no_collection
+from megatron.trainer.common.program import tell
+from megatron.trainer.resilience.env_checks import no_collection
 
 SILENCE_S = 5.0
 """A launcher that is silent for so long is lost."""

@@ -25,8 +25,8 @@ from copus_ext.launch.listen import LOOPBACK, listen_at
 from copus_ext.launch.rendezvous import MAX_LOCAL_RANKS, MAX_NODES
 from copus_ext.launch.workers import Launch
 from copus_ext.reshard.checked import JsonRecord, check_number, check_text, read_value
-from megatron.training.checkpoint.files import write_atomically
-from megatron.training.common.program import tell
+from megatron.trainer.checkpoint.files import write_atomically
+from megatron.trainer.common.program import tell
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""

@@ -17,7 +17,7 @@ from copus_ext.extras.elastic.environment import PIPE_VARIABLE
 from copus_ext.extras.elastic.messages import FROM_RANK, JsonSocket, Member
 from copus_ext.launch.failure import Failure, error_line, traceback_end
 from copus_ext.launch.workers import Launch
-from megatron.training.common.outside import parse_json
+from megatron.trainer.common.outside import parse_json
 
 
 @dataclass

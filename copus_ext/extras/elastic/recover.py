@@ -15,13 +15,13 @@ from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.plan import make_plan
 from copus_ext.reshard.saved_state import masters_to_weights, restore_counts, share_weights
 from copus_ext.reshard.transfer import Transfer
-from megatron.training.checkpoint.load import Stored, stored_of
-from megatron.training.common.collectives import all_gather_object
-from megatron.training.config import Config
-from megatron.training.config.layout import Layout
-from megatron.training.config.model_shape import ModelShape
-from megatron.training.distributed.sharding import Record
-from megatron.training.model.shards import Shards, local_shards
+from megatron.trainer.checkpoint.load import Stored, stored_of
+from megatron.trainer.common.collectives import all_gather_object
+from megatron.trainer.config import Config
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.model_shape import ModelShape
+from megatron.trainer.distributed.sharding import Record
+from megatron.trainer.model.shards import Shards, local_shards
 
 _MESSAGE_S = 60.0
 _PLACE = Path("memory of the ranks")

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from copus_ext.extras.elastic.environment import RESIZE_VARIABLE
 from copus_ext.extras.elastic.messages import Generation, Member
-from megatron.training.common.control import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE, text_of
-from megatron.training.common.program import tell
+from megatron.trainer.common.control import LAUNCH_VARIABLE, SUPERVISOR_VARIABLE, text_of
+from megatron.trainer.common.program import tell
 
 RANKS_FILE = Path("control") / "ranks"
 """The number of ranks that the run should have. Whoever runs the job writes it."""

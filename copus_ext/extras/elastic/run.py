@@ -30,11 +30,11 @@ from copus_ext.extras.elastic.recover import find, stored_in_memory
 from copus_ext.launch.launchers import Start, Train
 from copus_ext.launch.layout_fit import LayoutFit, NoFit
 from copus_ext.reshard.relaunch import LAUNCH_VARIABLE, report_exit, resumed, value_of
-from megatron.training.checkpoint.load import read_arguments
-from megatron.training.common.collectives import all_gather_object, broadcast_from_rank0
-from megatron.training.common.errors import Relaunch, TrainingFailure, UsageError
-from megatron.training.resilience.exit_status import RunOutcome
-from megatron.training.resilience.watchdog import exit_immediately
+from megatron.trainer.checkpoint.load import read_arguments
+from megatron.trainer.common.collectives import all_gather_object, broadcast_from_rank0
+from megatron.trainer.common.errors import Relaunch, TrainingFailure, UsageError
+from megatron.trainer.resilience.exit_status import RunOutcome
+from megatron.trainer.resilience.watchdog import exit_immediately
 
 _MAX_FRUITLESS = 5
 """So many generations in a row may end before a copy of the state was begun."""
@@ -54,7 +54,7 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         # Between generations; the supervisor has also written the file that asks to stop.
         signal.signal(number, lambda number, frame: None)
-    importlib.import_module("megatron.training.train.pretrain")  # before this rank is ready
+    importlib.import_module("megatron.trainer.train.pretrain")  # before this rank is ready
     gc.collect()
     gc.freeze()  # what imports have made; taking down a world collects
     membership.ready()

@@ -1,5 +1,5 @@
 """Stages as a graph, for models with branches."""
 
-from megatron.training.common.extras import Extra
+from megatron.trainer.common.extras import Extra
 
 EXTRA = Extra(title="stages as a graph", commands={"plan-graph": "plan"})

@@ -27,7 +27,7 @@ from copus_ext.cost_model.spec_file import SpecError, read_json
 from copus_ext.extras.graph_stages.search import GIB, GraphPartition, GraphProblem
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.space import points_of, to_config_batch
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 SCHEMA = "copus.graph/1"
 _OF_NODE = ("forward_s", "backward_s", "parameters", "static_bytes", "saved_bytes")

@@ -23,13 +23,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.training.config import Config
-from megatron.training.distributed.process_groups import random_seed_at, seed_build
-from megatron.training.model.attention import SdpaAttention
-from megatron.training.model.chunked_logits import ChunkedLogitsGPT
-from megatron.training.model.gpt import core_config, layer_spec
-from megatron.training.model.init import InitialWeights
-from megatron.training.model.norm import Norm
+from megatron.trainer.config import Config
+from megatron.trainer.distributed.process_groups import random_seed_at, seed_build
+from megatron.trainer.model.attention import SdpaAttention
+from megatron.trainer.model.chunked_logits import ChunkedLogitsGPT
+from megatron.trainer.model.gpt import core_config, layer_spec
+from megatron.trainer.model.init import InitialWeights
+from megatron.trainer.model.norm import Norm
 
 Batch = dict[str, torch.Tensor]
 DECODER = "decoder"

@@ -25,20 +25,20 @@ from copus_ext.extras.graph_stages.link import GraphLink
 from copus_ext.extras.graph_stages.model import Batch, Branch, BranchedShape, build_nodes
 from copus_ext.extras.graph_stages.schedule import GraphSchedule
 from copus_ext.extras.graph_stages.stage_graph import StageGraph
-from megatron.training.checkpoint.resume import merge_resume_config
-from megatron.training.common.device import Device, use_device
-from megatron.training.common.errors import UsageError
-from megatron.training.common.outside import parse_json
-from megatron.training.config import Config
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.distributed.process_groups import (
+from megatron.trainer.checkpoint.resume import merge_resume_config
+from megatron.trainer.common.device import Device, use_device
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.distributed.process_groups import (
     build_groups,
     destroy_groups,
     init_distributed,
     random_seed_at,
 )
-from megatron.training.model.gpt import parameter_dtype
+from megatron.trainer.model.gpt import parameter_dtype
 
 VOCAB_SIZE = 256
 """Every byte is a token."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.training.common.errors import UsageError
-from megatron.training.config.layout import Layout
-from megatron.training.extras.phases.flags import flags_of
-from megatron.training.extras.phases.schedule import has_lengths
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.extras.phases.flags import flags_of
+from megatron.trainer.extras.phases.schedule import has_lengths
 
 if TYPE_CHECKING:
     from copus_ext.controller.callback import Controller
     from copus_ext.controller.flags import CopusConfig
-    from megatron.training.config import Config
-    from megatron.training.train.callbacks import Callback
+    from megatron.trainer.config import Config
+    from megatron.trainer.train.callbacks import Callback
 
 
 def callbacks(config: Config, controller: Controller | None) -> list[Callback]:

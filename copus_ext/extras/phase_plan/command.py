@@ -27,10 +27,10 @@ from copus_ext.commands.plan import (
     write_output,
 )
 from copus_ext.planner.request import UsageProblem, length_line, megatron_flag
-from megatron.training.common.errors import UsageError, counted
-from megatron.training.common.program import program_name, tell
-from megatron.training.config.batch_schedule import make_schedule
-from megatron.training.extras.phases.schedule import parse_lengths
+from megatron.trainer.common.errors import UsageError, counted
+from megatron.trainer.common.program import program_name, tell
+from megatron.trainer.config.batch_schedule import make_schedule
+from megatron.trainer.extras.phases.schedule import parse_lengths
 
 _SCRIPT = "plan-phases"
 SCHEMA = "copus.phases/1"

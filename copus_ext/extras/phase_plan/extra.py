@@ -1,6 +1,6 @@
 """Layouts of a run whose samples or batches grow: planned ahead, and taken."""
 
-from megatron.training.common.extras import Extra
+from megatron.trainer.common.extras import Extra
 
 EXTRA = Extra(
     title="plans of runs that grow",

@@ -13,16 +13,16 @@ from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManage
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.goodput.state import ControllerState
 from copus_ext.reshard.phases import ReshardResult
-from megatron.training.common.errors import UsageError
-from megatron.training.common.step_settings import Request
-from megatron.training.config.layout import Layout
-from megatron.training.extras.phases.flags import flags_of, phase_of
-from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.step_settings import Request
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.extras.phases.flags import flags_of, phase_of
+from megatron.trainer.train.callbacks import Callback, CallbackContext
 
 if TYPE_CHECKING:
     from copus_ext.controller.callback import Controller
-    from megatron.training.config import Config
-    from megatron.training.train.job import Job
+    from megatron.trainer.config import Config
+    from megatron.trainer.train.job import Job
 
 
 class _EventLog(DecisionLog):
@@ -113,7 +113,7 @@ class PhaseLayouts(Callback):
         Raises:
             TrainingFailure: on every rank, if it failed and the old layout cannot cut the batch.
         """
-        from megatron.training.extras.phases.feature import check_batch
+        from megatron.trainer.extras.phases.feature import check_batch
 
         assert request.move is not None
         self._events.job = job

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from copus_ext.reshard.relaunch import Request, ScheduleFlags, number_of, value_of, without_flags
-from megatron.training.common.errors import UsageError
-from megatron.training.config.layout import Layout
-from megatron.training.extras.phases.schedule import Position, parse_positions, planned_starts
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.extras.phases.schedule import Position, parse_positions, planned_starts
 
 _LENGTHS = "--seq-length-schedule"
 _MICROS, _LAYOUTS = "--micro-batch-size-schedule", "--layout-schedule"

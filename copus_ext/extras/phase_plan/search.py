@@ -17,10 +17,10 @@ import numpy as np
 from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.space import LAYOUT, Candidates
-from megatron.training.common.errors import UsageError
-from megatron.training.config.batch_schedule import BatchSchedule, make_schedule
-from megatron.training.config.layout import Layout
-from megatron.training.extras.phases.schedule import parse_lengths
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.batch_schedule import BatchSchedule, make_schedule
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.extras.phases.schedule import parse_lengths
 
 _FASTEST = 8
 """Layouts of a stage that are looked at, beside those of the other stages."""

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.program import CommandParser, close_output, tell
+from megatron.trainer.common.program import CommandParser, close_output, tell
 
 NAME = "copus validate-planner"
 

@@ -34,8 +34,8 @@ from copus_ext.planner.profile import steps_of
 from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
 from copus_ext.planner.sharing import cp_comm_types_of
 from copus_ext.planner.space import points_of, to_config_batch
-from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import (
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.layout_rules import (
     ContextExchange,
     context_problems,
     expert_problems,

@@ -27,10 +27,10 @@ from copus_ext.extras.probe import session
 from copus_ext.extras.probe.findings import find, table
 from copus_ext.extras.probe.record import LinkRecord, cluster_text
 from copus_ext.extras.probe.session import Place, Settings, Silence
-from megatron.training.checkpoint.files import write_atomically
-from megatron.training.common.errors import UsageError
-from megatron.training.common.optional import require
-from megatron.training.common.program import CommandParser, other_command, tell
+from megatron.trainer.checkpoint.files import write_atomically
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.optional import require
+from megatron.trainer.common.program import CommandParser, other_command, tell
 
 _NAME = "copus probe-links"
 _SIZES = {

@@ -1,5 +1,5 @@
 """Times the links between all nodes, for the planner."""
 
-from megatron.training.common.extras import Extra
+from megatron.trainer.common.extras import Extra
 
 EXTRA = Extra(title="probe of links", commands={"probe-links": "command"})

@@ -17,9 +17,9 @@ import numpy as np
 from copus_ext.cost_model.cluster_spec import ClusterSpec, Links
 from copus_ext.extras.probe.findings import find, usual
 from copus_ext.extras.probe.link_fit import Timed, duplex, least
-from megatron.training.checkpoint.files import read_text, write_atomically
-from megatron.training.common.errors import UsageError
-from megatron.training.common.outside import parse_json
+from megatron.trainer.checkpoint.files import read_text, write_atomically
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.outside import parse_json
 
 Pair = tuple[int, int]
 """Two nodes, the lower number first."""

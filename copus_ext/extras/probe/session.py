@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from copus_ext.extras.probe import pair as link
 from copus_ext.extras.probe.link_fit import Timed, one_way
 from copus_ext.extras.probe.record import LinkRecord, Pair
-from megatron.training.common.errors import UsageError
-from megatron.training.common.outside import parse_json
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.outside import parse_json
 
 _POLL_S = 0.02
 _MARGIN_S = 10.0

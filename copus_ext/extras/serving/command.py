@@ -19,10 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.errors import Refused, UsageError
-from megatron.training.common.optional import require
-from megatron.training.common.program import json_failure, run_command, tell
-from megatron.training.config.arguments import Parser
+from megatron.trainer.common.errors import Refused, UsageError
+from megatron.trainer.common.optional import require
+from megatron.trainer.common.program import json_failure, run_command, tell
+from megatron.trainer.config.arguments import Parser
 
 _NAME = "copus plan-serving"
 _BITS = (3, 4, 8, 16)
@@ -143,7 +143,7 @@ def described(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def source_of(args: argparse.Namespace) -> Any:
-    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
+    from megatron.trainer.resilience.env_checks import check_environment, set_process_defaults
 
     set_process_defaults()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

@@ -21,11 +21,11 @@ from copus_ext.extras.serving.quantise import (
     quantise,
     unpack,
 )
-from megatron.training.checkpoint.convert.archive import open_archive
-from megatron.training.checkpoint.convert.target import DTYPES, Changes
-from megatron.training.checkpoint.convert.writing import Piece, staged
-from megatron.training.common.errors import UsageError, VerificationFailed
-from megatron.training.extras.huggingface.exchange import (
+from megatron.trainer.checkpoint.convert.archive import open_archive
+from megatron.trainer.checkpoint.convert.target import DTYPES, Changes
+from megatron.trainer.checkpoint.convert.writing import Piece, staged
+from megatron.trainer.common.errors import UsageError, VerificationFailed
+from megatron.trainer.extras.huggingface.exchange import (
     IN_LAYER,
     TOP,
     Export,
@@ -33,8 +33,8 @@ from megatron.training.extras.huggingface.exchange import (
     join,
     write_config,
 )
-from megatron.training.extras.huggingface.safetensors_files import SafetensorsFolder, write_folder
-from megatron.training.train.generate import OpenedModel
+from megatron.trainer.extras.huggingface.safetensors_files import SafetensorsFolder, write_folder
+from megatron.trainer.train.generate import OpenedModel
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+_proj)\.weight")
 _SHARD_BYTES = 5_000_000_000

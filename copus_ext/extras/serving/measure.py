@@ -10,7 +10,7 @@ import torch
 from copus_ext.extras.serving.held_out import HeldOut, Losses
 from copus_ext.extras.serving.quantise import check_group_size, quantise
 from copus_ext.extras.serving.sensitivity import Sensitivity
-from megatron.training.model.gpt import Model
+from megatron.trainer.model.gpt import Model
 
 
 def matrices_of(model: Model, layer: int) -> dict[str, torch.nn.Parameter]:

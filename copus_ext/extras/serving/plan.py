@@ -11,7 +11,7 @@ from typing import Any
 from copus_ext.extras.serving.costs import ServingCosts, micro_batches
 from copus_ext.extras.serving.problem import TOLERANCE, ServingProblem
 from copus_ext.extras.serving.search import Found, find_best
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 
 SCHEMA = "copus-serving-plan/1"
 APPLIED = (4, 8, 16)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 
 _WORD = 32
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.errors import UsageError
-from megatron.training.common.outside import parse_json
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.outside import parse_json
 
 SCHEMA = "copus-serving-sensitivity/1"
 FILE = "serving_sensitivity.json"

@@ -16,12 +16,12 @@ from copus_ext.extras.serving.export import load_written, written
 from copus_ext.extras.serving.held_out import HeldOut, Text
 from copus_ext.extras.serving.measure import measure
 from copus_ext.extras.serving.sensitivity import FILE, Sensitivity
-from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert.archive import Archive, open_archive
-from megatron.training.checkpoint.convert.formats import format_of
-from megatron.training.common.errors import UsageError, VerificationFailed
-from megatron.training.config.arguments import parse_args, with_checkpoint_args
-from megatron.training.train.generate import OpenedModel, open_model
+from megatron.trainer.checkpoint import files
+from megatron.trainer.checkpoint.convert.archive import Archive, open_archive
+from megatron.trainer.checkpoint.convert.formats import format_of
+from megatron.trainer.common.errors import UsageError, VerificationFailed
+from megatron.trainer.config.arguments import parse_args, with_checkpoint_args
+from megatron.trainer.train.generate import OpenedModel, open_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.errors import UsageError
-from megatron.training.common.program import run_command
-from megatron.training.config.arguments import Parser
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.program import run_command
+from megatron.trainer.config.arguments import Parser
 
 _NAME = "copus simulate"
 _MAX_SEEDS = 10_000

@@ -22,7 +22,7 @@ from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS, ControllerState, config_key
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 _TIMED = WARM_UP_STEPS + MIN_TIMED_STEPS
 

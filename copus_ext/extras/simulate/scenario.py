@@ -31,7 +31,7 @@ from copus_ext.goodput.costs import Machine
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from copus_ext.reshard.pause import PausePredictor, predictor_of, shape_for
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 _DATA = Path(__file__).parent / "data"
 PROGRESS, NOISY_QUADRATIC = "progress", "noisy_quadratic"

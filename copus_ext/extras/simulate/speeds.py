@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.search import Planner
-from megatron.training.common.errors import Refused
-from megatron.training.config.layout import Layout
+from megatron.trainer.common.errors import Refused
+from megatron.trainer.config.layout import Layout
 
 Key = tuple[Layout, int]
 PROFILED_SD = 0.03

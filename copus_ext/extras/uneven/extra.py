@@ -1,6 +1,6 @@
 """Clusters whose nodes or links differ: which node goes where, and which layers it has."""
 
-from megatron.training.common.extras import Extra
+from megatron.trainer.common.extras import Extra
 
 EXTRA = Extra(
     title="uneven clusters",

@@ -19,7 +19,7 @@ from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import EndOfStep
 from copus_ext.planner.partition import bound
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 Array = NDArray[np.float64]
 Orders = NDArray[np.int64]

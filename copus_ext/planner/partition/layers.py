@@ -25,7 +25,7 @@ from copus_ext.planner.partition.search import MAX_PARTITIONS, MAX_WORK, search
 from copus_ext.planner.plan import Plan
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_config_batch
-from megatron.training.config.layer_partition import text_of_partition
+from megatron.trainer.config.layer_partition import text_of_partition
 
 GIB = 2.0**30
 _ALL_WORK = 2e9

@@ -16,7 +16,7 @@ from copus_ext.gns.observer import CONTROL, NoiseObserver, NoiseScale
 from copus_ext.goodput import constraints
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.policies import TARGETS, scheduled_batch, snap, target_batch
-from megatron.training.common.extras import extras
+from megatron.trainer.common.extras import extras
 from tests.helpers.recorded import row, shipped_rules
 from tests.unit.test_decide import GRID, follow, noise, situation
 from tests.unit.test_paper_policy import inputs, only_noise, takes_the_estimate

@@ -34,11 +34,11 @@ from copus_ext.extras.elastic.resize import RANKS_FILE
 from copus_ext.goodput.state import ControllerState
 from copus_ext.launch.layout_fit import layouts_for
 from copus_ext.reshard import change
-from megatron.training.checkpoint.save import Checkpointer
-from megatron.training.common.step_settings import Request
-from megatron.training.config.layout import Layout
-from megatron.training.train import loop, step
-from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.trainer.checkpoint.save import Checkpointer
+from megatron.trainer.common.step_settings import Request
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.train import loop, step
+from megatron.trainer.train.callbacks import Callback, CallbackContext
 
 _PLAN = Path(os.environ["COPUS_KILL_PLAN"])
 _GIVEN = json.loads(_PLAN.read_text())

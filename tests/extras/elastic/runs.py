@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.logging.metrics import read_metrics
 from tests.helpers import processes
 from tests.helpers.launch import ROOT, free_port
 

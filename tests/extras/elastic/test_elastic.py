@@ -38,19 +38,19 @@ from copus_ext.extras.elastic.resize import RANKS_FILE, ask_cluster, ranks_asked
 from copus_ext.launch.launchers import Start
 from copus_ext.launch.options import read_options
 from copus_ext.launch.workers import RELEASED, Launch
-from megatron.training.common.control import (
+from megatron.trainer.common.control import (
     GENERATION_VARIABLE,
     LAUNCH_VARIABLE,
     LOCK_FILE,
 )
-from megatron.training.common.errors import UsageError
-from megatron.training.common.train_state import TrainState
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.distributed.sharding import Record
-from megatron.training.model.shards import KINDS, Shards
-from megatron.training.resilience.exit_status import RunOutcome
-from megatron.training.resilience.lock import Holder, Lock
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.distributed.sharding import Record
+from megatron.trainer.model.shards import KINDS, Shards
+from megatron.trainer.resilience.exit_status import RunOutcome
+from megatron.trainer.resilience.lock import Holder, Lock
 from tests.helpers.jobs import TINY
 
 
@@ -537,11 +537,9 @@ def test_the_time_limit_counts_from_the_start_of_the_process(
         return RunOutcome(state=TrainState(), run_dir=tmp_path, layout=config.layout, save=None)
 
     monkeypatch.setattr("copus_ext.extras.elastic.run.run_elastic", generations)
-    monkeypatch.setattr(
-        "megatron.training.resilience.env_checks.set_process_defaults", lambda: None
-    )
+    monkeypatch.setattr("megatron.trainer.resilience.env_checks.set_process_defaults", lambda: None)
     for name, value in (("_run", run), ("init_distributed", lambda *_, **__: None)):
-        monkeypatch.setattr(f"megatron.training.train.pretrain.{name}", value)
+        monkeypatch.setattr(f"megatron.trainer.train.pretrain.{name}", value)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, {"RANK": "0", "WORLD_SIZE": "1"}.get(name, ""))

@@ -24,11 +24,11 @@ from copus_ext.reshard import transfer
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.plan import make_plan
 from copus_ext.reshard.transfer import Transfer
-from megatron.training.common.errors import UsageError
-from megatron.training.config.layout import Layout
-from megatron.training.config.model_shape import ModelShape
-from megatron.training.distributed.sharding import Record
-from megatron.training.model.shards import KINDS, Shards
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.model_shape import ModelShape
+from megatron.trainer.distributed.sharding import Record
+from megatron.trainer.model.shards import KINDS, Shards
 
 SHAPE = ModelShape(
     num_layers=2,

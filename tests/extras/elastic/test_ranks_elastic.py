@@ -21,8 +21,8 @@ import pytest
 
 from copus_ext.extras.elastic.environment import RESIZE_VARIABLE
 from copus_ext.extras.elastic.resize import RANKS_FILE
-from megatron.training.common.control import write_stop
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.common.control import write_stop
+from megatron.trainer.logging.metrics import read_metrics
 from tests.extras.elastic.runs import MODEL, account, start, start_node, wait
 from tests.helpers import processes
 from tests.helpers.launch import ROOT, run_ranks

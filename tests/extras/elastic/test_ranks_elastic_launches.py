@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed.test_save_processes import (
     HARM,
     check,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from tests.helpers.jobs import run
 
 if TYPE_CHECKING:
-    from megatron.training.train.callbacks import CallbackContext
+    from megatron.trainer.train.callbacks import CallbackContext
 
 
 def failing() -> Any:
     """A callback that makes the third backward pass fail in its middle."""
-    from megatron.training.train.callbacks import Callback
+    from megatron.trainer.train.callbacks import Callback
 
     class Failing(Callback):
         model: weakref.ref[Any] | None = None

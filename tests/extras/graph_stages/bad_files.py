@@ -10,8 +10,8 @@ from pathlib import Path
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.extras.graph_stages.graph_file import read_graph
 from copus_ext.extras.graph_stages.train import shape_of_json, stages_of_plan
-from megatron.training.common.errors import UsageError
-from megatron.training.common.outside import parse_json
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.outside import parse_json
 from tests.helpers import spoil
 
 

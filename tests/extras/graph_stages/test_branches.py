@@ -10,7 +10,7 @@ import torch
 from copus_ext.extras.graph_stages.model import Branch, BranchedShape
 from copus_ext.extras.graph_stages.stage_graph import check_series_parallel
 from copus_ext.extras.graph_stages.train import TextWindows, main, shape_of_json
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 
 IMAGE = Branch(name="image", num_layers=4, seq_length=8, nodes=2, merged=4)
 WORDS = Branch(name="words", num_layers=2, seq_length=6, reads="tokens")

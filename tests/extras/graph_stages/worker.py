@@ -24,8 +24,8 @@ def main(output: Path) -> Any:
     import torch.distributed as dist
 
     from copus_ext.extras.graph_stages.train import whole_nodes
-    from megatron.training.common.device import use_device
-    from megatron.training.distributed.process_groups import destroy_groups
+    from megatron.trainer.common.device import use_device
+    from megatron.trainer.distributed.process_groups import destroy_groups
 
     shape, _ = model([])
     alone = {"one rank": [list(shape.nodes)]}

@@ -39,19 +39,19 @@ from copus_ext.planner.space import (
     points_of,
     to_config_batch,
 )
-from megatron.training.checkpoint.resume import merge_resume_config
-from megatron.training.common.device import Device, use_device
-from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.data.dataloader import BatchReader
-from megatron.training.data.sampler import micro_batch_indices
-from megatron.training.distributed.process_groups import destroy_groups
-from megatron.training.extras.group_clip.clip import GroupClip, scale_of
-from megatron.training.extras.group_clip.flags import limit_of
-from megatron.training.model.gpt import Model, build_model
-from megatron.training.train.build import groups_of
-from megatron.training.train.step_feature import build_features
+from megatron.trainer.checkpoint.resume import merge_resume_config
+from megatron.trainer.common.device import Device, use_device
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.data.dataloader import BatchReader
+from megatron.trainer.data.sampler import micro_batch_indices
+from megatron.trainer.distributed.process_groups import destroy_groups
+from megatron.trainer.extras.group_clip.clip import GroupClip, scale_of
+from megatron.trainer.extras.group_clip.flags import limit_of
+from megatron.trainer.model.gpt import Model, build_model
+from megatron.trainer.train.build import groups_of
+from megatron.trainer.train.step_feature import build_features
 from tests.helpers.examples import names_a_way_on
 from tests.helpers.jobs import FURTHER, LATENT, TINY, TINY_GPT2
 

@@ -45,8 +45,8 @@ def main(output: Path) -> Any:
     import torch.distributed as dist
 
     from copus_ext.gns.hooks import CONTROL_SET, GROUPS, measured_parameters
-    from megatron.training.train import build
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train import build
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Look(Callback):
         """Sees the reduced gradient of every step, and the norms of its groups in order."""

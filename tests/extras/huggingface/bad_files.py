@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.training.checkpoint.convert.writing import Piece
-from megatron.training.common.errors import Refused
-from megatron.training.extras.huggingface import config_json, exchange
-from megatron.training.extras.huggingface.safetensors_files import (
+from megatron.trainer.checkpoint.convert.writing import Piece
+from megatron.trainer.common.errors import Refused
+from megatron.trainer.extras.huggingface import config_json, exchange
+from megatron.trainer.extras.huggingface.safetensors_files import (
     INDEX,
     SafetensorsFolder,
     write_folder,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from copus_ext.commands import convert_checkpoint
-from megatron.training.checkpoint.convert.target import Changes
-from megatron.training.common.errors import Refused
-from megatron.training.extras.huggingface import config_json, exchange, experts
+from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.common.errors import Refused
+from megatron.trainer.extras.huggingface import config_json, exchange, experts
 from tests.helpers.checkpoints import MIXTURE, command, make_checkpoint
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpoint.convert.archive import open_archive
-from megatron.training.checkpoint.convert.convert import convert
-from megatron.training.checkpoint.convert.target import Changes
-from megatron.training.config.arguments import parse_args, with_checkpoint_args
-from megatron.training.extras.huggingface import exchange
+from megatron.trainer.checkpoint.convert.archive import open_archive
+from megatron.trainer.checkpoint.convert.convert import convert
+from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.config.arguments import parse_args, with_checkpoint_args
+from megatron.trainer.extras.huggingface import exchange
 from tests.helpers.checkpoints import FLAGS, make_checkpoint
 from tests.helpers.tokenizer_files import gpt2_files, hugging_face_folder, sentence_piece_file
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from copus_ext.commands import convert_checkpoint
-from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import contents
-from megatron.training.checkpoint.convert.archive import open_archive
-from megatron.training.checkpoint.convert.target import Changes
-from megatron.training.extras.huggingface import config_json, exchange
+from megatron.trainer.checkpoint import files
+from megatron.trainer.checkpoint.convert import contents
+from megatron.trainer.checkpoint.convert.archive import open_archive
+from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.extras.huggingface import config_json, exchange
 from tests.helpers.checkpoints import FLAGS, command, make_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
-from megatron.training.checkpoint.convert import writing
-from megatron.training.checkpoint.convert.formats import format_of, model_formats
-from megatron.training.checkpoint.convert.target import Changes
-from megatron.training.checkpoint.convert.writing import Piece
-from megatron.training.common.errors import Refused, UsageError
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.extras.huggingface import config_json, exchange
-from megatron.training.extras.huggingface.safetensors_files import INDEX, SafetensorsFolder
-from megatron.training.train import generate
+from megatron.trainer.checkpoint.convert import writing
+from megatron.trainer.checkpoint.convert.formats import format_of, model_formats
+from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.checkpoint.convert.writing import Piece
+from megatron.trainer.common.errors import Refused, UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.extras.huggingface import config_json, exchange
+from megatron.trainer.extras.huggingface.safetensors_files import INDEX, SafetensorsFolder
+from megatron.trainer.train import generate
 from tests.distributed.worker_features import MODELS
 from tests.helpers.checkpoints import MIXTURE, command, cut_like_ranks, index_of, make_checkpoint
 

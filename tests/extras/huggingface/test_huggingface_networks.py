@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron.training.checkpoint.convert.archive import open_archive
-from megatron.training.checkpoint.convert.target import Changes
-from megatron.training.checkpoint.save import model_state, sharding_metadata
-from megatron.training.common.device import use_device
-from megatron.training.common.errors import Refused
-from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.config.layout import Layout
-from megatron.training.config.model import ModelConfig
-from megatron.training.config.moe import MoeConfig
-from megatron.training.distributed.process_groups import build_groups, destroy_groups
-from megatron.training.extras.huggingface import config_json, exchange, experts
-from megatron.training.model.gpt import build_model
+from megatron.trainer.checkpoint.convert.archive import open_archive
+from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.checkpoint.save import model_state, sharding_metadata
+from megatron.trainer.common.device import use_device
+from megatron.trainer.common.errors import Refused
+from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.model import ModelConfig
+from megatron.trainer.config.moe import MoeConfig
+from megatron.trainer.distributed.process_groups import build_groups, destroy_groups
+from megatron.trainer.extras.huggingface import config_json, exchange, experts
+from megatron.trainer.model.gpt import build_model
 from tests.helpers.checkpoints import FLAGS, MIXTURE
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.checkpoint.convert.target import Changes
-from megatron.training.extras.huggingface import exchange
+from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.extras.huggingface import exchange
 from tests.extras.huggingface.worker import LOGITS_TP, TRAINED, VOCAB_SIZE, tokens
 from tests.helpers.on_ranks import on_ranks
 

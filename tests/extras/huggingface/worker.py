@@ -39,9 +39,9 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.training.checkpoint.convert.target import Changes
-    from megatron.training.extras.huggingface.exchange import load
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.checkpoint.convert.target import Changes
+    from megatron.trainer.extras.huggingface.exchange import load
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class WriteLogits(Callback):
         """Before the first step."""

@@ -19,19 +19,19 @@ from torch.utils.checkpoint import checkpoint
 from copus_ext.commands import plan
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
-from megatron.training.checkpoint.convert.target import problems_of
-from megatron.training.common.device import use_device
-from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.draft import Draft, Environment
-from megatron.training.config.layout import Layout
-from megatron.training.distributed.process_groups import destroy_groups
-from megatron.training.extras.kfac import precondition
-from megatron.training.extras.kfac.flags import check_kfac
-from megatron.training.extras.kfac.precondition import Factors, Kfac
-from megatron.training.model.gpt import build_model
-from megatron.training.train.build import groups_of
-from megatron.training.train.step_feature import build_features
+from megatron.trainer.checkpoint.convert.target import problems_of
+from megatron.trainer.common.device import use_device
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.draft import Draft, Environment
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.distributed.process_groups import destroy_groups
+from megatron.trainer.extras.kfac import precondition
+from megatron.trainer.extras.kfac.flags import check_kfac
+from megatron.trainer.extras.kfac.precondition import Factors, Kfac
+from megatron.trainer.model.gpt import build_model
+from megatron.trainer.train.build import groups_of
+from megatron.trainer.train.step_feature import build_features
 from tests.helpers.examples import names_a_way_on
 from tests.helpers.jobs import TINY
 

@@ -38,16 +38,16 @@ from copus_ext.planner.space import (
     points_of,
     to_config_batch,
 )
-from megatron.training.common.device import use_device
-from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.distributed.process_groups import destroy_groups
-from megatron.training.extras.kfac import planner as cost
-from megatron.training.extras.kfac.precondition import Kfac, _lower_half
-from megatron.training.model.gpt import build_model
-from megatron.training.train.build import groups_of
-from megatron.training.train.step_feature import build_features
+from megatron.trainer.common.device import use_device
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.distributed.process_groups import destroy_groups
+from megatron.trainer.extras.kfac import planner as cost
+from megatron.trainer.extras.kfac.precondition import Kfac, _lower_half
+from megatron.trainer.model.gpt import build_model
+from megatron.trainer.train.build import groups_of
+from megatron.trainer.train.step_feature import build_features
 from tests.helpers.jobs import TINY
 
 FLAGS = [*f"{TINY} --kfac --train-iters 1 --global-batch-size 16".split()]

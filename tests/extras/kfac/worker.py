@@ -49,9 +49,9 @@ def main(output: Path) -> Any:
     import torch.distributed as dist
 
     from copus_ext.extras.phase_plan.layouts import PhaseLayouts
-    from megatron.training.extras.kfac.precondition import Factors, Kfac
-    from megatron.training.train import build
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.extras.kfac.precondition import Factors, Kfac
+    from megatron.trainer.train import build
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     make, rows = build.build_features, {}
 

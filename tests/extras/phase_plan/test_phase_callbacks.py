@@ -10,8 +10,8 @@ from copus_ext.commands.pretrain import controllers
 from copus_ext.controller import rules
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.extras.phase_plan.layouts import PhaseLayouts
-from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import parse_args, resolve
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
 from tests.extras.phases.test_phases import BASE, THREE
 from tests.helpers.jobs import EIGHT
 

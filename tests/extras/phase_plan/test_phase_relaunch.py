@@ -11,12 +11,12 @@ from copus_ext.launch import layout_fit
 from copus_ext.launch.restart_policy import NextLaunch
 from copus_ext.reshard import relaunch
 from copus_ext.reshard.relaunch import lost_flags, merged
-from megatron.training.checkpoint.resume import merge_resume_config
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.config.relayout import with_layout
-from megatron.training.extras.phases.flags import flags_of, in_phase, number_at, phase_of, phases_of
-from megatron.training.extras.phases.resume import in_layout_of_phase
+from megatron.trainer.checkpoint.resume import merge_resume_config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.relayout import with_layout
+from megatron.trainer.extras.phases.flags import flags_of, in_phase, number_at, phase_of, phases_of
+from megatron.trainer.extras.phases.resume import in_layout_of_phase
 from tests.extras.phases.test_phases import stored_at
 from tests.unit.test_relaunch import BASE, asked
 from tests.unit.test_restart_policy import Case, save

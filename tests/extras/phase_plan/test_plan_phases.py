@@ -33,10 +33,10 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.extras.phases.flags import flags_of, number_at, phases_of
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.extras.phases.flags import flags_of, number_at, phases_of
 
 SHAPE = """--num-layers 4 --hidden-size 64 --num-attention-heads 8 --max-position-embeddings 1024
 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear

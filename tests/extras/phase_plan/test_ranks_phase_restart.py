@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.logging.metrics import read_metrics
+from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed import test_local_cpu
 from tests.distributed.test_local_cpu import FLAGS, WORKER, script
 from tests.helpers.jobs import steps_of

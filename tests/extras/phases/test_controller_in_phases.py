@@ -16,11 +16,11 @@ from copus_ext.controller.segments import ends_segment, flags_in_segment
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.messages import summary
 from copus_ext.goodput.state import ControllerState, config_key
-from megatron.training.common.train_state import TrainState
-from megatron.training.config import Config
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.extras.phases.flags import in_phase
-from megatron.training.train.callbacks import CallbackContext
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.extras.phases.flags import in_phase
+from megatron.trainer.train.callbacks import CallbackContext
 from tests.extras.phases.test_phases import BASE, config_of
 from tests.helpers.steps import step_info
 

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.common.errors import UsageError
-from megatron.training.data.dataloader import BatchReader
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.extras.phases.datasets import (
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.data.dataloader import BatchReader
+from megatron.trainer.data.tokenizer import build_tokenizer
+from megatron.trainer.extras.phases.datasets import (
     Windows,
     blends_of,
     build_phase_datasets,
     plan_phases,
     windows_of,
 )
-from megatron.training.extras.phases.flags import Phase
+from megatron.trainer.extras.phases.flags import Phase
 from tests.unit.test_data import make_config, write_corpus
 
 MANY = build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=10_000_000)

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.checkpoint.load import Stored
-from megatron.training.checkpoint.resume import merge_resume_config, resume_step_settings
-from megatron.training.common.errors import UsageError
-from megatron.training.common.step_settings import StepSettings
-from megatron.training.common.train_state import TrainState
-from megatron.training.config import Config
-from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.config.batch_schedule import BatchSchedule
-from megatron.training.config.lengths import TrainingLengths
-from megatron.training.extras.phases.feature import settings_in
-from megatron.training.extras.phases.flags import flags_of, in_phase, number_at, phase_of, phases_of
-from megatron.training.extras.phases.resume import in_layout_of_phase
-from megatron.training.extras.phases.schedule import parse_lengths, parse_phase_data
+from megatron.trainer.checkpoint.load import Stored
+from megatron.trainer.checkpoint.resume import merge_resume_config, resume_step_settings
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.step_settings import StepSettings
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.trainer.config.batch_schedule import BatchSchedule
+from megatron.trainer.config.lengths import TrainingLengths
+from megatron.trainer.extras.phases.feature import settings_in
+from megatron.trainer.extras.phases.flags import flags_of, in_phase, number_at, phase_of, phases_of
+from megatron.trainer.extras.phases.resume import in_layout_of_phase
+from megatron.trainer.extras.phases.schedule import parse_lengths, parse_phase_data
 from tests.unit.test_batch_schedule import schedules
 
 BASE = (

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from copus_ext.controller.decision_log import NAME, read_journal
 from copus_ext.extras.phase_plan.layouts import PhaseLayouts
 from copus_ext.reshard.inprocess import InProcessResharder
-from megatron.training.checkpoint.load import read_arguments
-from megatron.training.common.collectives import broadcast_from_rank0
-from megatron.training.common.step_settings import Request, StepSettings
-from megatron.training.config.layout import Layout
-from megatron.training.logging.metrics import read_metrics
-from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.trainer.checkpoint.load import read_arguments
+from megatron.trainer.common.collectives import broadcast_from_rank0
+from megatron.trainer.common.step_settings import Request, StepSettings
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.logging.metrics import read_metrics
+from megatron.trainer.train.callbacks import Callback, CallbackContext
 from tests.helpers.jobs import TINY, run
 from tests.helpers.text import tokens
 
@@ -82,7 +82,7 @@ def record(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(output: Path) -> Any:
     """Returns the step records of every run."""
-    from megatron.training.extras.phases import rotary
+    from megatron.trainer.extras.phases import rotary
 
     results: dict[str, Any] = {}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.step_settings import Request, StepSettings
-from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.trainer.common.step_settings import Request, StepSettings
+from megatron.trainer.train.callbacks import Callback, CallbackContext
 from tests.helpers.jobs import TINY, run
 
 BASE = (

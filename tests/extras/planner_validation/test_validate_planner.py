@@ -19,7 +19,7 @@ from copus_ext.extras.planner_validation.validation import kendall_tau, predict,
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_config_batch
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 BASE = {"cluster": "a100-80g:16", "model": "llama-2-7b", "global_batch_size": "64"}
 BASE["seq_length"] = "2048"

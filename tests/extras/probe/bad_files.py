@@ -9,7 +9,7 @@ from pathlib import Path
 
 from copus_ext.extras.probe.link_fit import Timed
 from copus_ext.extras.probe.record import LinkRecord
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 from tests.helpers import spoil
 
 

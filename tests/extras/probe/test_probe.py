@@ -34,7 +34,7 @@ from copus_ext.extras.probe.link_fit import Timed, duplex, fit_line, least, one_
 from copus_ext.extras.probe.pair import Wire, both_ways, lead
 from copus_ext.extras.probe.record import LinkRecord, cluster_text
 from copus_ext.extras.probe.session import tournament, without
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 from tests.helpers.launch import ROOT
 
 SIZES = (8, 4096, 1 << 16, 1 << 20, 1 << 22, 1 << 24)

@@ -16,7 +16,7 @@ from copus_ext.extras.probe import session
 from copus_ext.extras.probe.findings import find
 from copus_ext.extras.probe.record import LinkRecord
 from copus_ext.extras.probe.session import Silence, tournament
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 from tests.extras.probe.test_probe import HOW, SIZES, hosts, timed
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from copus_ext.extras.serving.sensitivity import Sensitivity
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 from tests.helpers import spoil
 
 

@@ -19,7 +19,7 @@ from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.extras.serving import command
 from copus_ext.extras.serving.costs import ServingCosts, Workload, micro_batches
 from copus_ext.extras.serving.sensitivity import SCHEMA, Sensitivity
-from megatron.training.common.errors import UsageError
+from megatron.trainer.common.errors import UsageError
 from tests.helpers.launch import ROOT
 
 BITS = (3, 4, 8, 16)

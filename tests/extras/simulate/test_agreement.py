@@ -12,7 +12,7 @@ from bench.time_to_loss.real_clock_figures import Curve
 from copus_ext.extras.simulate.noise_trajectory import NoiseTrajectory
 from copus_ext.extras.simulate.training_dynamics import GroundTruth, TrainingDynamics
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 WARMUP = 3000
 

@@ -20,7 +20,7 @@ from copus_ext.extras.simulate.contenders import Contender, contenders
 from copus_ext.extras.simulate.run import Run, simulate
 from copus_ext.extras.simulate.scenario import preset as scenario_of
 from copus_ext.planner.space import Limits
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 from tests.unit.test_controller_parts import config, flags
 
 

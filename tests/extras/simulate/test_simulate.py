@@ -31,7 +31,7 @@ from copus_ext.goodput.costs import Machine, pause_s
 from copus_ext.goodput.headroom import Trajectory, estimate
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 from tests.helpers.launch import ROOT
 from tests.helpers.noise_theory import predicted_spread
 

@@ -10,10 +10,10 @@ import torch
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
-from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.extras.slow_links.low_rank import LowRankMessages
-from megatron.training.extras.slow_links.powersgd import CompressedMatrix, is_compressed
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.extras.slow_links.low_rank import LowRankMessages
+from megatron.trainer.extras.slow_links.powersgd import CompressedMatrix, is_compressed
 from tests.helpers.examples import names_a_way_on
 
 BASE = (

@@ -18,9 +18,9 @@ from copus_ext.planner.explain import help_line
 from copus_ext.planner.request import notes_on
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits, may_overlap, points_of, to_config_batch
-from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout
-from megatron.training.extras.slow_links.feature import SlowLinks
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.extras.slow_links.feature import SlowLinks
 from tests.helpers.jobs import TINY
 
 MODEL = replace(PRESETS["llama-2-7b"], num_layers=8, vocab_size=256_000).with_seq_length(8192)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.extras.slow_links.stage_link import EightBits, StageLink
+from megatron.trainer.extras.slow_links.stage_link import EightBits, StageLink
 
 CODEC = EightBits()
 

@@ -28,7 +28,7 @@ SHORT = {"plain": "", "sharded": ZERO, "sharded bf16": f"{ZERO} --bf16 --grad-re
 @contextlib.contextmanager
 def all_matrices() -> Iterator[None]:
     """Also those whose factors are longer than themselves."""
-    from megatron.training.extras.slow_links import powersgd
+    from megatron.trainer.extras.slow_links import powersgd
 
     with patch.object(powersgd, "is_shorter", lambda *sizes: True):
         yield
@@ -56,7 +56,7 @@ def measured(output: Path) -> dict[str, Any]:
     sizes of the residuals after each step."""
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.controller.gns_callback import GradientNoiseCallback
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Residuals(Callback):
         def __init__(self) -> None:
@@ -87,7 +87,7 @@ def sums(output: Path) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     sent: list[int] = []
     real = {name: getattr(dist, name) for name in ("all_reduce", "reduce")}
@@ -164,9 +164,9 @@ def moves(output: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from copus_ext.reshard.inprocess import InProcessResharder
-    from megatron.training.common.step_settings import Request
-    from megatron.training.config.layout import Layout
-    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.trainer.common.step_settings import Request
+    from megatron.trainer.config.layout import Layout
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Move(Callback):
         def __init__(self) -> None:

@@ -36,8 +36,8 @@ def main(output: Path) -> Any:
 
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.controller.gns_callback import GradientNoiseCallback
-    from megatron.training.extras.slow_links import low_rank
-    from megatron.training.extras.slow_links.stage_link import StageLink
+    from megatron.trainer.extras.slow_links import low_rank
+    from megatron.trainer.extras.slow_links.stage_link import StageLink
 
     sent: list[int] = []
     real = {name: getattr(dist, name) for name in ("isend", "batch_isend_irecv")}

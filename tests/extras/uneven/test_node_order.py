@@ -30,7 +30,7 @@ from copus_ext.extras.uneven.pricing import Job, Network, Placement
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 SLOW = settings(max_examples=12, deadline=None)
 

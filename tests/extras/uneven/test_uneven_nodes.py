@@ -32,7 +32,7 @@ from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from megatron.training.config.layout import Layout
+from megatron.trainer.config.layout import Layout
 
 MODEL = dataclasses.replace(PRESETS["llama-2-7b"].with_seq_length(2048), num_layers=8)
 GPU = preset("h100-80g:8").gpu

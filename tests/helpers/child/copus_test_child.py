@@ -36,7 +36,7 @@ class _SlowSteps:
     """Finds the module of the training step, once, and wraps what is in it."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "megatron.training.train.step":
+        if name != "megatron.trainer.train.step":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -1,0 +1,144 @@
+"""Where the texts of a data set come from: files, folders, JSON lines, Python's own sources."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import json
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.outside import parse_json
+
+MEND = "mend it or give --skip-bad-lines"
+"""Ends the line about a document that cannot be read."""
+_JSON_SUFFIXES = (".jsonl", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One document as it was found: its texts are decoded and tokenized by a worker."""
+
+    where: str
+    """File, or file and line, for messages."""
+    raw: bytes
+    """The bytes of a text file, or one line of JSON."""
+    is_json: bool
+    """Whether `raw` is a line of JSON."""
+
+    def is_broken(self) -> bool:
+        """Whether some of its bytes are no UTF-8."""
+        try:
+            self.raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return True
+        return False
+
+    def texts(self, keys: Sequence[str]) -> list[str]:
+        """One text per key; a text file gives the same text for all. Broken UTF-8 becomes U+FFFD.
+
+        Raises:
+            UsageError: A line is not a JSON object with a string of characters under each key.
+        """
+        text = self.raw.decode("utf-8", errors="replace")
+        if not self.is_json:
+            return [text] * len(keys)
+        try:
+            record = parse_json(text)
+        except ValueError as error:
+            raise UsageError(f"{self.where} is not JSON ({_reason(error)}); {MEND}") from error
+        found = [record.get(key) if isinstance(record, dict) else None for key in keys]
+        for key, value in zip(keys, found, strict=True):
+            if not isinstance(value, str):
+                raise UsageError(
+                    f"{self.where} has no text under {key}; "
+                    "name the right --json-keys or give --skip-bad-lines"
+                )
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError as error:
+                half = ascii(value[error.start])[1:-1]
+                raise UsageError(
+                    f"{self.where} has {half} under {key}, half of a pair and no character; {MEND}"
+                ) from error
+        return [value for value in found if isinstance(value, str)]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    return str(error)
+
+
+def find_inputs(patterns: Sequence[str]) -> list[Path]:
+    """Files that `--input` names: files as given; folders and patterns sorted by path.
+
+    Raises:
+        UsageError: A name matches no file.
+    """
+    files: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_file():
+            found = [path]
+        elif path.is_dir():
+            found = sorted(entry for entry in path.rglob("*") if entry.is_file())
+        else:
+            found = sorted(map(Path, glob.glob(pattern, recursive=True)))
+            found = [entry for entry in found if entry.is_file()]
+        if not found:
+            raise UsageError(f"--input {pattern} matches no file; give files, folders or patterns")
+        files += found
+    return files
+
+
+def stdlib_sources(root: Path | None = None) -> list[Path]:
+    """The .py files of the standard library, sorted by path below its folder.
+
+    Installed packages are not a part of it; the order is the same on every machine with the same
+    Python.
+
+    Raises:
+        UsageError: This Python comes without sources.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    outside = {"site-packages", "dist-packages", "__pycache__"}
+    files = [
+        path for path in root.rglob("*.py") if not outside & set(path.relative_to(root).parts[:-1])
+    ]
+    if not files:
+        raise UsageError(f"--python-stdlib: there are no sources in {root}; use --input")
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def read_documents(files: list[Path]) -> Iterator[Document]:
+    """Documents of the files, in order: a JSON line each, or a whole file.
+
+    Raises:
+        UsageError: A file cannot be read.
+    """
+    for path in files:
+        try:
+            yield from _read_file(path)
+        # A truncated .gz ends in EOFError, a changed one in zlib's own.
+        except (OSError, EOFError, zlib.error) as error:
+            raise UsageError(f"cannot read {path}: {error}; check --input") from error
+
+
+def _read_file(path: Path) -> Iterator[Document]:
+    packed = path.suffix == ".gz"
+    suffix = path.with_suffix("").suffix if packed else path.suffix
+    with gzip.open(path) if packed else path.open("rb") as stream:
+        if suffix not in _JSON_SUFFIXES:
+            yield Document(where=str(path), raw=stream.read(), is_json=False)
+            return
+        for number, line in enumerate(stream, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.strip():
+                yield Document(where=f"{path}:{number}", raw=line, is_json=True)

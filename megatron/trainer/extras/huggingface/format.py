@@ -1,0 +1,66 @@
+"""Hugging Face models as a format of the checkpoint converter."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.trainer.checkpoint import files
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.extras.huggingface.names import CONFIG, SIDE
+
+if TYPE_CHECKING:
+    from megatron.trainer.checkpoint.convert.formats import ConversionResult
+    from megatron.trainer.checkpoint.convert.target import Changes
+
+
+class HuggingFace:
+    name = "hf"
+    title = "a Hugging Face model"
+
+    def is_model(self, folder: Path) -> bool:
+        return (folder / CONFIG).is_file() and not (
+            (folder / files.CORE_MARK).is_file() or (folder / files.TRACKER).is_file()
+        )
+
+    def add_flags(self, group: Any) -> None:
+        words = "size of a safetensors file, in GB"
+        group.add_argument("--max-shard-gb", type=float, default=5.0, help=words)
+
+    def load(
+        self, source: Path, destination: Path, changes: Changes, *, verify: bool
+    ) -> ConversionResult:
+        from megatron.trainer.extras.huggingface import exchange
+
+        return exchange.load(source, destination, changes, verify=verify)
+
+    def save(
+        self,
+        source: Path,
+        destination: Path,
+        changes: Changes,
+        *,
+        step: int | None,
+        verify: bool,
+        trust_unverified: bool,
+        flags: argparse.Namespace,
+    ) -> ConversionResult:
+        from megatron.trainer.extras.huggingface import exchange
+
+        if flags.max_shard_gb <= 0:
+            raise UsageError(f"--max-shard-gb {flags.max_shard_gb} must be above 0")
+        return exchange.save(
+            source,
+            destination,
+            changes,
+            step=step,
+            verify=verify,
+            trust_unverified=trust_unverified,
+            shard_bytes=int(flags.max_shard_gb * 1e9),
+        )
+
+    def side_files(self, checkpoint: Path) -> dict[str, Path]:
+        from megatron.trainer.extras.huggingface.generation import kept_beside
+
+        return {f"{SIDE}/{name}": path for name, path in kept_beside(checkpoint).items()}

@@ -1,0 +1,161 @@
+"""The fp32 state of this rank: master weights and both moments, as flat shards, with the rectangles
+of the global tensors that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron.trainer.distributed.sharding import Record, records_of_block
+from megatron.trainer.model.gpt import Model
+
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+"""Names of the three tensors of a shard: fp32 master weight, first and second moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    records: list[Record]
+    """Rectangles of global tensors; each names its shard."""
+    tensors: list[dict[str, torch.Tensor]]
+    """By shard: the tensors of `KINDS`, flat, fp32; those of the live optimizer."""
+
+
+class HasChunks(Protocol):
+    @property
+    def chunks(self) -> list[Any]: ...
+
+
+class UnknownState(ValueError):
+    """The model holds state of a kind that is not known here."""
+
+
+def is_expert(key: str) -> bool:
+    """Whether a global tensor belongs to routed experts."""
+    return ".mlp.experts." in key
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def local_shards(model: HasChunks, optimizer: Any, groups: Any) -> Shards:
+    """This rank's shards of the live model; nothing is copied. Not collective.
+
+    Args:
+        model: this rank's chunks.
+        optimizer: megatron-core's, its moments allocated.
+        groups: process groups of the layout.
+
+    Raises:
+        UnknownState: naming the tensor.
+    """
+    entries = _entries(model, {"dp_cp_group": groups.dp_cp})
+    records: list[Record] = []
+    tensors: list[dict[str, torch.Tensor]] = []
+    for param, start, stop, held, is_sharded in _held(model, optimizer):
+        entry = entries.get(id(param))
+        if entry is None:
+            raise UnknownState(f"a parameter of shape {tuple(param.shape)} has no global name")
+        for part, base in _pieces(entry):
+            size = part.data.numel()
+            a, b = max(start, base), min(stop, base + size)
+            if a >= b:
+                continue
+            stage_copy, tp_copy, *dp_copy = part.replica_id
+            is_first = not (stage_copy or tp_copy or (not is_sharded and any(dp_copy)))
+            records += records_of_block(
+                key=part.key,
+                shape=tuple(part.global_shape),
+                corner=tuple(part.global_offset),
+                block=tuple(part.local_shape),
+                start=a - base,
+                stop=b - base,
+                shard=len(tensors),
+                offset=a - start,
+                is_first=is_first,
+            )
+        tensors.append(held)
+    return Shards(records=records, tensors=tensors)
+
+
+def weights_of(model: Model, groups: Any) -> Iterator[tuple[Record, torch.Tensor]]:
+    """This rank's model parameters, each as the rectangle of a global tensor. Not collective."""
+    for entry in _entries(model, {"dp_cp_group": groups.dp_cp}).values():
+        for part, _ in _pieces(entry):
+            size = part.data.numel()
+            (record,) = records_of_block(
+                key=part.key,
+                shape=tuple(part.global_shape),
+                corner=tuple(part.global_offset),
+                block=tuple(part.local_shape),
+                start=0,
+                stop=size,
+                shard=0,
+                offset=0,
+                is_first=not any(part.replica_id),
+            )
+            yield record, part.data.detach()
+
+
+def _entries(model: HasChunks, metadata: dict[str, Any]) -> dict[int, Any]:
+    """The global name and place of every parameter, by its identity."""
+    params = {id(p) for chunk in model.chunks for p in chunk.parameters()}
+    entries: dict[int, Any] = {}
+    for chunk in model.chunks:
+        for value in nested_values(chunk.module.sharded_state_dict(metadata=metadata)):  # pyright: ignore[reportCallIssue]
+            if isinstance(value, ShardedObject) and value.key.rpartition(".")[2] == "_extra_state":
+                continue  # Transformer Engine's; holds nothing without fp8
+            if getattr(value, "key", "").endswith(".router.expert_bias"):
+                continue  # every rank knows those of all layers (`TrainState.expert_biases`)
+            if not isinstance(value, (ShardedTensor, ShardedTensorFactory)):
+                raise UnknownState(f"state of type {type(value).__name__} is not known")
+            if id(value.data) not in params:
+                raise UnknownState(f"{value.key} is no parameter")
+            entries[id(value.data)] = value
+    return entries
+
+
+def _pieces(entry: Any) -> list[tuple[Any, int]]:
+    """The global tensors inside a parameter, with the first element of each in it. A gated MLP
+    holds two: its gate and its up rows."""
+    if isinstance(entry, ShardedTensorFactory):
+        parts: Any = entry.build()
+        base = entry.data.storage_offset()
+        return [(p, p.data.storage_offset() - base) for p in parts]
+    return [(entry, 0)]
+
+
+def _held(
+    model: HasChunks, optimizer: Any
+) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torch.Tensor], bool]]:
+    """Parameter, first and one past the last of its elements whose state is here, that state, and
+    whether replicas share the state out among them."""
+    for part in parts_of(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            for buckets in (b for ranges in part.gbuf_ranges for b in ranges.values()):
+                for param, ranges in (x for bucket in buckets for x in bucket["param_map"].items()):
+                    own = ranges["param"]
+                    state = part._get_main_param_and_optimizer_states(param)
+                    yield param, own.start, own.end, _flat(state), True
+        elif part.optimizer is not None:
+            ours = {id(p) for group in part.optimizer.param_groups for p in group["params"]}
+            for param in (p for chunk in model.chunks for p in chunk.parameters()):
+                main = getattr(param, "main_param", param)
+                if id(main) in ours:
+                    state = {"param": main, **part.optimizer.state[main]}
+                    yield param, 0, param.numel(), _flat(state), False
+
+
+def _flat(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {kind: state[kind].detach().view(-1) for kind in KINDS}

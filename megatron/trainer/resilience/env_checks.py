@@ -1,0 +1,159 @@
+"""Refuses an environment in which the run would break later, or would run other code than this."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from megatron.trainer.common.child_processes import never_collect_inherited
+from megatron.trainer.common.errors import UsageError
+
+SUPPORTED_CORE = ">=0.16.1,<0.17"
+_TORCH_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+def check_environment() -> None:
+    """Checks versions and name-space before anything is built.
+
+    Raises:
+        UsageError: one sentence with the command that mends it.
+    """
+    problem = (
+        core_version_problem(_core_version())
+        or namespace_problem([Path(p) for p in importlib.import_module("megatron").__path__])
+        or _package_problem()
+    )
+    if problem:
+        raise UsageError(problem)
+
+
+def _core_version() -> str | None:
+    try:
+        return import_core().__version__
+    except ImportError:
+        return None
+
+
+def import_core() -> Any:
+    """Imports torch and megatron-core, the seconds that every start takes, and returns the latter.
+
+    megatron-core has torch compile its fused kernels. Where there is no GPU none of them is used,
+    so the compiler, which takes longer to load than torch itself, is left out. Does nothing where
+    megatron-core is imported already.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if "megatron.core" in sys.modules:
+        return sys.modules["megatron.core"]
+    with no_collection():
+        torch: Any = importlib.import_module("torch")
+        if torch.cuda.is_available():
+            return importlib.import_module("megatron.core")
+        compiler, torch.compile = torch.compile, _as_it_is
+        try:
+            # Keeps the name, for parts that are imported later.
+            importlib.import_module("megatron.core.jit")
+        finally:
+            torch.compile = compiler
+        return importlib.import_module("megatron.core")
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """For imports: a search for garbage among modules, now or later, finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def core_version_problem(version: str | None) -> str | None:
+    """Says what is wrong with an installed megatron-core version, or None."""
+    fix = f'pip install "megatron-core{SUPPORTED_CORE}"'
+    if version is None:
+        return f"megatron-core is not installed; run: {fix}"
+    if Version(version) not in SpecifierSet(SUPPORTED_CORE):
+        return (
+            f"megatron-core {version} is outside the supported range {SUPPORTED_CORE}; run: {fix}"
+        )
+    return None
+
+
+def namespace_problem(megatron_folders: list[Path]) -> str | None:
+    """Says which other tree provides `megatron.trainer`, or None.
+
+    Args:
+        megatron_folders: entries of `megatron.__path__`.
+    """
+    ours = Path(__file__).resolve().parents[1]
+    fix = f"run with PYTHONPATH={ours.parent.parent} in front"
+    package = importlib.import_module("megatron.trainer")
+    found = [Path(p).resolve() for p in package.__path__]
+    if found[0] != ours:
+        return f"megatron.trainer resolves to {found[0]} and not to {ours}; {fix}"
+    for folder in megatron_folders:
+        other = (folder / "trainer").resolve()
+        if other != ours and other.is_dir():
+            return (
+                f"a second megatron.trainer lies in {other}, whose files would mix with ours; "
+                "remove that package"
+            )
+    return None
+
+
+def _package_problem() -> str | None:
+    if importlib.util.find_spec("psutil") is None:
+        return "psutil is missing and checkpoints would hang without it; run: pip install psutil"
+    if importlib.util.find_spec("apex") is not None and not _has_optimizers("apex"):
+        return (
+            "the installed apex is not NVIDIA's and breaks megatron-core; run: pip uninstall apex"
+        )
+    return None
+
+
+def _has_optimizers(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(f"{package}.optimizers") is not None
+    except Exception:  # the search imports the package itself, whatever that does
+        return False
+
+
+def set_process_defaults() -> None:
+    """Sets environment variables that torch reads at start, unless the user set them.
+
+    A restarted gloo job reads keys of the dead attempt from a shared rendezvous store (pytorch
+    issue 135712). Warnings about known fallbacks and old names in megatron-core are hidden.
+    Processes that are forked later leave the garbage of this one alone.
+    """
+    for known in (
+        ".*Apex.*",
+        ".*full scope is deprecated.*",
+        ".*torch.distributed.* is deprecated.*",
+        "The .grad attribute of a Tensor that is not a leaf",
+        ".*`load_state_dict` is deprecated.*",
+        ".*deprecating ShardedTensor.*",
+    ):
+        warnings.filterwarnings("ignore", message=known)
+    never_collect_inherited()
+    os.environ.setdefault(_TORCH_RESTART, "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

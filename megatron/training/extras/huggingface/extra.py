@@ -1,5 +1,0 @@
-"""Checkpoints from and to Hugging Face models."""
-
-from megatron.training.common.extras import Extra
-
-EXTRA = Extra(title="Hugging Face models", model_format="format:HuggingFace")
