@@ -34,12 +34,23 @@ class Choice:
     """Of the program."""
     config: Config
     """That they give."""
-    note: str = ""
-    """What the user should know; empty if only the layout is another."""
+    replaced: tuple[int, int] | None = None
+    """The batch that these ranks could not have, and the one in its place; None where it stays."""
+
+    @property
+    def note(self) -> str:
+        """What the user should know; empty if only the layout is another."""
+        return "" if self.replaced is None else "batch {1} instead of {0}".format(*self.replaced)
 
 
 def choose(
-    flags: Sequence[str], stored: Mapping[str, Any], ranks: int, *, has_gpu: bool, why: str
+    flags: Sequence[str],
+    stored: Mapping[str, Any],
+    ranks: int,
+    *,
+    has_gpu: bool,
+    why: str,
+    replaced: tuple[int, int] | None = None,
 ) -> Choice:
     """The fastest legal configuration of so many ranks, as predicted; without a prediction the
     first in the order of `layouts_for`.
@@ -50,11 +61,16 @@ def choose(
         ranks: all of them are used.
         has_gpu: whether ranks train on GPUs.
         why: one line for the record.
+        replaced: as the last choice said; its first batch comes again as soon as it can, unless
+            something else has set the batch since.
 
     Raises:
         NoFit: no batch and layout are legal.
     """
-    search = _Search(without_start(flags), stored, ranks, has_gpu=has_gpu, why=why)
+    batch = stored["global_batch_size"]
+    if replaced is not None and replaced[1] == batch:
+        batch = replaced[0]
+    search = _Search(without_start(flags), stored, ranks, batch=batch, has_gpu=has_gpu, why=why)
     first = search.first_legal()
     return search.fastest(first.config) or first
 
@@ -63,11 +79,18 @@ class _Search:
     """Looks for configurations of a number of ranks; see `choose`."""
 
     def __init__(
-        self, flags: list[str], stored: Mapping[str, Any], ranks: int, *, has_gpu: bool, why: str
+        self,
+        flags: list[str],
+        stored: Mapping[str, Any],
+        ranks: int,
+        *,
+        batch: int,
+        has_gpu: bool,
+        why: str,
     ) -> None:
         self._flags, self._stored, self._ranks = flags, stored, ranks
         self._has_gpu, self._why = has_gpu, why
-        self._batch = stored["global_batch_size"]
+        self._batch = batch
         self._micro = as_given(stored, stored)["micro_batch_size"]
 
     def first_legal(self) -> Choice:
@@ -117,7 +140,7 @@ class _Search:
         return None
 
     def _near_batches(self) -> list[int]:
-        """The present batch, and for every number of replicas the nearest that they divide."""
+        """The batch that is wanted, and for every number of replicas the nearest they divide."""
         batch = self._batch
         nearest = {
             round(batch / dp) * dp for dp in range(1, self._ranks + 1) if self._ranks % dp == 0
@@ -127,7 +150,7 @@ class _Search:
         )
 
     def _by_distance(self, batches: Iterable[int]) -> list[int]:
-        """The nearest to the present one first, the larger of two."""
+        """The nearest to the wanted one first, the larger of two."""
         return sorted(batches, key=lambda b: (abs(b - self._batch), -b))
 
     def _try(self, layout: Layout, micro: int, batch: int) -> Choice | None:
@@ -151,6 +174,6 @@ class _Search:
                 args = with_checkpoint_args(args, stored)
             engines = optional.installed() if self._has_gpu else {}
             config = resolve(args, self._ranks, cuda_available=self._has_gpu, **engines)
-            note = "" if batch == self._batch else f"batch {batch} instead of {self._batch}"
-            return Choice(flags=flags, config=config, note=note)
+            replaced = None if batch == self._batch else (self._batch, batch)
+            return Choice(flags=flags, config=config, replaced=replaced)
         return None

@@ -173,7 +173,15 @@ class _Chunks:
 
 
 class PeerCopies(Callback):
-    """Takes the copies of a run while it trains. The last of its callbacks, on every rank."""
+    """Takes the copies of a run while it trains. The last of its callbacks, on every rank.
+
+    Args:
+        held: where they are kept.
+        membership: of this rank.
+        generation: of the ranks that train now.
+        interval: steps between two copies.
+        marks: further entries of the common state, for whoever goes on from a copy.
+    """
 
     def __init__(
         self,
@@ -182,8 +190,10 @@ class PeerCopies(Callback):
         generation: Generation,
         *,
         interval: int,
+        marks: dict[str, Any] | None = None,
     ) -> None:
         self.held, self._membership, self._interval = held, membership, interval
+        self._marks = marks or {}
         self._generation = generation
         self._backup_ranks = backup_ranks(self._generation)
         self._shape: ModelShape | None = None
@@ -283,7 +293,8 @@ class PeerCopies(Callback):
         live = local_shards(_Chunks(context.model), context.optimizer, context.groups)
         self.held.sets[moment] = CopySet(
             layout=config.layout,
-            common=common_state(config, context.state, context.scheduler, context.data_identity),
+            common=self._marks
+            | common_state(config, context.state, context.scheduler, context.data_identity),
             step=adam_steps(context.optimizer) or 0,
             scaler=_on_host(scaler_state(context.optimizer)),
             pieces=[Piece.of(dist.get_rank(), live)],

@@ -36,6 +36,8 @@ from megatron.trainer.common.errors import Relaunch, TrainingFailure, UsageError
 from megatron.trainer.resilience.exit_status import RunOutcome
 from megatron.trainer.resilience.watchdog import exit_immediately
 
+_REPLACED = "elastic_replaced_batch"
+"""Entry of the common state of a copy: see `Choice.replaced`."""
 _MAX_FRUITLESS = 5
 """So many generations in a row may end before a copy of the state was begun."""
 _TIMEOUT_MINUTES = 10.0
@@ -112,10 +114,11 @@ def _train_in(
         generation, backend="nccl" if has_gpu else "gloo", timeout_minutes=_TIMEOUT_MINUTES
     )
     times_s.append(time.monotonic())
-    start = _start(generation, held, flags, has_gpu=has_gpu)
+    start, replaced = _start(generation, held, flags, has_gpu=has_gpu)
     times_s.append(time.monotonic())
     interval = int(os.environ.get(COPY_INTERVAL_VARIABLE) or COPY_INTERVAL)
-    copies = PeerCopies(held, membership, generation, interval=interval)
+    marks = {_REPLACED: replaced}
+    copies = PeerCopies(held, membership, generation, interval=interval, marks=marks)
     start = dataclasses.replace(
         start,
         callbacks=[copies],
@@ -135,8 +138,8 @@ def _train_in(
 
 def _start(
     generation: Generation, held: HeldCopies, flags: Sequence[str], *, has_gpu: bool
-) -> Start:
-    """What this generation goes on from. Collective over the world.
+) -> tuple[Start, tuple[int, int] | None]:
+    """What this generation goes on from, and `Choice.replaced`. Collective over the world.
 
     Raises:
         Relaunch: on every rank, where no layout is legal.
@@ -152,7 +155,7 @@ def _start(
     if found is None:
         if generation.number > 1:
             flags = _flags_without_copies(flags, had_copies=had_copies, has_gpu=has_gpu)
-        return Start(flags=flags, fields=fields)
+        return Start(flags=flags, fields=fields), None
     stored = stored_in_memory(found, held)
     choice, problem = None, ""
     if dist.get_rank() == 0:
@@ -163,15 +166,16 @@ def _start(
                 dist.get_world_size(),
                 has_gpu=has_gpu,
                 why=f"{generation.kind} of ranks",
+                replaced=found.common.get(_REPLACED),
             )
         except (NoFit, ValueError) as error:
             problem = str(error)
-    words, note, problem = broadcast_from_rank0(_told(choice, problem))
+    words, note, replaced, problem = broadcast_from_rank0(_told(choice, problem))
     if problem:
         raise Relaunch(problem)
     if note:
         _say(f"ALERT: {note}, since no layout of {dist.get_world_size()} ranks fits as well")
-    return Start(flags=words, stored=stored, fields=fields)
+    return Start(flags=words, stored=stored, fields=fields), replaced
 
 
 def _flags_without_copies(flags: Sequence[str], *, had_copies: bool, has_gpu: bool) -> list[str]:
@@ -205,8 +209,10 @@ def _stored_flags(load: Path) -> dict[str, Any]:
         raise ValueError(str(error)) from error
 
 
-def _told(choice: Choice | None, problem: str) -> tuple[list[str], str, str]:
-    return ([], "", problem) if choice is None else (choice.flags, choice.note, problem)
+def _told(choice: Choice | None, problem: str) -> tuple[list[str], str, Any, str]:
+    if choice is None:
+        return [], "", None, problem
+    return choice.flags, choice.note, choice.replaced, problem
 
 
 def _tell(membership: Membership, outcome: RunOutcome) -> None:

@@ -450,6 +450,20 @@ def test_a_small_batch_moves_to_the_nearest_legal_one() -> None:
     assert found.config.batch.initial_global_batch_size == 9 and "instead of 8" in found.note
 
 
+@pytest.mark.parametrize(("batch", "ranks"), [(4, 4), (8, 4), (16, 4), (32, 8), (256, 8)])
+def test_the_batch_comes_again_with_the_ranks(batch: int, ranks: int) -> None:
+    flags = [*FLAGS, "--global-batch-size", str(batch)]
+    state, replaced = stored(ranks, "--global-batch-size", str(batch)), None
+    for number in (ranks - 1, max(ranks - 2, 1), ranks - 1, ranks):
+        found = choose(flags, state, number, has_gpu=False, why="", replaced=replaced)
+        state, replaced = found.config.replace(padded_vocab_size=512).flat(), found.replaced
+    assert state["global_batch_size"] == batch and not found.note
+    # What somebody else has set since stays.
+    state = stored(ranks, "--global-batch-size", str(2 * ranks))
+    found = choose(flags, state, ranks, has_gpu=False, why="", replaced=(batch, batch - 1))
+    assert found.config.batch.initial_global_batch_size == 2 * ranks
+
+
 def test_every_number_of_ranks_goes_on() -> None:
     for ranks in (1, 5, 13):
         found = choose(FLAGS, stored(4), ranks, has_gpu=False, why="")
