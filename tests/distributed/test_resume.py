@@ -141,7 +141,9 @@ def test_skip_train_evaluates_what_was_loaded_and_saves_nothing(tmp_path: Path) 
     save = tmp_path / "save"
     trained = train([*long_run(2, save), "--eval-iters", "2"], 1, tmp_path / "first").check()
     before = sorted(p.name for p in save.iterdir())
-    flags = [*long_run(2, save), "--eval-iters", "2", "--load", str(save), "--skip-train"]
+    # The same samples in batches of half the size.
+    smaller = ["--eval-iters", "4", "--eval-global-batch-size", "2"]
+    flags = [*long_run(2, save), *smaller, "--load", str(save), "--skip-train"]
     result = train([*flags, "--eval-interval", "1"], 1, tmp_path / "second").check()
     assert sorted(p.name for p in save.iterdir()) == before
     assert not steps_of(tmp_path / "second")

@@ -12,6 +12,7 @@ from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config import Config
 from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.config.lengths import TrainingLengths, apply_checkpoint_lengths
+from megatron.trainer.data.run_data import evaluation_batch
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
@@ -52,6 +53,18 @@ def test_samples_equal_iterations() -> None:
     )
     assert TrainingLengths.of(by_iters) == TrainingLengths.of(by_samples)
     assert TrainingLengths.of(by_iters).eval_samples == (100 // 10 + 1) * 3 * 8
+
+
+def test_an_evaluation_takes_the_first_batch_or_the_one_of_its_flag() -> None:
+    for more, batch in (("", 8), ("--eval-global-batch-size 24", 24)):
+        config = config_of(f"--train-iters 100 --eval-interval 10 --eval-iters 3 {more}")
+        assert evaluation_batch(config, config.segment) == batch
+        assert config.batch.eval_samples == (100 // 10 + 1) * 3 * batch
+        stored = TrainingLengths.of(config_of("--train-iters 100", 4))
+        resumed = apply_checkpoint_lengths(config, stored, override=True)
+        assert evaluation_batch(resumed, resumed.segment) == (batch if more else 4)
+    with pytest.raises(UsageError, match="--eval-global-batch-size 0 must be"):
+        config_of("--train-iters 100 --eval-global-batch-size 0")
 
 
 def test_json_round_trip() -> None:

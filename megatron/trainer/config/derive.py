@@ -70,6 +70,7 @@ _AT_LEAST_ONE = [
     "train_iters",
     "train_samples",
     "eval_interval",
+    "eval_global_batch_size",
     "exit_interval",
     "exit_duration_in_mins",
     "lr_decay_iters",

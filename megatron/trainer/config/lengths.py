@@ -131,7 +131,10 @@ def derive_horizon(draft: Draft, environment: Environment) -> None:
         draft["lr_wsd_decay_samples"] = last
     iterations = schedule.iterations_left(0, total)
     draft["eval_samples"] = count_eval_samples(
-        iterations, draft["eval_interval"], draft["eval_iters"], unit
+        iterations,
+        draft["eval_interval"],
+        draft["eval_iters"],
+        draft["eval_global_batch_size"] or unit,
     )
     draft.require(
         iterations >= 1,
@@ -262,7 +265,7 @@ def apply_checkpoint_lengths(config: Config, stored: TrainingLengths, *, overrid
         )
     now, first = config.batch.global_batch_size, stored.initial_global_batch_size
     if now != first:
-        num = config.batch.eval_iters * first
+        num = config.batch.eval_iters * (config.batch.eval_global_batch_size or first)
         evaluations = f"; an evaluation is of {num}" if num else ""
         note = (
             f"--global-batch-size is {now} and was {first} at the first launch, in whose steps "
@@ -305,7 +308,7 @@ def _eval_samples(config: Config) -> int:
         iterations,
         config.batch.eval_interval,
         config.batch.eval_iters,
-        config.batch.initial_global_batch_size,
+        config.batch.eval_global_batch_size or config.batch.initial_global_batch_size,
     )
 
 

@@ -31,7 +31,9 @@ class BatchConfig:
     train_samples: int = option(None)
     """Length of training in samples."""
     eval_iters: int = option(100)
-    """Validation batches of one evaluation, at the initial global batch size."""
+    """Validation batches of one evaluation."""
+    eval_global_batch_size: int | None = option(None)
+    """Samples of one validation batch. Default: the global batch size of the first launch."""
     eval_interval: int | None = option(None)
     """Iterations between two evaluations. Default: none during training."""
     skip_train: bool = option(False)

@@ -71,9 +71,11 @@ class RunData:
 
 
 def evaluation_batch(config: Config, segment: Segment) -> int:
-    """Samples of a batch of an evaluation in a segment: as many tokens as in the first, at least
-    one sample."""
-    return max(config.batch.initial_global_batch_size // segment.ratio, 1)
+    """Samples of a batch of an evaluation in a segment, at least one. Its tokens are as many as in
+    the first batch, or in `--eval-global-batch-size` samples of `--seq-length`."""
+    batch = config.batch
+    size = batch.eval_global_batch_size or batch.initial_global_batch_size
+    return max(size // segment.ratio, 1)
 
 
 def build_run_data(config: Config, tokenizer: Tokenizer, *, pin_memory: bool) -> RunData:

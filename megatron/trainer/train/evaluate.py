@@ -16,8 +16,8 @@ from megatron.trainer.train.step import run_schedule, share_numbers
 
 
 def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason:
-    """Mean loss per token over `eval_iters` batches of as many tokens as the first of the run, in
-    samples of the present length. All ranks take part.
+    """Mean loss per token over `eval_iters` batches of `evaluation_batch` samples. All ranks take
+    part.
 
     Always the same samples, so that two losses differ by the weights alone. A batch that does not
     divide over the replicas is filled up with masked samples, which count for nothing.
