@@ -14,6 +14,7 @@ import argparse
 import itertools
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ from megatron.trainer.common.outside import parse_json
 from megatron.trainer.config.arguments import parse_args, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = Path(__file__).with_name("megatron_lm_flag_sets.json")
-"""From NVIDIA/Megatron-LM@core_v0.16.1:
-tests/functional_tests/test_cases/{gpt,mixtral,moe}/*/model_config.yaml, the flags under
-`MODEL_ARGS` as the shell passes them on."""
+DATA = Path(__file__).with_name("megatron_lm_flag_sets_0.20.json")
+OLDER_DATA = Path(__file__).with_name("megatron_lm_flag_sets_0.16.json")
+"""From NVIDIA/Megatron-LM: tests/functional_tests/test_cases/*/*/model_config.yaml, the flags under
+`MODEL_ARGS` as the shell passes them on. The older ones are those of core_v0.16.1."""
 PAGE = ROOT / "docs" / "megatron-flags.md"
 
 _RANKS = 8
@@ -38,14 +39,17 @@ _REFUSED = re.compile(r"(--[\w-]+)(?: .*?)? is refused: (.*)")
 _HEAD = """# Megatron-LM's own commands
 
 Does `pretrain_gpt.py` take the commands of Megatron-LM's own functional tests as they are? These
-are the {total} of GPT, Mixtral and other mixtures of experts at core_v0.16.1. Each is read and
-checked for {ranks} ranks, or as many as its layout and batch need, with CUDA, Transformer Engine
-and apex present. Nothing is trained for this page; `tests/distributed/test_megatron_commands.py`
-trains one of each kind, scaled down, on CPU ranks. `{command}` writes
-this page.
+are all {total} that pre-train at core 0.20.0 (22 August 2026, commit d98e8a64): GPT, mixtures of
+experts, and hybrids of attention and Mamba. Each is read and checked for {ranks} ranks, or as many
+as its layout and batch need, with CUDA, Transformer Engine and apex present. Nothing is trained for
+this page; `tests/distributed/test_megatron_commands.py` trains one of each kind at core_v0.16.1,
+scaled down, on CPU ranks. `{command}` writes this page.
 
 | commands | in all | accepted | refused |
 |---|---|---|---|"""
+_APART = """
+Not counted are {total} commands of programs that do something else: {kinds}.
+"""
 _WHY = """
 ## Why commands are refused
 
@@ -80,12 +84,24 @@ class Judgement:
     """Its notes, its refusals or the exception."""
 
 
-def read_sets() -> dict[str, list[str]]:
+def read_sets(data: Path = DATA) -> dict[str, list[str]]:
     """The flags of every command, by the name of its test."""
-    sets: dict[str, str] = parse_json(DATA.read_text(encoding="utf-8"))["sets"]
+    sets: dict[str, str] = parse_json(data.read_text(encoding="utf-8"))["sets"]
     return {
-        name: [_FILLED_IN.get(word, word) for word in flags.split()] for name, flags in sets.items()
+        name: [_FILLED_IN.get(word, word) for word in shlex.split(flags)]
+        for name, flags in sets.items()
     }
+
+
+def read_apart() -> dict[str, int]:
+    """How many commands of other programs there are, by what they do."""
+    apart: dict[str, int] = parse_json(DATA.read_text(encoding="utf-8"))["apart"]
+    return apart
+
+
+def judge_all(data: Path) -> dict[str, Judgement]:
+    """Reads and checks every command of a file."""
+    return {name: judge(flags) for name, flags in read_sets(data).items()}
 
 
 def judge(argv: Sequence[str]) -> Judgement:
@@ -127,14 +143,25 @@ def counts(judgements: Mapping[str, Judgement]) -> Counter[str]:
     return Counter(judgement.outcome for judgement in judgements.values())
 
 
-def page(judgements: Mapping[str, Judgement]) -> str:
-    """The page of the documentation, in Markdown."""
+def page(
+    judgements: Mapping[str, Judgement], older: Mapping[str, Judgement], apart: Mapping[str, int]
+) -> str:
+    """The page of the documentation, in Markdown.
+
+    Args:
+        judgements: of the commands that the page is about.
+        older: of those of core_v0.16.1, which are only counted.
+        apart: commands of other programs, by what they do.
+    """
     command = "PYTHONPATH=. python scripts/docs/megatron_flags.py"
     parts = [_HEAD.format(total=len(judgements), ranks=_RANKS, command=command)]
     groups: dict[str, list[Judgement]] = {}
     for name, judgement in judgements.items():
         groups.setdefault(name.split("/")[0], []).append(judgement)
-    for title, some in [*sorted(groups.items()), ("all", list(judgements.values()))]:
+    groups = dict(sorted(groups.items()))
+    groups["**all**"] = list(judgements.values())
+    groups["all of core_v0.16.1"] = list(older.values())
+    for title, some in groups.items():
         accepted = sum(j.outcome == "accepted" for j in some)
         parts.append(f"| {title} | {len(some)} | {accepted} | {len(some) - accepted} |")
     accepted = [j for j in judgements.values() if j.outcome == "accepted"]
@@ -142,6 +169,8 @@ def page(judgements: Mapping[str, Judgement]) -> str:
     reasons = [f"{row} {alone} |" for row, alone in _rows(others, _refusal)]
     notes = [row for row, _ in _rows(accepted, _note)]
     each = [_row(name, j) for name, j in judgements.items() if j.outcome != "accepted"]
+    kinds = ", ".join(f"{kind} ({number})" for kind, number in apart.items())
+    parts.append(_APART.format(total=sum(apart.values()), kinds=kinds).rstrip())
     return "\n".join([*parts, _WHY, *reasons, _NOTES, *notes, _EACH, *each]) + "\n"
 
 
@@ -201,10 +230,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--print", action="store_true", help="write nothing")
     args = parser.parse_args()
-    judgements = {name: judge(flags) for name, flags in read_sets().items()}
-    print(dict(counts(judgements)))
+    judgements, older = judge_all(DATA), judge_all(OLDER_DATA)
+    print(f"core 0.20.0: {dict(counts(judgements))}, core_v0.16.1: {dict(counts(older))}")
     if not args.print:
-        PAGE.write_text(page(judgements), encoding="utf-8")
+        PAGE.write_text(page(judgements, older, read_apart()), encoding="utf-8")
 
 
 if __name__ == "__main__":

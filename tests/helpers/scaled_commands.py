@@ -87,7 +87,9 @@ SCALED = frozenset(
 
 def read_commands() -> dict[str, list[str]]:
     """Flags of every command as Megatron-LM has them, by the name of its test."""
-    text = (ROOT / "scripts" / "docs" / "megatron_lm_flag_sets.json").read_text(encoding="utf-8")
+    text = (ROOT / "scripts" / "docs" / "megatron_lm_flag_sets_0.16.json").read_text(
+        encoding="utf-8"
+    )
     return {name: flags.split() for name, flags in json.loads(text)["sets"].items()}
 
 
