@@ -15,6 +15,7 @@ from tests.helpers.launch import ROOT
 STEPS = 4
 """Steps of one launch."""
 GLOBAL_BATCH_SIZE = 8
+_STEPS_OF_BATCH = "--step-batch-size-schedule"
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 _CONTEXT, _LEVELS = "--context-parallel-size", "--hierarchical-context-parallel-sizes"
 _EXPERT, _EXPERT_TENSOR = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
@@ -30,6 +31,7 @@ _SIZES = {
     "--make-vocab-size-divisible-by": "128",
     "--micro-batch-size": "1",
     "--global-batch-size": str(GLOBAL_BATCH_SIZE),
+    "--eval-global-batch-size": str(GLOBAL_BATCH_SIZE),
     "--rampup-batch-size": f"4 4 {GLOBAL_BATCH_SIZE}",
     "--eval-iters": "1",
     "--lr": "2e-3",
@@ -63,6 +65,7 @@ SCALED = frozenset(
         *_LENGTHS,
         *_DROPPED,
         "--num-layers",
+        _STEPS_OF_BATCH,
         _TENSOR,
         _CONTEXT,
         _LEVELS,
@@ -169,6 +172,9 @@ def scaled(name: str, argv: Sequence[str], folder: Path, *, world_size: int) -> 
             "--merge-file": str(text / "merges.txt"),
         }
     flags |= {flag: value.split() for flag, value in new.items()}
+    if _STEPS_OF_BATCH in flags:
+        # One word: from the fourth sample on the batch is the usual one.
+        flags[_STEPS_OF_BATCH] = [f"0:4 {4 * int(_SIZES['--seq-length'])}:{GLOBAL_BATCH_SIZE}"]
     return [word for flag, values in flags.items() for word in (flag, *values)]
 
 

@@ -61,13 +61,17 @@ def test_the_page_is_what_the_script_makes(
 
 
 def test_scaling_touches_sizes_lengths_and_places_only(
-    older: dict[str, Any], tmp_path: Path
+    judgements: dict[str, Any], older: dict[str, Any], tmp_path: Path
 ) -> None:
     """All that is accepted also fits on four CPU ranks, or as many as it has stages, but for 8
     bits, which need a GPU."""
-    for name, argv in compatibility.read_sets(compatibility.OLDER_DATA).items():
-        if older[name].outcome != "accepted":
-            continue
+    accepted = [
+        (name, argv)
+        for data, found in ((compatibility.DATA, judgements), (compatibility.OLDER_DATA, older))
+        for name, argv in compatibility.read_sets(data).items()
+        if found[name].outcome == "accepted"
+    ]
+    for name, argv in accepted:
         stages = grouped(argv).get("--pipeline-model-parallel-size", ["1"])
         ranks = max(4, int(stages[0]))
         small = scaled(name, argv, tmp_path, world_size=ranks)
@@ -76,7 +80,7 @@ def test_scaling_touches_sizes_lengths_and_places_only(
         assert changed <= SCALED, name
         if "--fp8-format" not in before:
             config = resolve(parse_args(small), ranks)
-            assert config.model.num_layers <= 16 and config.model.hidden_size == 64, name
+            assert config.model.num_layers <= 32 and config.model.hidden_size == 64, name
             continue
         with pytest.raises(UsageError) as error:
             resolve(parse_args(small), ranks)
