@@ -36,7 +36,10 @@ setup(
     },
     entry_points={"console_scripts": ["copus = copus_ext.commands.main:main"]},
     install_requires=[
-        "megatron-core>=0.16.1,<0.17",
+        # Its releases from 0.17 on need Python 3.12.
+        "megatron-core>=0.16.1,<0.20",
+        # It imports Triton from 0.18 on, and does not declare it; torch for CPUs has none.
+        "triton; python_version >= '3.12' and sys_platform == 'linux'",
         "torch>=2.6",
         "numpy",
         # megatron-core does not declare it, and its checkpoint save hangs without it.

@@ -170,7 +170,7 @@ def test_the_events_are_those_of_megatron_lm_and_our_six() -> None:
     assert callback.on_train_error(context(), ValueError()) is None
 
 
-@pytest.mark.parametrize("version", [None, "0.15.0", "0.16.0", "0.17.0", "0.19.2"])
+@pytest.mark.parametrize("version", [None, "0.15.0", "0.16.0", "0.20.0", "1.0"])
 def test_other_versions_of_megatron_core_are_refused_with_the_command(version: str | None) -> None:
     problem = env_checks.core_version_problem(version)
     assert problem is not None and "pip install" in problem

@@ -19,7 +19,7 @@ from packaging.version import Version
 from megatron.trainer.common.child_processes import never_collect_inherited
 from megatron.trainer.common.errors import UsageError
 
-SUPPORTED_CORE = ">=0.16.1,<0.17"
+SUPPORTED_CORE = ">=0.16.1,<0.20"
 _TORCH_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 

@@ -1,0 +1,68 @@
+"""The newest megatron-core beside the installed one, without an environment of gigabytes.
+
+    PYTHONPATH=$PWD:$(python -m tests.newest_core.prepare) python -m pytest tests/unit
+
+Its wheel needs Python 3.12 and is pure Python but for one module, which the installed release has
+as well. It is unpacked as it is, but that imports of Triton without a guard get a stand-in. This is
+for tests: an installation comes from `scripts/setup_env.sh` under Python 3.12.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+VERSION = "0.19.2"
+SITE = Path(__file__).parent / "site"
+_DONE = "done"
+
+
+def prepare(target: Path) -> None:
+    """Unpacks the wheel.
+
+    Args:
+        target: folder that is made.
+
+    Raises:
+        subprocess.CalledProcessError: pip cannot get the wheel.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = f"""download -q --disable-pip-version-check --no-deps --only-binary=:all:
+            --python-version 3.12 --implementation cp megatron-core=={VERSION}
+            --platform manylinux_2_28_{platform.machine()} -d {folder}"""
+        subprocess.run([sys.executable, "-m", "pip", *words.split()], check=True, timeout=300)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target)
+    shutil.rmtree(target / "megatron" / "training")  # which needs packages that are not here
+    installed = importlib.util.find_spec("megatron.core.datasets")
+    assert installed is not None and installed.submodule_search_locations is not None
+    for module in Path(installed.submodule_search_locations[0]).glob("helpers_cpp*.so"):
+        shutil.copy(module, target / "megatron" / "core" / "datasets")
+    for path in (target / "megatron").rglob("*.py"):
+        before = path.read_text()
+        after = re.sub(r"(?m)^import triton$", "import triton_stand_in as triton", before)
+        after = re.sub(r"(?m)^import triton\.", "import triton_stand_in.", after)
+        if after != before:
+            path.write_text(after)
+    (target / _DONE).touch()
+
+
+def main() -> None:
+    """Prints what PYTHONPATH needs."""
+    target = Path(sys.prefix) / f"megatron-core-{VERSION}"
+    if not (target / _DONE).exists():
+        shutil.rmtree(target, ignore_errors=True)
+        prepare(target)
+    print(f"{SITE}:{target}")
+
+
+if __name__ == "__main__":
+    main()
