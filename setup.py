@@ -51,7 +51,11 @@ setup(
         "jinja2>=3.1",
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]"],
+        # Releases of megatron-core from 0.17 on need Python 3.12.
+        "gpu": [
+            "transformer-engine[pytorch]>=2.9,<2.12; python_version < '3.12'",
+            "transformer-engine[pytorch]>=2.11; python_version >= '3.12'",
+        ],
         "track": TRACK,
         "wandb": WANDB,
         "prometheus": PROMETHEUS,

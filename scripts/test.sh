@@ -146,9 +146,26 @@ waiting_lane() {
     fi
 }
 
+# What the newest megatron-core may change without an error, on its own code beside the pinned one.
+newest_core() {
+    local beside
+    if python -c 'from megatron.trainer.common.core_version import since; exit(not since("0.19"))'; then
+        echo "this environment has it"
+        return
+    fi
+    beside=$(python -m tests.newest_core.prepare)
+    PYTHONPATH=$PYTHONPATH:$beside parallel --dist loadfile -m "not waits and not alone" \
+        tests/unit/test_private_names.py tests/unit/test_newest_core.py tests/unit/test_generate.py \
+        tests/unit/test_restore.py tests/unit/test_convert_checkpoint.py \
+        tests/distributed/test_noise.py tests/distributed/test_resume.py \
+        tests/distributed/test_layouts.py tests/distributed/test_moe.py \
+        tests/distributed/test_relayout.py tests/distributed/test_convert.py
+}
+
 computing_lane() {
     if has unit; then group "unit tests" parallel tests/unit tests/extras -m unit; fi
     if has ranks; then
+        group "the newest megatron-core" newest_core
         group "ranks that compute" parallel --dist loadfile --no-loadscope-reorder \
             -m "not waits and not alone and not nightly" \
             $(rank_files relayout moe context layouts noise features megatron_commands \

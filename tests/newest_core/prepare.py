@@ -42,6 +42,8 @@ def prepare(target: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(target)
     shutil.rmtree(target / "megatron" / "training")  # which needs packages that are not here
+    for record in target.glob("*.dist-info"):  # else pip would take this for an installation
+        shutil.rmtree(record)
     installed = importlib.util.find_spec("megatron.core.datasets")
     assert installed is not None and installed.submodule_search_locations is not None
     for module in Path(installed.submodule_search_locations[0]).glob("helpers_cpp*.so"):

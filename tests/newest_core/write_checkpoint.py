@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-FLAGS = """--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16
---max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --train-iters 2
+FLAGS = """--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
+--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2
+--train-iters 2
 --tokenizer-type NullTokenizer --vocab-size 31 --mock-data --swiglu --normalization RMSNorm
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --use-distributed-optimizer

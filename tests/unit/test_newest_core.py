@@ -1,4 +1,4 @@
-"""A checkpoint that megatron-core 0.19.2 has written is read, checked and converted by any release."""
+"""Any release reads, checks and converts a checkpoint that megatron-core 0.19.2 has written."""
 
 from __future__ import annotations
 

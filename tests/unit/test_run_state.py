@@ -176,6 +176,29 @@ def test_other_versions_of_megatron_core_are_refused_with_the_command(version: s
     assert problem is not None and "pip install" in problem
 
 
+@pytest.mark.parametrize(
+    ("core", "engine", "wanted"),
+    [
+        ("0.16.1", "2.11.0", None),
+        ("0.16.1", "2.9.1+cu13", None),
+        ("0.16.1", "2.12.0", ">=2.9,<2.12"),
+        ("0.19.2+abc", "2.15.1", None),
+        ("0.17.1", "2.4.0", ">=2.11"),
+    ],
+)
+def test_versions_that_do_not_go_together_are_named(
+    core: str, engine: str, wanted: str | None
+) -> None:
+    note = env_checks.engine_note(core, engine)
+    assert (note is None) == (wanted is None)
+    assert note is None or (wanted and wanted in note and core in note and engine in note)
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2+abc", "0.19.2"])
+def test_these_versions_of_megatron_core_are_accepted(version: str) -> None:
+    assert env_checks.core_version_problem(version) is None
+
+
 def test_this_environment_is_accepted() -> None:
     env_checks.check_environment()
 

@@ -14,6 +14,7 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -239,3 +240,17 @@ class LatentAttention(MLASelfAttention):
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = SharedLinear(config, hidden, config.q_lora_rank)
         self.linear_kv_down_proj = SharedLinear(config, hidden, config.kv_lora_rank + rotated)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The layers of megatron-core 0.19, which would put a norm before queries that are not
+        compressed, where releases before it had none."""
+        if self.config.q_lora_rank is not None or not self.config.qk_layernorm:
+            theirs: Any = super()
+            return theirs._resolve_qk_norm_config(submodules)
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": IdentityOp,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "q_layernorm": IdentityOp,
+            "kv_layernorm": submodules.kv_layernorm,
+        }

@@ -36,7 +36,9 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron.trainer.common.core_version import since
 from megatron.trainer.common.device import Device, use_plain_router
+from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config import Config
 from megatron.trainer.distributed.process_groups import seed_build
 from megatron.trainer.distributed.stragglers import StepClock
@@ -289,6 +291,12 @@ def _plain_layer_spec(config: Config, *, with_experts: bool) -> ModuleSpec:
         "multi_latent_attention": m.multi_latent_attention,
     }
     if config.kernels.transformer_impl == "transformer_engine":
+        if m.multi_latent_attention and m.qk_layernorm and m.q_lora_rank is None and since("0.19"):
+            raise UsageError(
+                "megatron-core 0.19 puts a norm before queries that are not compressed, which "
+                "earlier releases and the Hugging Face models do not have; give "
+                "--transformer-impl local, or megatron-core 0.18 and below"
+            )
         return get_gpt_layer_with_transformer_engine_spec(**kinds)
     spec = get_gpt_layer_local_spec(normalization=m.normalization, **kinds)
     parts: Any = spec.submodules

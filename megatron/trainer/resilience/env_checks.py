@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,19 @@ from packaging.version import Version
 from megatron.trainer.common.child_processes import never_collect_inherited
 from megatron.trainer.common.errors import UsageError
 
+logger = logging.getLogger(__name__)
+
+_KNOWN_NOTES = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param",
+}
+"""Loggers of newer releases, and what they say at every start of what we do on purpose."""
 SUPPORTED_CORE = ">=0.16.1,<0.20"
+_ENGINE_OF_CORE = ">=2.9,<2.12"
+"""As megatron-core 0.16.1 declares it."""
+_ENGINE_OF_NEWER_CORE = ">=2.11"
+"""Of 0.17 and later, which declare none: what their code asks for."""
 _TORCH_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -36,6 +51,27 @@ def check_environment() -> None:
     )
     if problem:
         raise UsageError(problem)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        note = engine_note(str(_core_version()), metadata.version("transformer-engine"))
+        if note:
+            logger.warning("%s", note)
+
+
+def engine_note(core: str, engine: str) -> str | None:
+    """Says that two versions are not made for each other, or None.
+
+    Args:
+        core: of megatron-core.
+        engine: of Transformer Engine.
+    """
+    is_newer = Version(core) >= Version("0.17")
+    wanted = _ENGINE_OF_NEWER_CORE if is_newer else _ENGINE_OF_CORE
+    if SpecifierSet(wanted).contains(engine, prereleases=True):
+        return None
+    return (
+        f"megatron-core {core} is made for Transformer Engine {wanted}, and {engine} is installed; "
+        f'run: pip install "transformer-engine[pytorch]{wanted}"'
+    )
 
 
 def _core_version() -> str | None:
@@ -138,6 +174,10 @@ def _has_optimizers(package: str) -> bool:
         return False
 
 
+def _is_news(start: str, record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(start)
+
+
 def set_process_defaults() -> None:
     """Sets environment variables that torch reads at start, unless the user set them.
 
@@ -154,6 +194,8 @@ def set_process_defaults() -> None:
         ".*deprecating ShardedTensor.*",
     ):
         warnings.filterwarnings("ignore", message=known)
+    for name, start in _KNOWN_NOTES.items():
+        logging.getLogger(name).addFilter(functools.partial(_is_news, start))
     never_collect_inherited()
     os.environ.setdefault(_TORCH_RESTART, "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
