@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.trainer.common.core_version import since
 from tests.helpers.on_ranks import on_ranks
 
 
@@ -20,4 +21,8 @@ def test_saved_bytes_of_a_layer(tmp_path: Path) -> None:
         if "--context-parallel-size" in row["case"]:
             # The first and the last chunk of a sample need a mask less than two others.
             counted = [max(counted)] * 4
+        if "--moe-shared-expert-gate" in row["case"] and since("0.19"):
+            # Which keeps a little less than is planned for.
+            assert max(counted) <= row["predicted"] <= 1.02 * min(counted), row["case"]
+            continue
         assert counted == [row["predicted"]] * 4, row["case"]

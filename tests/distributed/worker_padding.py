@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from megatron.trainer.checkpoint import files
+from tests.helpers.checkpoints import edit_common
 from tests.helpers.jobs import TINY_GPT2, layout_flags, run
 
 SHAPE = "--num-layers 6 --hidden-size 96 --ffn-hidden-size 200 --kv-channels 12"
@@ -52,7 +52,5 @@ def save_as_upstream(output: Path, length: list[str]) -> None:
     if dist.get_rank() == 0:
         folder = files.folder_of(output / "upstream", BEFORE)
         (folder / files.MANIFEST).unlink()
-        common = torch.load(folder / files.COMMON, weights_only=False)
-        del common[files.OUR_KEY]
-        torch.save(common, folder / files.COMMON)
+        edit_common(folder, lambda common: common.pop(files.OUR_KEY))
     dist.barrier()

@@ -164,19 +164,19 @@ def tamper_with_places(cases: Cases) -> None:
 
 def change_data(cases: Cases) -> None:
     """Another data set under the same name."""
-    import torch
+    from tests.helpers.checkpoints import edit_common
 
     root, folder = cases.copy("old")
-    common = torch.load(folder / "common.pt", weights_only=False)
-    del common["copus"]["data"]
-    torch.save(common, folder / "common.pt")
+    edit_common(folder, lambda common: common["copus"].pop("data"))
     cases.seal(folder)
     # Megatron-LM has no entry of ours, no manifest, and leaves open what it does not need.
     theirs, folder = cases.copy("theirs")
-    common = torch.load(folder / "common.pt", weights_only=False)
-    del common["copus"]
-    vars(common["args"]).update(num_query_groups=1, kv_channels=None, ffn_hidden_size=None)
-    torch.save(common, folder / "common.pt")
+
+    def as_theirs(common: dict[str, Any]) -> None:
+        del common["copus"]
+        vars(common["args"]).update(num_query_groups=1, kv_channels=None, ffn_hidden_size=None)
+
+    edit_common(folder, as_theirs)
     (folder / "manifest.json").unlink()
     cases.resume("of Megatron-LM", theirs)
     cases.resume("same data", cases.save)

@@ -25,6 +25,7 @@ from megatron.trainer.checkpoint.convert.writing import (
     write_common,
     write_tensors,
 )
+from megatron.trainer.checkpoint.safe_index import read_common
 from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config.lengths import TrainingLengths
 from megatron.trainer.distributed.sharding import flat_to_rects
@@ -238,3 +239,10 @@ def command(capsys: pytest.CaptureFixture[str], tool: Any, *args: Any) -> tuple[
     code = tool.main([str(a) for a in args])
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def edit_common(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the common state of a checkpoint, wherever its release keeps it."""
+    common = read_common(folder)
+    change(common)
+    write_common(folder, common)

@@ -192,6 +192,7 @@ def set_process_defaults() -> None:
         "The .grad attribute of a Tensor that is not a leaf",
         ".*`load_state_dict` is deprecated.*",
         ".*deprecating ShardedTensor.*",
+        ".*is experimental and still under active development.*",
     ):
         warnings.filterwarnings("ignore", message=known)
     for name, start in _KNOWN_NOTES.items():
