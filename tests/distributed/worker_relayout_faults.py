@@ -336,7 +336,7 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
             (output / f"outcome-{rank}.json").write_text(json.dumps(outcome.to_json()))
 
     pretrain._PATIENCE_S = 1
-    pretrain.controllers = lambda args: [Once()]
+    pretrain.controllers = lambda args, config: [Once()]
     return pretrain.main(flags)
 
 

@@ -107,6 +107,7 @@ INVENTED_DATA = {
     "tests/unit/test_restore.py": "flags that Megatron-LM stores, compared without a run",
     "bench/overhead.py": "the time of the controller's own part of a step",
     "tests/distributed/worker_memory.py": "the memory of a step",
+    "tests/newest_core/write_checkpoint.py": "the format of a checkpoint",
 }
 """Files that may name `--mock-data`, with the reason."""
 

@@ -236,7 +236,8 @@ def test_a_save_writes_by_the_writer_that_the_module_names() -> None:
     save_errors.use_own_writer()
     made = inspect.getsource(torch_strategy.TorchDistSaveShardedStrategy.async_save)
     if since("0.17"):
-        _, modules = torch_strategy.get_async_strategy("mcore")
+        strategies: Any = torch_strategy
+        _, modules = strategies.get_async_strategy("mcore")
         assert modules["FileSystemWriterAsync"] is save_errors._Writer
         assert made.count('modules["FileSystemWriterAsync"]') == 1
     else:

@@ -121,9 +121,8 @@ def as_megatron_lm(more: str) -> tuple[OptimizerParamScheduler, Any]:
         count = (BATCH - first) // step
         steps = [(math.ceil(k * samples / count), first + k * step) for k in range(count + 1)]
         words_of = " ".join(f"{at}:{batch}" for at, batch in steps)
-        return schedule, calculators.StepBatchsizeNumMicroBatchesCalculator(
-            1, 2, False, 0, words_of
-        )
+        newer: Any = calculators
+        return schedule, newer.StepBatchsizeNumMicroBatchesCalculator(1, 2, False, 0, words_of)
     return schedule, calculators.RampupBatchsizeNumMicroBatchesCalculator(
         BATCH, 1, 2, False, 0, first, step, samples
     )

@@ -477,7 +477,8 @@ def _load(
         sharded, StrictHandling.RETURN_ALL, True, *determine_global_metadata(sharded), stored
     )
     merge(common, strategy.load(sharded, folder))
-    apply_factory_merges(common, factories)
+    merged: Any = factories
+    apply_factory_merges(common, merged)
     return common, missing, unexpected
 
 

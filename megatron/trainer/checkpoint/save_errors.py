@@ -155,7 +155,8 @@ def begin_request(
     Raises:
         OSError: on every rank, when rank 0 could not write.
     """
-    sharded_part, common_part = save_preprocess({**sharded, **common})
+    parts: Any = save_preprocess({**sharded, **common})
+    sharded_part, common_part = parts
     if since("0.19"):
         sharded_part[files.COMMON_STATE] = ShardedObject(
             files.COMMON_STATE, common_part, (1,), (0,), replica_id=dist.get_rank()

@@ -98,10 +98,8 @@ class TextGenerator:
         if not since("0.17"):
             others = (_wrapper_settings(config, self.max_length), context, groups)
         self._wrapper = _WithoutPadding(chunk, *others, vocab_size=tokenizer.vocab_size)
-        of_controller = (self._wrapper, tokenizer)
-        self._controller = TextGenerationController(
-            *(of_controller if since("0.17") else (*of_controller, groups.pp))
-        )
+        of_stages: tuple[Any, ...] = () if since("0.17") else (groups.pp,)
+        self._controller = TextGenerationController(self._wrapper, tokenizer, *of_stages)
 
     def _context(self, *, max_sequence_length: int) -> StaticInferenceContext:
         context: Any = StaticInferenceContext(

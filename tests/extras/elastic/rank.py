@@ -179,7 +179,7 @@ def _legal(context: CallbackContext) -> list[Layout]:
 def _with_moves() -> None:
     """Adds the changes of layout to the callbacks of the program."""
     plain = pretrain.controllers
-    pretrain.controllers = lambda args: [*plain(args), _Moves()]
+    pretrain.controllers = lambda args, config: [*plain(args, config), _Moves()]
 
 
 def main() -> int:

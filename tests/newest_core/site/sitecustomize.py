@@ -1,8 +1,10 @@
 """Python 3.12's `typing.override` for 3.11, which the newest megatron-core imports."""
 
 import typing
+from typing import Any
 
 import typing_extensions
 
 if not hasattr(typing, "override"):
-    typing.override = typing_extensions.override
+    module: Any = typing
+    module.override = typing_extensions.override
