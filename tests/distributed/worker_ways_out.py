@@ -94,7 +94,7 @@ def main() -> int:
     with (
         mock.patch.object(WriterProcess, "send", hang(send) if hangs else send),
         mock.patch.object(file_threads, "write_file", never_write if hangs else write),
-        mock.patch.object(pretrain, "controllers", lambda args: [leaving(way)]),
+        mock.patch.object(pretrain, "controllers", lambda args, config: [leaving(way)]),
     ):
         return pretrain.main()
 
