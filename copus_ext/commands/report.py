@@ -18,6 +18,7 @@ from pathlib import Path
 
 from copus_ext.monitor.report import render, report_of
 from copus_ext.monitor.run_files import RunReader, run_problem
+from megatron.trainer.common.output_file import write_output
 from megatron.trainer.common.program import CommandParser, program_name, tell
 
 _EVERY_S = 30.0
@@ -56,36 +57,33 @@ def main(argv: list[str] | None = None) -> int:
         if problem := run_problem(args.run, takes_journal=True):
             return _say(problem, 5)
         reader = RunReader(args.run)
-        goes_on = write(reader, args.output, reload_s=args.follow)
+        num_bytes, goes_on = write(reader, args.output, reload_s=args.follow)
         if reader.is_empty:
             tell("report.py", f"note: {args.run} holds no record of a run yet")
-        size = args.output.stat().st_size / 1e3
-        print(f"{args.output}: {size:.0f} kB{', Ctrl-C ends it' if goes_on else ''}", flush=True)
+        size = f"{num_bytes / 1e3:.0f} kB"
+        print(f"{args.output}: {size}{', Ctrl-C ends it' if goes_on else ''}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             while goes_on and args.follow is not None:
                 time.sleep(args.follow)
-                goes_on = write(reader, args.output, reload_s=args.follow)
+                _, goes_on = write(reader, args.output, reload_s=args.follow)
     except OSError as error:
-        is_output = str(error.filename).startswith(str(args.output))
+        is_output = error.filename == str(args.output)
         what = f"-o {args.output} cannot be written" if is_output else "a run cannot be read"
         return _say(f"{what}: {error}", 5)
     return 0
 
 
-def write(reader: RunReader, output: Path, *, reload_s: float | None) -> bool:
+def write(reader: RunReader, output: Path, *, reload_s: float | None) -> tuple[int, bool]:
     """Writes the page, whole or not at all: a browser may have it open.
 
     Returns:
-        Whether the page reloads itself, because the run goes on.
+        Its bytes, and whether the page reloads itself, because the run goes on.
 
     Raises:
         OSError: a file of the run cannot be read, or the page not be written.
     """
     report = report_of(reader, reload_s=reload_s)
-    unfinished = output.with_name(f"{output.name}.unfinished")
-    unfinished.write_text(render(report), encoding="utf-8")
-    unfinished.replace(output)
-    return report.reload_s is not None
+    return write_output(output, render(report)), report.reload_s is not None
 
 
 def _say(line: str, code: int) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from copus_ext.monitor.run_files import run_problem
 from copus_ext.monitor.trace import FILE, folder_of, timeline, traces_of, with_steps, write_trace
+from megatron.trainer.common.output_file import replace_file, write_output
 from megatron.trainer.common.program import CommandParser, program_name, tell
 
 
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         for line in problems:
             tell("trace.py", f"note: {line}")
     try:
-        write_trace(output, trace)
+        write_trace(output, trace, replace_file if args.output is None else write_output)
     except OSError as error:
         return _say(f"{output} cannot be written: {error}; name another file with -o", 5)
     print(f"{output}: {len(trace['traceEvents'])} events")

@@ -3,14 +3,12 @@ profiler, so that they line up with the steps that it traced."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gzip
 import json
-import os
 import re
-import secrets
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from copus_ext.monitor.journal import MOVED, RelayoutRecord
 from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
 from megatron.trainer.common.control import TRACES
+from megatron.trainer.common.output_file import replace_file
 from megatron.trainer.common.outside import parse_json
 from megatron.trainer.logging.tail_reader import open_plain
 
@@ -186,22 +185,20 @@ def _moved(event: Event, name: str, place: int, num: int, shift_us: float) -> Ev
     return moved
 
 
-def write_trace(path: Path, trace: dict[str, Any]) -> None:
-    """Writes a trace, whole or not at all; zipped if the name ends with `.gz`. A link or a pipe in
-    its place is replaced, and nothing is written through one.
+def write_trace(
+    path: Path, trace: dict[str, Any], write: Callable[[Path, bytes], object] = replace_file
+) -> None:
+    """Writes a trace, zipped if the name ends with `.gz`.
+
+    Args:
+        path: the file.
+        trace: its content.
+        write: `write_output` for a file that the user named, which may be a pipe. What lies in the
+            folder of a run is replaced, and nothing is written through it.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = json.dumps(trace, allow_nan=False).encode()
-    # A name that nobody can have laid something under; the mode is the user's umask.
-    unfinished = path.with_name(f"unfinished.{secrets.token_hex(8)}.{path.name}")
-    handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(gzip.compress(data, 6) if path.suffix == ".gz" else data)
-        unfinished.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+    write(path, gzip.compress(data, 6) if path.suffix == ".gz" else data)

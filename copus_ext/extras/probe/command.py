@@ -27,9 +27,9 @@ from copus_ext.extras.probe import session
 from copus_ext.extras.probe.findings import find, table
 from copus_ext.extras.probe.record import LinkRecord, cluster_text
 from copus_ext.extras.probe.session import Place, Settings, Silence
-from megatron.trainer.checkpoint.files import write_atomically
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.optional import require
+from megatron.trainer.common.output_file import write_output
 from megatron.trainer.common.program import CommandParser, other_command, tell
 
 _NAME = "copus probe-links"
@@ -184,7 +184,7 @@ def lead(args: argparse.Namespace, store: Any, place: Place) -> int:
             f"--resume: {path} keeps the others"
         )
         return 3
-    write_atomically(args.output, cluster_text(record.cluster(base)))
+    write_output(args.output, cluster_text(record.cluster(base)))
     record.done()
     print(
         f"{args.output}: links of {len(hosts)} nodes, for --cluster of {other_command('plan.py')}"
