@@ -203,11 +203,8 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _opened(output: Path | None) -> Iterator[IO[str]]:
-    """Where lines go: the file, or standard output, which shows what it cannot encode as `?`."""
+    """Where lines go: the file, or standard output."""
     if output is None:
-        reconfigure = getattr(sys.stdout, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
         yield sys.stdout
         return
     try:

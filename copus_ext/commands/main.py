@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from copus_ext import __version__
 from megatron.trainer.common.extras import extras
-from megatron.trainer.common.program import CommandParser, nearest, running_as
+from megatron.trainer.common.program import CommandParser, nearest, running_as, with_output
 
 COMMANDS = (
     "pretrain",
@@ -28,6 +28,9 @@ COMMANDS = (
     "convert-checkpoint",
 )
 _ELSEWHERE = {"launch": "copus_ext.launch.supervisor"}
+
+_JOBS = ("pretrain", "launch")
+"""Commands whose exit code tells a supervisor what became of a job, whoever reads along."""
 
 
 def of_extras() -> dict[str, str]:
@@ -95,9 +98,18 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command that is named first with the words behind it; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in _JOBS:
+        return _run(words)
+    return with_output("copus", lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     name = parser().parse_args(words[:1]).command
     with running_as(f"copus {name}"):
-        return importlib.import_module(module_of(name)).main(words[1:])
+        code = importlib.import_module(module_of(name)).main(words[1:])
+        if name not in _JOBS:
+            sys.stdout.flush()  # an error of it bears the name of the command
+        return code
 
 
 if __name__ == "__main__":

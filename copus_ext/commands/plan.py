@@ -43,7 +43,6 @@ from copus_ext.planner.request import (
     uses_tp_pp_dp_mapping,
 )
 from megatron.trainer.common.program import (
-    close_output,
     nearest,
     other_command,
     program_name,
@@ -493,9 +492,6 @@ def exit_code_of(script: str, work: Callable[[], int]) -> int:
     except InputProblem as error:
         tell(script, f"error: {error}")
         return 5
-    except BrokenPipeError:
-        close_output()
-        return 0
     except KeyboardInterrupt:
         return 130
 

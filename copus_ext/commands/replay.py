@@ -63,11 +63,8 @@ def _numbers(decision: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Replays and prints; returns the exit code, which is 0 when the reader has enough."""
-    try:
-        return answer(parser().parse_args(argv))
-    except BrokenPipeError:
-        return 0
+    """Replays and prints; returns the exit code."""
+    return answer(parser().parse_args(argv))
 
 
 def answer(args: argparse.Namespace) -> int:

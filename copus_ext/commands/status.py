@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Shows the run; returns the exit code, which is 0 when the reader or the user has enough."""
+    """Shows the run; returns the exit code, which is 0 when the user has enough."""
     p = parser()
     args = p.parse_args(argv)
     if args.follow is not None and not args.follow >= _MIN_S:
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         if problem := run_problem(args.run):
             return _say(problem)
         show(RunReader(args.run, max_bytes=END_BYTES), args.follow, as_json=args.json)
-    except (BrokenPipeError, KeyboardInterrupt):
+    except KeyboardInterrupt:
         return 0
     except OSError as error:
         return _say(f"{args.run} cannot be read: {error}")

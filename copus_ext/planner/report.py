@@ -237,18 +237,11 @@ def table(
                 console.print(f"  {c}", style="dim", highlight=False, markup=False)
 
 
-class _Console(Console):
-    """One that leaves a reader who has gone to the caller."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
 def console_for(file: TextIO) -> Console:
     """A console that never folds or cuts a line; with colours on a terminal only."""
     if file.isatty():
-        return _Console(file=file, width=_WIDE, soft_wrap=True)
-    return _Console(file=file, width=_WIDE, soft_wrap=True, force_terminal=False, color_system=None)
+        return Console(file=file, width=_WIDE, soft_wrap=True)
+    return Console(file=file, width=_WIDE, soft_wrap=True, force_terminal=False, color_system=None)
 
 
 def breakdown(answer: Ranked) -> str:

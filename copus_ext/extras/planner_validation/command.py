@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.trainer.common.program import CommandParser, close_output, tell
+from megatron.trainer.common.program import CommandParser, tell
 
 NAME = "copus validate-planner"
 
@@ -98,10 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, SpecError, UnicodeDecodeError) as error:
         tell(NAME, f"error: {args.file}: {error}")
         return 5
-    try:
-        print(json.dumps(result, indent=1) if args.json else table(result))
-    except BrokenPipeError:
-        close_output()
+    print(json.dumps(result, indent=1) if args.json else table(result))
     return 0
 
 

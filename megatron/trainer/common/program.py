@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import io
 import json
 import os
 import shlex
@@ -143,6 +144,90 @@ def held_back(*refusals: type[Exception]) -> Iterator[Callable[[], None]]:
             sys.stdout = real
 
 
+class OutputFailed(BaseException):
+    """Standard output did not take what was printed. No `OSError`, so that no command takes it for
+    an error of its files.
+
+    Args:
+        error: what the system said.
+        program: name of the command that printed.
+    """
+
+    def __init__(self, error: OSError, program: str) -> None:
+        super().__init__(str(error))
+        self.error, self.program = error, program
+
+
+class _Output:
+    """Stands in for standard output and tells its errors apart from others."""
+
+    def __init__(self, real: TextIO, script: str) -> None:
+        self._real, self._script = real, script
+
+    def write(self, text: str) -> int:
+        with self._failing():
+            return self._real.write(text)
+
+    def flush(self) -> None:
+        with self._failing():
+            self._real.flush()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputFailed(error, program_name(self._script)) from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def with_output(script: str, run: Callable[[], int]) -> int:
+    """Runs a command that prints an answer, and ends it where standard output does not take it.
+
+    Characters that the output cannot encode are replaced.
+
+    Args:
+        script: as in `program_name`.
+        run: the command; returns its exit code.
+
+    Returns:
+        The exit code: that of the command, 0 where the reader of the output has gone, and 1, after
+        one line, where the output failed in another way.
+    """
+    real = sys.stdout
+    if real is None:  # pyright: ignore[reportUnnecessaryComparison]  # it was closed at the start
+        return run()
+    if isinstance(real, io.TextIOWrapper):
+        real.reconfigure(errors="replace")
+    output = _Output(real, script)
+    sys.stdout = output  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        try:
+            return run()
+        finally:
+            output.flush()
+    except OutputFailed as failure:
+        _discard(real)
+        if isinstance(failure.error, BrokenPipeError):
+            return 0
+        reason = failure.error.strerror or str(failure.error)
+        print(f"{failure.program}: error: standard output: {reason}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        sys.stdout = real
+
+
+def _discard(output: TextIO) -> None:
+    """Lets go what is left in the buffer, so that Python does not complain of it at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, output.fileno())
+        os.close(nowhere)
+        output.flush()
+
+
 def run_command(
     script: str,
     run: Callable[[], int],
@@ -158,16 +243,12 @@ def run_command(
 
     Returns:
         The exit code: that of the error, 1 for the file system, 130 for Ctrl-C, 143 for SIGTERM,
-        and 3 for any other error, which odd contents cause. It is 0 where the reader of the output
-        has gone.
+        and 3 for any other error, which odd contents cause.
     """
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     try:
         with _interrupted_by_sigterm():
             return run()
-    except BrokenPipeError:
-        close_output()
-        return 0
     except KeyboardInterrupt as interrupt:
         return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
     except Exception as error:
@@ -243,10 +324,3 @@ def _program(name: str, path: str) -> str:
         return name
     is_there = found is not None and Path(found).parent.samefile(Path(path).parent)
     return name if is_there else shlex.quote(path)
-
-
-def close_output() -> None:
-    """Closes standard output after its reader has gone, so that Python does not complain of what is
-    left in its buffer."""
-    with contextlib.suppress(OSError):
-        os.close(sys.stdout.fileno())
