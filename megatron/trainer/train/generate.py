@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.trainer.checkpoint.convert.formats import format_of
+from megatron.trainer.checkpoint.convert.formats import end_tokens, format_of
 from megatron.trainer.checkpoint.load import Stored, load_weights, read_stored
 from megatron.trainer.checkpoint.resume import merge_resume_config
 from megatron.trainer.common import optional
@@ -89,6 +90,8 @@ class TextGenerator:
     ) -> None:
         require_eod(tokenizer, "text generation")
         self.tokenizer, self.stored = tokenizer, stored
+        # megatron-core stops at one token only.
+        self._ends = end_tokens(stored.folder, stored.arguments)
         self.max_length = config.model.max_position_embeddings
         """Tokens of a prompt and what follows it, at most."""
         (chunk,) = model.chunks
@@ -172,6 +175,7 @@ class TextGenerator:
         self._controller.generate_all_output_tokens_static_batch(OrderedDict({0: request}))
         assert request.generated_tokens is not None
         new = request.generated_tokens.tolist()
+        new = list(itertools.takewhile(lambda token: token not in self._ends, new))
         ends = "length" if asked <= left else "context"
         return Generated(
             prompt=prompt,

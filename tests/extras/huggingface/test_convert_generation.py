@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.trainer.checkpoint.convert.archive import open_archive
 from megatron.trainer.checkpoint.convert.convert import convert
 from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.config.arguments import parse_args, with_checkpoint_args
 from megatron.trainer.extras.huggingface import exchange
+from megatron.trainer.train.generate import GREEDY, open_generator
 from tests.helpers.checkpoints import FLAGS, make_checkpoint
 from tests.helpers.tokenizer_files import gpt2_files, hugging_face_folder, sentence_piece_file
 
@@ -236,3 +238,23 @@ def test_a_tokenizer_that_is_gone_is_told(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out" / "config.json").read_text())
     assert record["eos_token_id"] is None and record["bos_token_id"] is None
     assert not (tmp_path / "out" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_a_text_ends_at_each_end_of_the_imported_model(name: str, tmp_path: Path) -> None:
+    """Where there is no `generation_config.json`, as in `transformers`, `config.json` says them."""
+    prompt, folder = "the cat sat", tmp_path / "core" / "hugging_face"
+    source = model_in(tmp_path / "hf", "llama", fields={}, generation=GENERATION)
+    exchange.load(source, tmp_path / "core", Changes())
+    greedy = SamplingParams(num_tokens_to_generate=6, top_k=GREEDY)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    with open_generator(tmp_path / "core", device="cpu") as model:
+        whole = model.generate(prompt, greedy, seed=1).generated_tokens
+    end = whole[-1]
+    (folder / "generation_config.json").unlink()
+    record = json.loads((folder / "config.json").read_text()) if name == "config.json" else {}
+    record["eos_token_id"] = [2, end]
+    (folder / name).write_text(json.dumps(record))
+    with open_generator(tmp_path / "core", device="cpu") as model:
+        cut = model.generate(prompt, greedy, seed=1)
+    assert cut.generated_tokens == whole[: whole.index(end)] and cut.finish_reason == "eod"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -80,6 +80,11 @@ class ModelFormat(Protocol):
         `--save` directory -> path. Conversions take them along."""
         ...
 
+    def end_tokens(self, checkpoint: Path, arguments: Mapping[str, Any]) -> Collection[int]:
+        """Tokens that end a text of a checkpoint that `load` made, the folder of one iteration with
+        these stored flags, beside the tokenizer's end of a document."""
+        ...
+
 
 def model_formats() -> dict[str, ModelFormat]:
     made = [kind() for _, kind in extras_with("model_format")]
@@ -97,3 +102,9 @@ def side_files(checkpoint: Path) -> dict[str, Path]:
     for one in model_formats().values():
         found |= one.side_files(checkpoint)
     return found
+
+
+def end_tokens(checkpoint: Path, arguments: Mapping[str, Any]) -> frozenset[int]:
+    """The tokens of all formats that end a text; see `ModelFormat.end_tokens`."""
+    formats = model_formats().values()
+    return frozenset().union(*(one.end_tokens(checkpoint, arguments) for one in formats))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,3 +65,8 @@ class HuggingFace:
         from megatron.trainer.extras.huggingface.generation import kept_beside
 
         return {f"{SIDE}/{name}": path for name, path in kept_beside(checkpoint).items()}
+
+    def end_tokens(self, checkpoint: Path, arguments: Mapping[str, Any]) -> set[int]:
+        from megatron.trainer.extras.huggingface import generation
+
+        return generation.end_tokens(checkpoint, arguments)

@@ -157,6 +157,22 @@ def companions_of(checkpoint: Path, arguments: Mapping[str, Any]) -> Companions:
     return Companions(fields=ids, generation=_known(ids), files=texts, notes=notes)
 
 
+def end_tokens(checkpoint: Path, arguments: Mapping[str, Any]) -> set[int]:
+    """The `eos_token_id` of the model that a checkpoint was imported from, one or several; empty
+    where it has none. Arguments as of `companions_of`."""
+    if not kept_beside(checkpoint):
+        return set()
+    found = companions_of(checkpoint, arguments)
+    file, record = found.files.get(GENERATION), found.fields
+    if isinstance(file, Path):
+        try:
+            record = parse_json(file.read_bytes())
+        except (OSError, ValueError):
+            return set()
+    ids = record.get("eos_token_id") if isinstance(record, Mapping) else None
+    return {i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int}
+
+
 def _files_of_run(model: Path, kept: dict[str, Path]) -> tuple[dict[str, Path], tuple[str, ...]]:
     """Files of the tokenizer that a run was given, or those kept of an import if it is the same.
 
