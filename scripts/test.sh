@@ -159,7 +159,8 @@ newest_core() {
         tests/unit/test_restore.py tests/unit/test_convert_checkpoint.py \
         tests/distributed/test_noise.py tests/distributed/test_resume.py \
         tests/distributed/test_layouts.py tests/distributed/test_moe.py \
-        tests/distributed/test_relayout.py tests/distributed/test_convert.py
+        tests/distributed/test_relayout.py tests/distributed/test_convert.py \
+        tests/newest_core/test_same_losses.py
 }
 
 computing_lane() {
