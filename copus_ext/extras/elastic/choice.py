@@ -31,9 +31,7 @@ _TRIED = 64
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     flags: list[str]
-    """Of the program."""
     config: Config
-    """That they give."""
     replaced: tuple[int, int] | None = None
     """The batch that these ranks could not have, and the one in its place; None where it stays."""
 
@@ -67,9 +65,8 @@ def choose(
     Raises:
         NoFit: no batch and layout are legal.
     """
-    batch = stored["global_batch_size"]
-    if replaced is not None and replaced[1] == batch:
-        batch = replaced[0]
+    wanted, present = replaced or (0, 0)
+    batch = wanted if present == stored["global_batch_size"] else stored["global_batch_size"]
     search = _Search(without_start(flags), stored, ranks, batch=batch, has_gpu=has_gpu, why=why)
     first = search.first_legal()
     return search.fastest(first.config) or first
@@ -110,12 +107,8 @@ class _Search:
         raise NoFit(f"no layout of {self._ranks} ranks is legal for this model")
 
     def fastest(self, config: Config) -> Choice | None:
-        """The legal configuration with the least predicted time of a sample; None where nothing
-        predicts it.
-
-        Args:
-            config: of any legal configuration.
-        """
+        """The legal configuration with the least predicted time of a sample, given any legal one;
+        None where nothing predicts it."""
         with contextlib.suppress(UsageError, ValueError, ArithmeticError):
             config = config.replace(padded_vocab_size=self._stored.get("padded_vocab_size"))
             table = ThroughputTable(config, CopusConfig(), gpu=gpu_of(config))
@@ -154,7 +147,6 @@ class _Search:
         return sorted(batches, key=lambda b: (abs(b - self._batch), -b))
 
     def _try(self, layout: Layout, micro: int, batch: int) -> Choice | None:
-        """The configuration, if it is legal."""
         stored = self._stored
         request = Request(
             launch="elastic",

@@ -173,15 +173,8 @@ class _Chunks:
 
 
 class PeerCopies(Callback):
-    """Takes the copies of a run while it trains. The last of its callbacks, on every rank.
-
-    Args:
-        held: where they are kept.
-        membership: of this rank.
-        generation: of the ranks that train now.
-        interval: steps between two copies.
-        marks: further entries of the common state, for whoever goes on from a copy.
-    """
+    """Takes the copies of a run while it trains. The last of its callbacks, on every rank. `marks`
+    are further entries of the common state, for whoever goes on from a copy."""
 
     def __init__(
         self,

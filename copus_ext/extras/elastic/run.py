@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from copus_ext.extras.elastic.choice import Choice, choose
+from copus_ext.extras.elastic.choice import choose
 from copus_ext.extras.elastic.copies import HeldCopies, PeerCopies
 from copus_ext.extras.elastic.environment import (
     COPY_INTERVAL,
@@ -36,8 +36,7 @@ from megatron.trainer.common.errors import Relaunch, TrainingFailure, UsageError
 from megatron.trainer.resilience.exit_status import RunOutcome
 from megatron.trainer.resilience.watchdog import exit_immediately
 
-_REPLACED = "elastic_replaced_batch"
-"""Entry of the common state of a copy: see `Choice.replaced`."""
+_REPLACED = "elastic_replaced_batch"  # in the common state of a copy: see `Choice.replaced`
 _MAX_FRUITLESS = 5
 """So many generations in a row may end before a copy of the state was begun."""
 _TIMEOUT_MINUTES = 10.0
@@ -170,9 +169,11 @@ def _start(
             )
         except (NoFit, ValueError) as error:
             problem = str(error)
-    words, note, replaced, problem = broadcast_from_rank0(_told(choice, problem))
+    told = None if choice is None else (choice.flags, choice.note, choice.replaced)
+    told, problem = broadcast_from_rank0((told, problem))
     if problem:
         raise Relaunch(problem)
+    words, note, replaced = told
     if note:
         _say(f"ALERT: {note}, since no layout of {dist.get_world_size()} ranks fits as well")
     return Start(flags=words, stored=stored, fields=fields), replaced
@@ -207,12 +208,6 @@ def _stored_flags(load: Path) -> dict[str, Any]:
         return read_arguments(load, step=None)
     except TrainingFailure as error:
         raise ValueError(str(error)) from error
-
-
-def _told(choice: Choice | None, problem: str) -> tuple[list[str], str, Any, str]:
-    if choice is None:
-        return [], "", None, problem
-    return choice.flags, choice.note, choice.replaced, problem
 
 
 def _tell(membership: Membership, outcome: RunOutcome) -> None:
