@@ -21,14 +21,14 @@ _OWN_FAULTS = tuple(
     if hasattr(signal, name)
 )
 """Signals that a process brings on itself by what it computes."""
-_OWN_FAULT_WORDS = [(signal.strsignal(number) or "").split()[0] for number in _OWN_FAULTS]
+_OWN_FAULT_WORDS = [(signal.strsignal(number) or "").partition(" ")[0] for number in _OWN_FAULTS]
 _LOST_PEER = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|broken pipe|socket (closed|timeout)"
     r"|remote process exited|connectFullMesh|DistNetworkError|unhandled system error",
     re.IGNORECASE,
 )
 """What a rank says after one of its peers has gone."""
-_LOST_READER = re.compile(r"DataLoader worker \(pid\S* \d+\) is killed by signal: (\w+)")
+_LOST_READER = re.compile(r"DataLoader worker \(pid\S* \d+\) is killed by signal: ([^\s.]+)")
 """What torch says of a process that reads data, and the first word for its signal."""
 _NO_ANSWER_S = 25.0
 """torch's launcher waits 30 s between SIGTERM and SIGKILL, and records times in whole seconds."""

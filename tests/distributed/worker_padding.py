@@ -52,5 +52,6 @@ def save_as_upstream(output: Path, length: list[str]) -> None:
     if dist.get_rank() == 0:
         folder = files.folder_of(output / "upstream", BEFORE)
         (folder / files.MANIFEST).unlink()
-        edit_common(folder, lambda common: common.pop(files.OUR_KEY))
+        key = files.OUR_KEY
+        edit_common(folder, lambda common: {k: v for k, v in common.items() if k != key})
     dist.barrier()

@@ -167,14 +167,20 @@ def change_data(cases: Cases) -> None:
     from tests.helpers.checkpoints import edit_common
 
     root, folder = cases.copy("old")
-    edit_common(folder, lambda common: common["copus"].pop("data"))
+
+    def without_data(common: dict[str, Any]) -> dict[str, Any]:
+        del common["copus"]["data"]
+        return common
+
+    edit_common(folder, without_data)
     cases.seal(folder)
     # Megatron-LM has no entry of ours, no manifest, and leaves open what it does not need.
     theirs, folder = cases.copy("theirs")
 
-    def as_theirs(common: dict[str, Any]) -> None:
+    def as_theirs(common: dict[str, Any]) -> dict[str, Any]:
         del common["copus"]
         vars(common["args"]).update(num_query_groups=1, kv_channels=None, ffn_hidden_size=None)
+        return common
 
     edit_common(folder, as_theirs)
     (folder / "manifest.json").unlink()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import pickle
 import random
 from argparse import Namespace
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from megatron.trainer.checkpoint.convert.writing import (
     write_common,
     write_tensors,
 )
-from megatron.trainer.checkpoint.safe_index import read_common
+from megatron.trainer.checkpoint.safe_index import COMMON_KEY, METADATA, read_index
 from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config.lengths import TrainingLengths
 from megatron.trainer.distributed.sharding import flat_to_rects
@@ -241,8 +243,27 @@ def command(capsys: pytest.CaptureFixture[str], tool: Any, *args: Any) -> tuple[
     return code, out, err
 
 
-def edit_common(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the common state of a checkpoint, wherever its release keeps it."""
-    common = read_common(folder)
-    change(common)
-    write_common(folder, common)
+def common_file(folder: Path) -> Path:
+    """The file of a checkpoint that holds its common state."""
+    where = (read_index(folder / METADATA).storage_data or {}).get(COMMON_KEY)
+    return folder / (files.COMMON if where is None else where.relative_path)
+
+
+def edit_common(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Puts something in the place of the common state of a checkpoint, wherever its release keeps
+    it. The manifest stays as it is."""
+    index = read_index(folder / METADATA)
+    places = index.storage_data or {}
+    if (where := places.get(COMMON_KEY)) is None:
+        stored = torch.load(folder / files.COMMON, weights_only=False)
+        torch.save(change(stored), folder / files.COMMON)
+        return
+    data = (folder / where.relative_path).read_bytes()[where.offset : where.offset + where.length]
+    (stored,) = torch.load(io.BytesIO(data), weights_only=False)
+    changed = io.BytesIO()
+    torch.save([change(stored)], changed)
+    (folder / files.COMMON_FILE).write_bytes(changed.getvalue())
+    places[COMMON_KEY] = dataclasses.replace(
+        where, relative_path=files.COMMON_FILE, offset=0, length=len(changed.getvalue())
+    )
+    (folder / METADATA).write_bytes(pickle.dumps(index))

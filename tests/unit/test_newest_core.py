@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.safe_index import COMMON_KEY, METADATA, read_common, read_index
+from megatron.trainer.checkpoint.safe_index import (
+    COMMON_KEY,
+    METADATA,
+    file_names,
+    read_common,
+    read_index,
+)
 from megatron.trainer.common.core_version import since
 from megatron.trainer.common.errors import Refused
-from tests.helpers.checkpoints import command
+from tests.helpers.checkpoints import command, common_file
 from tests.helpers.launch import run_in_fork
 from tests.newest_core.write_checkpoint import PROMPT, scores
 
@@ -47,6 +54,20 @@ def test_its_common_state_lies_in_a_file_with_tensors(checkpoint: Path) -> None:
     assert files.OUR_KEY in common
 
 
+def test_a_stray_file_is_not_taken_for_it(checkpoint: Path) -> None:
+    folder = files.folder_of(checkpoint, 2)
+    torch.save({"iteration": 99}, folder / files.COMMON)
+    assert read_common(folder)["iteration"] == 2
+
+
+def test_a_link_in_place_of_its_file_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    folder = files.folder_of(checkpoint, 2)
+    path = common_file(folder).rename(tmp_path / "elsewhere")
+    (folder / "__0_0.distcp").symlink_to(path)
+    with pytest.raises(Refused, match="outside"):
+        read_common(folder)
+
+
 @pytest.mark.parametrize("place", [0, 200, -30])
 def test_a_changed_byte_of_it_is_found(checkpoint: Path, place: int) -> None:
     folder = files.folder_of(checkpoint, 2)
@@ -62,14 +83,18 @@ def test_a_changed_byte_of_it_is_found(checkpoint: Path, place: int) -> None:
 def test_it_is_converted_to_what_this_release_writes(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for target, words in (("copied", ("--dp", 2)), ("rewritten", ("--dtype", "fp32"))):
+    ways = (("copied", ("--dp", 2)), ("again", ("--dp", 4)), ("rewritten", ("--dtype", "fp32")))
+    for target, words in ways:
+        source = tmp_path / "copied" if target == "again" else checkpoint
         where = tmp_path / target
-        code, out, err = command(capsys, convert_checkpoint, checkpoint, where, *words, "--verify")
+        code, out, err = command(capsys, convert_checkpoint, source, where, *words, "--verify")
         assert code == 0, out + err
         folder = files.folder_of(where, 2)
         assert (folder / files.COMMON).exists() != since("0.19")
         has_object = COMMON_KEY in (read_index(folder / METADATA).storage_data or {})
         assert has_object == since("0.19")
         assert read_common(folder)["iteration"] == 2
+        found = {path.name for path in folder.iterdir()}
+        assert found == {files.MANIFEST, *file_names(read_index(folder / METADATA))}
         assert run_in_fork(scores, where) == expected()
         assert command(capsys, inspect_checkpoint, where, "--verify")[0] == 0

@@ -163,7 +163,7 @@ def test_the_same_error_twice_at_a_step_ends_the_run(case: Case) -> None:
 
 
 OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGQUIT")
-OWN = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGBUS")
+OWN = ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGBUS", "SIGSYS", "SIGTRAP")
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, *OWN])

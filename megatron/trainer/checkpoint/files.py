@@ -29,13 +29,18 @@ MANIFEST = "manifest.json"
 CORE_MARK = "metadata.json"
 COMMON = "common.pt"
 """The common state, up to megatron-core 0.18."""
+METADATA = ".metadata"
+"""The index, which says where everything else lies."""
 COMMON_STATE = "common_state"
 """The object that holds it from 0.19 on, in a file with tensors."""
+COMMON_FILE = "common.distcp"
+"""Where a conversion puts that object."""
 OUR_KEY = "copus"
 """Entry of the common state in every checkpoint that COPUS trained, and in no other."""
 MIN_ROOM = 3
 """Checkpoints that the disk should still take."""
 _UNFINISHED = ".unfinished"
+_SMALL = (METADATA, COMMON, COMMON_FILE)
 _CHUNK_BYTES = 1 << 22
 _TRACKER_BYTES = 1 << 10
 _MANIFEST_BYTES = 1 << 28
@@ -269,7 +274,8 @@ def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool =
         folder: of one iteration.
         rank: which share of the files to read; missing files are everybody's.
         world_size: number of ranks that share the reading.
-        contents: compare all checksums; otherwise sizes, and the checksum of the common state.
+        contents: compare all checksums; otherwise sizes, and the checksums of the index and of a
+            common state that is a file of its own. As an object it has its own.
 
     Returns:
         An empty list when nothing is wrong, or when there is no manifest to compare with and the
@@ -291,7 +297,7 @@ def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool =
             problems.append(f"{path} is missing")
         elif path.stat().st_size != size:
             problems.append(f"{path} has {path.stat().st_size} bytes instead of {size}")
-        elif (contents or name == COMMON) and checksum(path)[1] != crc:
+        elif (contents or name in _SMALL) and checksum(path)[1] != crc:
             problems.append(f"{path} has changed since it was written (checksum)")
     return problems
 

@@ -283,7 +283,7 @@ def read_arguments(
     load: Path, *, step: int | None, fallback: bool = True, trust_unverified: bool = False
 ) -> dict[str, Any]:
     """The resolved flags a checkpoint was saved with, for `--use-checkpoint-args`. Needs no process
-    group. Compares the sizes of all files, and the checksum of the one that holds the flags.
+    group. Compares the sizes of all files, and the checksum of what holds the flags.
 
     Args:
         load: `--load`.

@@ -8,12 +8,13 @@ points to lie beside it. torch's own weights-only loader reads the common state.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
-import os
 import pickle
 import zipfile
 from argparse import Namespace
+from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.trainer.checkpoint.files import COMMON, COMMON_STATE, CORE_MARK
+from megatron.trainer.checkpoint.files import (
+    COMMON,
+    COMMON_STATE,
+    CORE_MARK,
+    METADATA,
+    read_manifest,
+)
 from megatron.trainer.common.errors import Refused
 
-METADATA = ".metadata"
 _CHECKPOINT = "torch.distributed.checkpoint"
 _CORE = "megatron.core.dist_checkpointing.strategies.torch"
 _ALLOWED = {
@@ -163,13 +169,15 @@ def read_common(folder: Path) -> dict[str, Any]:
         Refused: torch cannot read it, or it holds other kinds of entries than a common state.
         OSError: the file cannot be read.
     """
-    path, source = folder / COMMON, folder / COMMON
-    if not path.exists() and (folder / METADATA).is_file():
-        path, source = _common_among_tensors(folder)
+    path, among = folder / COMMON, None
+    # A file that our manifest does not list is a stray one.
+    is_listed = path.exists() and COMMON in (_manifest(folder) or [COMMON])
+    if not is_listed and (folder / METADATA).is_file():
+        path, among = _common_among_tensors(folder) or (path, None)
     register_safe_globals()
     try:
-        common = torch.load(source, map_location="cpu", weights_only=True)
-        if isinstance(source, io.BytesIO):
+        common = torch.load(among or path, map_location="cpu", weights_only=True)
+        if among is not None:
             (common,) = common
     except OSError as error:
         if error.errno != errno.EINVAL:  # that is a place which a damaged file names
@@ -187,18 +195,24 @@ def read_common(folder: Path) -> dict[str, Any]:
     return common
 
 
-def _common_among_tensors(folder: Path) -> tuple[Path, io.BytesIO]:
-    """The file that holds the common state of megatron-core 0.19, and the bytes of that object.
-    torch would not compare their checksums.
+def _manifest(folder: Path) -> Collection[str] | None:
+    """Names that our manifest lists; None without one that can be read, which others refuse."""
+    with contextlib.suppress(ValueError):
+        return read_manifest(folder)
+    return None
+
+
+def _common_among_tensors(folder: Path) -> tuple[Path, io.BytesIO] | None:
+    """The file that holds the common state of megatron-core 0.19, and the bytes of that object,
+    whose checksums torch would not compare; None where there is no such object.
 
     Raises:
         Refused: the index or the object is damaged.
-        OSError: a file cannot be read, or there is no such object, so that `common.pt` is missing.
+        OSError: a file cannot be read.
     """
-    places = read_index(folder / METADATA).storage_data or {}
-    where = places.get(COMMON_KEY)
+    where = (read_index(folder / METADATA).storage_data or {}).get(COMMON_KEY)
     if where is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder / COMMON))
+        return None
     path = folder / where.relative_path
     if Path(where.relative_path).name != where.relative_path or path.is_symlink():
         raise Refused(f"{path} lies outside the checkpoint")

@@ -185,7 +185,7 @@ def _copy_tensors(archive: Archive, folder: Path) -> None:
     """
     listed = files.read_manifest(archive.folder)
     for name in archive.file_names():
-        if name in (files.COMMON, files.CORE_MARK):
+        if name in (files.COMMON, files.COMMON_FILE, files.CORE_MARK):
             continue
         copyfile(archive.folder / name, folder / name)
         if listed and files.checksum(folder / name) != listed[name]:

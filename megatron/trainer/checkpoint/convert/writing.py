@@ -36,12 +36,11 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megatron.trainer.checkpoint.convert.archive import Chunk
-from megatron.trainer.checkpoint.files import COMMON
+from megatron.trainer.checkpoint.files import COMMON, COMMON_FILE
 from megatron.trainer.checkpoint.safe_index import COMMON_KEY, METADATA, read_index
 from megatron.trainer.common.core_version import since
 from megatron.trainer.common.errors import UsageError
 
-_COMMON_FILE = "common.distcp"
 FILE_BYTES = 1 << 26
 """Tensors that share a file are all in memory until it is written: no more than this, or than the
 largest one."""
@@ -171,9 +170,9 @@ def write_common(folder: Path, common: Mapping[str, Any]) -> None:
     if since("0.19"):
         data = io.BytesIO()
         torch.save([dict(common)], data)
-        (folder / _COMMON_FILE).write_bytes(data.getbuffer())
+        (folder / COMMON_FILE).write_bytes(data.getbuffer())
         index.state_dict_metadata[COMMON_KEY.fqn] = BytesStorageMetadata()
-        index.storage_data[COMMON_KEY] = _StorageInfo(_COMMON_FILE, 0, data.getbuffer().nbytes)
+        index.storage_data[COMMON_KEY] = _StorageInfo(COMMON_FILE, 0, data.getbuffer().nbytes)
     else:
         torch.save(dict(common), folder / COMMON)
     if since("0.19") or was_there is not None:
@@ -235,9 +234,12 @@ def _temporary(target: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the lock of a folder; None where another process holds it, or where
-    the file system has no locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """A descriptor that holds the lock of a folder; None where another process holds it or has just
+    removed the folder, or where the file system has no locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
