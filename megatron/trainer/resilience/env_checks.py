@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import importlib.util
@@ -93,6 +92,9 @@ def import_core() -> Any:
     """
     if "megatron.core" in sys.modules:
         return sys.modules["megatron.core"]
+    # What Python 3.12 and later say of sources that are compiled, and torch for CUDA on a CPU.
+    warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
+    _hide("torch.utils.cpp_extension", "No CUDA runtime is found")
     with no_collection():
         torch: Any = importlib.import_module("torch")
         if torch.cuda.is_available():
@@ -174,8 +176,8 @@ def _has_optimizers(package: str) -> bool:
         return False
 
 
-def _is_news(start: str, record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith(start)
+def _hide(name: str, start: str) -> None:
+    logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(start))
 
 
 def set_process_defaults() -> None:
@@ -193,10 +195,13 @@ def set_process_defaults() -> None:
         ".*`load_state_dict` is deprecated.*",
         ".*deprecating ShardedTensor.*",
         ".*is experimental and still under active development.*",
+        # How megatron-core 0.19 calls the load of torch.
+        "The argument order of load has been changed",
+        ".*assuming the intent is to load in a single process.*",
     ):
         warnings.filterwarnings("ignore", message=known)
     for name, start in _KNOWN_NOTES.items():
-        logging.getLogger(name).addFilter(functools.partial(_is_news, start))
+        _hide(name, start)
     never_collect_inherited()
     os.environ.setdefault(_TORCH_RESTART, "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
