@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.trainer.checkpoint import files
@@ -443,7 +443,11 @@ def test_what_nobody_foresaw_is_one_line_too(
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("pathlib", "PosixPath"), ("torch.distributed.checkpoint.metadata", "Metadata")],
+    [
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ],
 )
 def test_an_index_changes_no_class(tmp_path: Path, module: str, name: str) -> None:
     path = tmp_path / ".metadata"
@@ -469,6 +473,20 @@ def test_an_index_of_an_early_python_is_read(tmp_path: Path) -> None:
     assert b"getattr" in out.getvalue()
     (folder / ".metadata").write_bytes(out.getvalue())
     assert read_index(folder / ".metadata") == before
+
+
+def test_an_index_with_a_path_is_read_whichever_python_wrote_it(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "a") / f"iter_{ITERATION:07d}"
+    before = read_index(folder / ".metadata")
+    # What we convert holds none, which torch under another release could not read.
+    assert before.storage_meta is None
+    before.storage_meta = StorageMeta(checkpoint_id=tmp_path)
+    for module in ("pathlib", "pathlib._local"):
+        data = pickle.dumps(before, protocol=2)
+        own = f"c{type(tmp_path).__module__}\n".encode()
+        assert own in data
+        (folder / ".metadata").write_bytes(data.replace(own, f"c{module}\n".encode()))
+        assert read_index(folder / ".metadata") == before
 
 
 @pytest.mark.parametrize("name", ["touch", "__subclasses__", "mro"])

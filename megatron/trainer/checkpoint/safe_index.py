@@ -104,6 +104,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member_of
+        if module == "pathlib._local":  # where Python 3.13 has them
+            module = "pathlib"
         is_dtype = module == "torch" and name in _DTYPES
         if not is_dtype and name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into {METADATA}")

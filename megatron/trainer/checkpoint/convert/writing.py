@@ -90,6 +90,11 @@ class _Planner(DefaultSavePlanner):
         return data.contiguous()
 
 
+class _Writer(FileSystemWriter):
+    def storage_meta(self) -> None:
+        """None: a path of Python 3.13 in the index would stop earlier releases from reading it."""
+
+
 def write_tensors(
     folder: Path,
     pieces: Sequence[Piece],
@@ -109,9 +114,7 @@ def write_tensors(
         file_bytes: see `FILE_BYTES`.
     """
     # Copying ahead would ask for, and start, an accelerator.
-    writer = FileSystemWriter(
-        folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
-    )
+    writer = _Writer(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     planner = _Planner(pieces, blobs)
     writer.set_up_storage_writer(True)
     plans = [SavePlan([_item_of(p) for p in group]) for group in grouped(pieces, file_bytes)]
