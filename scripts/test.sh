@@ -156,7 +156,7 @@ newest_core() {
     beside=$(python -m tests.newest_core.prepare)
     PYTHONPATH=$PYTHONPATH:$beside parallel --dist loadfile -m "not waits and not alone" \
         tests/unit/test_private_names.py tests/unit/test_newest_core.py tests/unit/test_generate.py \
-        tests/unit/test_restore.py tests/unit/test_convert_checkpoint.py \
+        tests/unit/test_restore.py tests/unit/test_convert_checkpoint.py tests/unit/test_moe.py \
         tests/distributed/test_noise.py tests/distributed/test_resume.py \
         tests/distributed/test_layouts.py tests/distributed/test_moe.py \
         tests/distributed/test_relayout.py tests/distributed/test_convert.py \

@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed.worker_moe import (
     BALANCE_CASES,
+    BIASED_CASES,
     BY_SAMPLE_CASES,
     CORE_CASES,
     LAYOUT_CASES,
@@ -70,6 +71,34 @@ def test_losses_of_samples_and_tokens_depend_on_no_layout_and_no_cutting(
     runs: dict[str, Steps], flags: str
 ) -> None:
     assert_equal_losses_and_gradients(runs[f"by sample {flags}"], runs["by sample "])
+
+
+@pytest.mark.parametrize("flags", BIASED_CASES[1:])
+def test_losses_beside_a_bias_depend_on_no_layout_and_no_cutting(
+    runs: dict[str, Steps], flags: str
+) -> None:
+    assert_equal_losses_and_gradients(runs[f"biased {flags}"], runs["biased "])
+
+
+PLAIN_CASES = [
+    *BALANCE_CASES,
+    *(("by sample", flags) for flags in BY_SAMPLE_CASES),
+    *(("biased", flags) for flags in BIASED_CASES),
+]
+
+
+@pytest.mark.parametrize(("name", "flags"), PLAIN_CASES)
+def test_losses_and_gradients_are_those_of_plain_torch(
+    runs: dict[str, Steps], name: str, flags: str
+) -> None:
+    own, plain = runs[f"{name} {flags}"], runs[f"plain {name}"]
+    assert len(own) == len(plain) > 0
+    for step, want in zip(own, plain, strict=True):
+        assert step["losses"] == pytest.approx(want["losses"], rel=1e-6)
+        assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-6)
+        assert step["max_expert_load"] == want["max_expert_load"]
+        got, exact = (torch.tensor(s["routers"], dtype=torch.float64) for s in (step, want))
+        assert (got - exact).norm() <= 3e-6 * exact.norm(), "element by element"
 
 
 def test_the_balance_loss_decides_what_is_compared(runs: dict[str, Steps]) -> None:

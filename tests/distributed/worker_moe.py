@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.jobs import EIGHT, LATENT, MOE, TINY_GPT2, run
+from tests.helpers.plain_mixture import Losses, PlainMixture
 
 MODELS = {
     "plain": f"{MOE} --moe-balance lagged --moe-aux-loss-coeff 1e-2",
@@ -71,6 +72,7 @@ STILL = f"{MOE} --num-layers 2 --lr 0 --min-lr 0 --clip-grad 0"
 HEAVY = f"{STILL} --moe-aux-loss-coeff 10"
 EP4, WHOLE = LAYOUTS["ep4"].removesuffix(SHARDED), "--micro-batch-size 8"
 TP2, TP4 = LAYOUTS["tp2.ep2.etp1"], LAYOUTS["tp4.ep4.etp1"]
+CP2 = "--context-parallel-size 2 --expert-model-parallel-size 2"
 PER_TOKEN = "--calculate-per-token-loss"
 UNEVEN = "--micro-batch-size 3 --allow-uneven-micro-batches"
 BALANCE_CASES = [
@@ -85,6 +87,7 @@ BALANCE_CASES = [
             f"{TP2} --micro-batch-size 4",
             f"{TP4} {WHOLE}",
             f"{TP2} {UNEVEN} {PER_TOKEN}",
+            f"{CP2} --micro-batch-size 2",
         )
     ),
     ("lagged", TP2),
@@ -102,8 +105,33 @@ BY_SAMPLE_CASES = [
     f"{TP4} {WHOLE}",
     f"{TP2} {UNEVEN}",
     f"{TP2} {UNEVEN} {PER_TOKEN}",
+    f"{CP2} --micro-batch-size 2 {PER_TOKEN}",
 ]
 """Losses of every sample for itself, and of every token."""
+RATE, SCALE = 0.1, 2.5
+BIASED = (
+    f"{HEAVY} --moe-balance lagged --moe-z-loss-coeff 1 --moe-router-score-function sigmoid "
+    f"--moe-router-enable-expert-bias --moe-router-bias-update-rate {RATE} "
+    f"--moe-router-topk-scaling-factor {SCALE}"
+)
+BIASED_CASES = [
+    "",
+    "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --micro-batch-size 4",
+    f"{TP4} {WHOLE} {PER_TOKEN}",
+    f"{TP2} {UNEVEN}",
+    f"{CP2} {PER_TOKEN}",
+]
+"""Both losses beside a bias of the experts, which moves although the weights do not."""
+PLAIN = {
+    "lagged": (Losses(balance="given", coefficient=10), 2),
+    "exact": (Losses(balance="batch", coefficient=10), 2),
+    "by sample": (Losses(balance="sample", coefficient=10, z_coefficient=1), 1),
+    "biased": (
+        Losses(balance="given", coefficient=10, z_coefficient=1, is_sigmoid=True, scale=SCALE),
+        2,
+    ),
+}
+"""What the same runs are in plain torch, and over how many steps."""
 CORE_CASES = {"aux_loss": ("", "--micro-batch-size 2"), "global_aux_loss": ("", TP2)}
 """What megatron-core's own losses do: these differ."""
 RESUMED = {"bias": "tp2.ep2.etp1", "shared": "pp2.ep2"}
@@ -114,6 +142,8 @@ def main(output: Path) -> Any:
     """Returns the step records of every run."""
     results: dict[str, list[dict[str, Any]]] = {}
 
+    seen = Seen()
+
     def record(name: str, flags: str, base: str, steps: int = STEPS) -> None:
         folder = output / str(len(results))
         routers = RouterGradients() if base.startswith(STILL) else None
@@ -121,6 +151,7 @@ def main(output: Path) -> Any:
             f"{flags} --train-iters {steps} --lr-decay-iters 3 --log-params-norm --log-interval 1"
         )
         callbacks = [routers.callback()] if routers else []
+        callbacks += [seen.callback()] if name == "lagged " else []
         found = run(all_flags.split(), folder, callbacks, base=base)
         names = ("losses", "grad_norm", "params_norm", "max_expert_load")
         results[name] = [{n: step.get(n) for n in names} for step in found]
@@ -137,6 +168,10 @@ def main(output: Path) -> Any:
         record(f"{mode} {flags}", f"{flags} --moe-balance {mode}", HEAVY)
     for flags in BY_SAMPLE_CASES:
         record(f"by sample {flags}", flags, BY_SAMPLE, 1)
+    for flags in BIASED_CASES:
+        record(f"biased {flags}", flags, BIASED)
+    for name, (losses, steps) in PLAIN.items():
+        results[f"plain {name}"] = in_plain_torch(seen, losses, steps)
     for kind, cases in CORE_CASES.items():
         for flags in cases:
             own = f"{flags} --moe-router-load-balancing-type {kind}"
@@ -158,6 +193,61 @@ def main(output: Path) -> Any:
         "--moe-aux-loss-coeff 0.1",
     )
     return {**results, "spoilt": spoilt.states}
+
+
+def in_plain_torch(seen: Seen, losses: Losses, steps: int) -> list[dict[str, Any]]:
+    """The records of a run whose weights stay as they are, without a trainer."""
+    import torch
+
+    model = PlainMixture(seen.weights, losses)
+    records, fractions, biases = [], None, None
+    for tokens, labels in seen.batches[:steps]:
+        record, counts = model.step(tokens, labels, fractions=fractions, biases=biases)
+        records.append(record)
+        fractions = [c / c.sum() for c in counts.by_score]
+        if losses.is_sigmoid:
+            biases = [RATE * torch.sign(c.mean() - c) for c in counts.routed]
+    return records
+
+
+class Seen:
+    """Notes weights and whole batches of a run in which no dimension of the model is split."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Any] = {}
+        self.batches: list[Any] = []
+        """[samples, length] tokens and labels of each step."""
+
+    def callback(self) -> Any:
+        """For a run."""
+        import torch
+        import torch.distributed as dist
+
+        from megatron.trainer.train.callbacks import Callback, CallbackContext
+
+        weights, batches = self.weights, self.batches
+        parts: list[torch.Tensor] = []
+
+        def note(_module: Any, args: Any, kwargs: Any) -> None:
+            tokens = kwargs.get("input_ids", args[0] if args else None)
+            parts.append(torch.stack([tokens, kwargs["labels"]]))
+
+        class Note(Callback):
+            """See above."""
+
+            def on_train_start(self, context: CallbackContext) -> None:
+                bare = context.model[0].module
+                weights.update({n: p.detach().clone() for n, p in bare.named_parameters()})
+                bare.register_forward_pre_hook(note, with_kwargs=True)
+
+            def on_grads_ready(self, context: CallbackContext) -> None:
+                own = torch.cat(parts, dim=1)
+                parts.clear()
+                everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+                dist.all_gather(everyone, own)
+                batches.append(torch.cat(everyone, dim=1).unbind())
+
+        return Note()
 
 
 class RouterGradients:

@@ -2,9 +2,9 @@
 
 The loss `aux_loss` of one layer is `coefficient * E * sum_i f_i P_i` over E experts (arXiv
 2101.03961). f_i is the share of (token, expert) pairs that went to expert i, P_i the mean score of
-i. megatron-core 0.16.1 takes f of a micro-batch, so that the loss depends on the layout. Here f is
-that of a global batch and is known before its first micro-batch (`--moe-balance`). The loss is then
-a sum over tokens.
+i. megatron-core takes f of a micro-batch, so that the loss depends on the layout. Here f is that of
+a global batch and is known before its first micro-batch (`--moe-balance`). The loss is then a sum
+over tokens.
 """
 
 from __future__ import annotations
