@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const=_EVERY_S,
         metavar="SECONDS",
-        help=f"write it again every SECONDS (default: {_EVERY_S:g}) until the run is done",
+        help=f"write it again every SECONDS (default: {_EVERY_S:g}) until the run is over",
     )
     return p
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 
 from copus_ext.monitor.run_files import END_BYTES, RunReader, run_problem
-from copus_ext.monitor.run_status import RunStatus, status_of
+from copus_ext.monitor.run_status import status_of
 from copus_ext.monitor.terminal import screen
 from megatron.trainer.common.program import CommandParser, program_name, tell
 from megatron.trainer.logging.metrics import encode
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const=_EVERY_S,
         metavar="SECONDS",
-        help=f"show it again every SECONDS (default: {_EVERY_S:g}) until the run is done",
+        help=f"show it again every SECONDS (default: {_EVERY_S:g}) until the run is over",
     )
     return p
 
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show(reader: RunReader, every_s: float | None, *, as_json: bool) -> None:
-    """Prints the status, once or until the run is done.
+    """Prints the status, once or until the run is over.
 
     On a terminal the screen stays in place; in a pipe one follows the other.
 
@@ -72,7 +72,7 @@ def show(reader: RunReader, every_s: float | None, *, as_json: bool) -> None:
     console, status = Console(highlight=False), status_of(reader)
     if every_s is not None and console.is_terminal and not as_json:
         with Live(screen(status), console=console, auto_refresh=False) as live:
-            while not is_over(status):
+            while not status.is_over:
                 time.sleep(every_s)
                 status = status_of(reader)
                 live.update(screen(status), refresh=True)
@@ -82,17 +82,12 @@ def show(reader: RunReader, every_s: float | None, *, as_json: bool) -> None:
             print(encode(dataclasses.asdict(status)), flush=True)
         else:
             console.print(screen(status))
-        if every_s is None or is_over(status):
+        if every_s is None or status.is_over:
             return
         time.sleep(every_s)
         status = status_of(reader)
         if not as_json:
             console.print()
-
-
-def is_over(status: RunStatus) -> bool:
-    """Whether nothing more will come; a run that failed may be started again."""
-    return status.state == "done"
 
 
 def _say(problem: str) -> int:

@@ -26,6 +26,7 @@ State = Literal[
     "failed",
     "lost",
 ]
+OVER: tuple[State, ...] = ("done", "stopped", "failed", "lost")
 _PHASES: dict[str, State] = {
     "start": "starting",
     "training": "training",
@@ -49,7 +50,7 @@ class RunLiveness:
     @property
     def is_alive(self) -> bool:
         """Whether the run goes on, as far as can be seen."""
-        return self.state not in ("empty", "done", "stopped", "failed", "lost")
+        return self.state not in ("empty", *OVER)
 
 
 def liveness(run: RunHistory, *, t: float) -> RunLiveness:
@@ -78,7 +79,7 @@ def liveness(run: RunHistory, *, t: float) -> RunLiveness:
         for event in since
         if event.kind == "fault" and event.about.get("fault") != _HARMLESS_FAULT
     ]
-    if locked is None and (run.path / LOCK_FILE).parent.is_dir():
+    if locked is None:  # whoever writes here holds it, and removes it on every way out but a kill
         unknown = "it ended without a last record; its output says why"
         return told("failed", faults[-1] if faults else unknown)
     if silent_s is None or silent_s > STALE_S:

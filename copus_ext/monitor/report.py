@@ -62,7 +62,7 @@ def report_of(reader: RunReader, *, reload_s: float | None = None) -> Report:
     return Report(
         title=run.path.resolve().name,
         made_t=status.t,
-        reload_s=None if status.state == "done" else reload_s,
+        reload_s=None if status.is_over else reload_s,
         verdict=facts.verdict(status, run),
         facts=facts.facts(status, run),
         charts=[_loss(run), _batch(run), _layout(run), *_noise(run)],

@@ -17,11 +17,12 @@ from copus_ext.goodput.decide import critical_batch_size_words
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.journal import MOVED, DecisionRecord
-from copus_ext.monitor.liveness import State, is_paused, liveness
+from copus_ext.monitor.liveness import OVER, State, is_paused, liveness
 from copus_ext.monitor.run_files import END_BYTES, GOES_ON, RunHistory, RunReader, Step
 from copus_ext.monitor.time_saved import TimeSaved, so_far
 from copus_ext.monitor.values import FOREIGN, LINE, text, whole
 from megatron.trainer.config.layout import Layout
+from megatron.trainer.resilience.lock import STALE_S
 
 SLOW_STEPS = 10
 """Medians without a step that are worth an alarm."""
@@ -157,6 +158,13 @@ class RunStatus:
     saved: Saved | None
     alarms: tuple[Alarm, ...]
     """Newest last."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come. One that was stopped or has failed may be started again,
+        by its supervisor at once, and counts after two minutes of silence."""
+        is_silent = self.silent_s is not None and self.silent_s > STALE_S
+        return self.state == "done" or (self.state in OVER and is_silent)
 
 
 def read_status(run: Path, *, t: float | None = None) -> RunStatus:

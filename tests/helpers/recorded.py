@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from copus_ext.goodput.headroom import of_inputs
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
 from copus_ext.goodput.state import WINDOW_STEPS, ControllerState
 from copus_ext.planner.configuration import Configuration
+from megatron.trainer.common.control import LOCK_FILE
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.logging.log_line import StepReport
 from megatron.trainer.logging.tracker import NullTracker, Sink, Tracker
@@ -150,7 +152,9 @@ def record_run(
     sinks: tuple[Sink, ...] = (),
     **config: Any,
 ) -> None:
-    """A launch from its start to its end, with a checkpoint every tenth step."""
+    """A launch from its start to its end, with a checkpoint every tenth step. One that has not
+    ended holds its directory, as if it were training or had been killed."""
+    hold(run)
     with Tracker(run, launch=launch, sinks=sinks) as tracker:
         tracker.event("run.start", start, BATCH * start, config={**CONFIG, **config}, layout=LAYOUT)
         for i in range(start + 1, start + steps + 1):
@@ -162,6 +166,21 @@ def record_run(
         if ended:
             done = start + steps
             tracker.event("run.end", done, BATCH * done, why="done")
+    if ended:
+        let_go(run)
+
+
+def hold(run: Path) -> None:
+    """Makes a directory that of a living run, as its lock does."""
+    (run / LOCK_FILE).parent.mkdir(parents=True, exist_ok=True)
+    (run / LOCK_FILE).touch()
+
+
+def let_go(run: Path) -> None:
+    """Removes the lock as its holder does, with a directory that is empty then."""
+    (run / LOCK_FILE).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (run / LOCK_FILE).parent.rmdir()
 
 
 def record_decisions(run: Path, *, reason: str | None = None) -> DecisionLog:

@@ -17,7 +17,7 @@ from copus_ext.planner.configuration import Configuration
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.logging.log_line import StepReport
 from megatron.trainer.logging.tracker import Tracker
-from tests.helpers.recorded import noise, shipped_rules
+from tests.helpers.recorded import hold, let_go, noise, shipped_rules
 
 GRID = (8, 16, 32, 64)
 LAYOUTS = (Layout(dp=4), Layout(tp=2, dp=2), Layout(pp=2, dp=2))
@@ -61,6 +61,7 @@ class WrittenRun:
         self.batch, self.micro, self.layout = GRID[0], 2, LAYOUTS[0]
         self.journal = DecisionLog(path)
         self.tracker = Tracker(path, launch=launch)
+        hold(path)
         self.start()
 
     def start(self) -> None:
@@ -219,6 +220,7 @@ class WrittenRun:
         self.tracker.event("run.end", self.iteration, self.samples, why=why)
         self.journal.append("end", iteration=self.iteration, changes=0)
         self.tracker.close()
+        let_go(self.path)
 
 
 def usual_run(path: Path, *, steps: int = 120, every: int = 20, **flags: Any) -> WrittenRun:

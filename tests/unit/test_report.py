@@ -339,7 +339,7 @@ def test_lines_come_once_and_start_over_with_another_file(tmp_path: Path) -> Non
     assert tail.is_replaced() and list(tail.records()) == [{"b": 1}]
 
 
-def test_a_page_that_follows_is_written_until_the_run_is_done(
+def test_a_page_that_follows_is_written_until_the_run_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, page, seen = WrittenRun(tmp_path / "run"), tmp_path / "report.html", []
@@ -365,8 +365,6 @@ def test_a_page_says_when_its_run_falls_silent_or_is_asked_for_something(tmp_pat
     run.step(3)
     path = tmp_path / "metrics.jsonl"
     path.write_text(re.sub(r'"t":[0-9.]+', '"t":1.0', path.read_text()))
-    (tmp_path / LOCK_FILE).parent.mkdir()
-    (tmp_path / LOCK_FILE).touch()
     reader = RunReader(tmp_path)
     facts = report_of(reader).facts
     assert facts["state"].startswith("training") and "asked" not in facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -24,9 +25,21 @@ from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.run_status import RunStatus, read_status
 from copus_ext.monitor.terminal import screen
 from megatron.trainer.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
+from megatron.trainer.common.errors import TrainingFailure
 from megatron.trainer.logging.metrics import METRICS_FILE, encode, read_metrics
 from megatron.trainer.logging.tracker import Tracker
-from tests.helpers.recorded import BATCH, CONFIG, LAYOUT, TOTAL, record_decisions, record_run, step
+from megatron.trainer.resilience.lock import Lock
+from tests.helpers.recorded import (
+    BATCH,
+    CONFIG,
+    LAYOUT,
+    TOTAL,
+    hold,
+    let_go,
+    record_decisions,
+    record_run,
+    step,
+)
 from tests.helpers.written_runs import LAYOUTS, write_change
 
 
@@ -102,6 +115,7 @@ def test_a_run_killed_in_the_middle_of_a_line_opens(tmp_path: Path) -> None:
             assert lines or now.iteration is None
         (tmp_path / name).write_bytes(data)
     (tmp_path / METRICS_FILE).write_bytes(whole[METRICS_FILE][:-700])
+    os.utime(tmp_path / LOCK_FILE, (1.0, 1.0))
     now = read_status(tmp_path, t=time.time() + 1000)
     assert now.state == "lost" and now.iteration == 19 and "killed" in now.why
     with (tmp_path / METRICS_FILE).open("ab") as file:
@@ -150,14 +164,9 @@ def beat(run: Path, doing: str) -> None:
     path.write_text(json.dumps({"launch": "job.0.0", "iteration": 20, "doing": doing}))
 
 
-def lock(run: Path) -> None:
-    (run / LOCK_FILE).parent.mkdir(exist_ok=True)
-    (run / LOCK_FILE).touch()
-
-
 def event(kind: str, launch: str = "job.0.0", **fields: Any) -> Callable[[Path], None]:
     def write(run: Path) -> None:
-        lock(run)
+        hold(run)
         with Tracker(run, launch=launch) as tracker:
             tracker.event(kind, 20, 320, **fields)
 
@@ -165,13 +174,17 @@ def event(kind: str, launch: str = "job.0.0", **fields: Any) -> Callable[[Path],
 
 
 def gone(run: Path) -> None:
-    lock(run)
     event("fault", fault="bad steps", line="ten bad steps")(run)
-    (run / LOCK_FILE).unlink()
+    let_go(run)
+
+
+def gone_and_controlled(run: Path) -> None:
+    gone(run)
+    (run / "control").mkdir()
 
 
 def silent(run: Path) -> None:
-    lock(run)
+    hold(run)
     for path in (run / LOCK_FILE, run / METRICS_FILE):
         os.utime(path, (0, 0))
     lines = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
@@ -182,17 +195,20 @@ def silent(run: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "state", "why"),
     [
-        (lock, "training", ""),
+        (hold, "training", ""),
         (event("run.start", "job.0.1", config=CONFIG), "starting", ""),
         (event("run.end", why="SIGTERM"), "stopped", "SIGTERM"),
         (event("run.end", why="done"), "done", ""),
-        (lambda run: (lock(run), beat(run, "evaluating")), "evaluating", ""),
-        (lambda run: (lock(run), beat(run, "saving")), "saving", ""),
-        (lambda run: (lock(run), beat(run, "changing the layout")), "changing layout", ""),
-        (lambda run: (lock(run), beat(run, "[odd]")), "training", ""),
-        (lambda run: (lock(run), (run / "control" / "stop").touch()), "training", "asked to stop"),
+        (lambda run: (hold(run), beat(run, "evaluating")), "evaluating", ""),
+        (lambda run: (hold(run), beat(run, "saving")), "saving", ""),
+        (lambda run: (hold(run), beat(run, "changing the layout")), "changing layout", ""),
+        (lambda run: (hold(run), beat(run, "[odd]")), "training", ""),
+        (lambda run: (hold(run), (run / "control" / "stop").touch()), "training", "asked to stop"),
         (gone, "failed", "ten bad steps"),
-        (lambda run: (run / "control").mkdir(), "failed", "without a last record"),
+        (gone_and_controlled, "failed", "ten bad steps"),
+        (let_go, "failed", "without a last record"),
+        (lambda run: (event("run.end", why="SIGTERM")(run), let_go(run)), "stopped", "SIGTERM"),
+        (lambda run: (event("run.end", why="done")(run), let_go(run)), "done", ""),
         (silent, "lost", "no sign of life"),
     ],
 )
@@ -206,10 +222,44 @@ def test_states(make: Callable[[Path], Any], state: str, why: str, tmp_path: Pat
     assert (now.left_s is not None) == (state not in ("done", "stopped", "failed", "lost"))
 
 
+@pytest.mark.parametrize("why", ["done", "SIGINT", None])
+def test_a_run_is_over_as_soon_as_it_lets_go_of_its_directory(
+    why: str | None, tmp_path: Path
+) -> None:
+    """With the lock that a run takes: it leaves no directory behind that it has made."""
+    error = contextlib.nullcontext() if why else pytest.raises(TrainingFailure)
+    lock = Lock(tmp_path, flag="--run-dir", launch="job.0.0")
+    with error, lock, Tracker(tmp_path, launch="job.0.0") as tracker:
+        tracker.event("run.start", 0, 0, config=CONFIG, layout=LAYOUT)
+        step(tracker, 1)
+        assert read_status(tmp_path).state == "training"
+        if not why:
+            raise TrainingFailure("nothing that is recorded")
+        tracker.event("run.end", 1, BATCH, why=why)
+    assert not (tmp_path / "control").exists()
+    now = read_status(tmp_path)
+    assert now.state == {"done": "done", "SIGINT": "stopped", None: "failed"}[why]
+    told = report_of(RunReader(tmp_path)).facts["state"]
+    assert now.left_s is None and told.startswith(now.state)
+
+
+@pytest.mark.parametrize(
+    ("make", "state"), [(gone, "failed"), (event("run.end", why="SIGTERM"), "stopped")]
+)
+def test_a_view_follows_a_run_that_failed_for_two_more_minutes(
+    make: Callable[[Path], Any], state: str, tmp_path: Path
+) -> None:
+    """Its supervisor may start it again."""
+    record_run(tmp_path, ended=False)
+    make(tmp_path)
+    let_go(tmp_path)
+    now, later = read_status(tmp_path), read_status(tmp_path, t=time.time() + 200)
+    assert (now.state, now.is_over, later.state, later.is_over) == (state, False, state, True)
+
+
 def test_what_to_look_at(tmp_path: Path) -> None:
     record_run(tmp_path, ended=False)
     journal = record_decisions(tmp_path)
-    lock(tmp_path)
     (tmp_path / PAUSE_FILE).touch()
     with Tracker(tmp_path, launch="job.0.0") as tracker:
         tracker.event("alert", 20, 320, alert="save failed")
@@ -236,7 +286,6 @@ def test_crashes_count_and_later_launches_win(tmp_path: Path) -> None:
 def test_the_time_left_says_what_another_schedule_could_save(tmp_path: Path) -> None:
     t = 1e9
     record_run(tmp_path, ended=False)
-    lock(tmp_path)
     plain = read_status(tmp_path)
     assert plain.left_s is not None
     (line,) = [line for line in shown(plain).splitlines() if line.startswith("time left")]
