@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage, 85 to be started again.
-        The process ends with 130 where Ctrl-C has to end it at once.
+        The process ends with 130 where Ctrl-C has to end it at once, and with 128 + N where signal
+        N comes before the ranks have met.
     """
     started_s = time.monotonic()
     # Heavy imports come after: a rank whose launcher has gone is to end at once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -101,12 +102,61 @@ def test_a_second_ctrl_c_leaves_at_once_wherever_the_process_is(second: str) -> 
         ]
 
 
-def test_ctrl_c_before_there_is_anything_to_wait_for_leaves_at_once() -> None:
+@pytest.mark.parametrize("name", STOP_SIGNALS)
+def test_a_signal_before_there_is_anything_to_save_leaves_at_once(name: str) -> None:
     with child(BUSY.format(defers=False)) as process:
         assert process.stderr is not None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-        assert process.stderr.read() == "Ctrl-C: leaves before training has begun\n"
+        process.send_signal(signal.Signals[name])
+        assert process.wait(60) == 128 + signal.Signals[name]
+        shown = "Ctrl-C" if name == "SIGINT" else name
+        assert process.stderr.read() == f"{shown}: leaves before training has begun\n"
+
+
+EARLY = """
+import signal
+from megatron.trainer.common.signals import StopSignals
+print("ready", flush=True)
+with StopSignals() as stop:
+    signal.raise_signal(signal.SIGTERM)
+    stop.defers = False
+    print("goes on")
+"""
+
+
+def test_a_signal_that_came_before_that_leaves_too() -> None:
+    with child(EARLY) as process:
+        assert process.stdout is not None
+        assert process.wait(60) == 128 + signal.SIGTERM and process.stdout.read() == ""
+
+
+ALONE = """
+import os
+from megatron.trainer.common.signals import StopSignals
+with StopSignals(is_told=True) as stop:
+    stop.defers = False
+    import datetime, torch.distributed as dist
+    print("ready", flush=True)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
+"""
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_others_can_be_ended(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torch's store, where no handler runs: rank 0 waits for a client, rank 1 for a server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in {**where, "RANK": str(rank), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with child(ALONE) as process:
+        time.sleep(2.0)
+        assert process.poll() is None, "it waits"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
 
 
 IMPORTING = """

@@ -135,13 +135,25 @@ class StopSignals:
         self._is_told = is_told
         self._pipe: tuple[int, int] | None = None
         self._previous_wakeup = -1
-        self.defers = True
-        """Whether the run looks at `received` before long; else Ctrl-C leaves at once."""
+        self._defers = True
 
     @property
     def received(self) -> str | None:
         """Name of the first signal this rank got, or None."""
         return self._received
+
+    @property
+    def defers(self) -> bool:
+        """Whether the run looks at `received` before long. Else there is nothing to save, and each
+        of the signals ends the process at once with 128 and its number. That holds for one that
+        came before, and inside a call that runs no handler."""
+        return self._defers
+
+    @defers.setter
+    def defers(self, value: bool) -> None:
+        self._defers = value
+        if not value and (name := self.received) is not None:
+            self._leave_early(signal.Signals[name])
 
     def __enter__(self) -> StopSignals:
         """Installs the handlers.
@@ -187,8 +199,8 @@ class StopSignals:
             now_s = time.monotonic()
             for number in (n for n in numbers if n in self._previous):
                 is_typed = signal.SIGINT in (first, number)
-                if number == signal.SIGINT and not self.defers:
-                    self._leave("Ctrl-C: leaves before training has begun")
+                if not self._defers:
+                    self._leave_early(number)
                 elif first and is_typed and now_s - first_s > _SAME_S:
                     self._leave("Ctrl-C again: leaves at once, without a checkpoint of this step")
                 elif not first:
@@ -200,9 +212,13 @@ class StopSignals:
                         )
         os.close(reader)
 
-    def _leave(self, line: str) -> None:
+    def _leave_early(self, number: int) -> None:
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self._leave(f"{name}: leaves before training has begun", 128 + number)
+
+    def _leave(self, line: str, code: int = INTERRUPTED) -> None:
         self._tell(line)
-        os._exit(INTERRUPTED)
+        os._exit(code)
 
     def _tell(self, line: str) -> None:
         if self._is_told:
