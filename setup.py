@@ -18,6 +18,8 @@ HF = [
     "tiktoken>=0.8",
     "safetensors>=0.4",
 ]
+# Each release may change the interface that megatron-core uses.
+MUON = ["emerging-optimizers==0.3.0; python_version >= '3.12'"]
 FIT = ["scipy>=1.13"]
 BENCH = ["matplotlib>=3.9", *FIT]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
@@ -60,6 +62,7 @@ setup(
         "wandb": WANDB,
         "prometheus": PROMETHEUS,
         "hf": HF,
+        "muon": MUON,
         "fit": FIT,
         "bench": BENCH,
         "docs": DOCS,

@@ -63,14 +63,17 @@ def figure(path: Path, rows: int = 1, columns: int = 1, **layout: Any) -> Iterat
 
 def origin() -> dict[str, Any]:
     """When, with which code and packages, and on how busy a machine a result was made."""
+    from megatron.core import package_info
+
     commit = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    versions = {name: version(name) for name in ("torch", "numpy")}
     return {
         "nproc": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
         "python": sys.version.split()[0],
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "numpy")},
+        "versions": {**versions, "megatron-core": package_info.__version__},
     }
 
 

@@ -297,7 +297,10 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
     of_extras = (name for extra in extras() for name in extra.unpriced)
     unpriced = [n for n in (*_UNPRICED, *of_extras) if n in given and n not in known]
     unpriced = [_SPELLED.get(name, flag_of(name)) for name in unpriced]
-    if args.optimizer != "adam":
+    if args.optimizer not in (
+        "adam",
+        *(name for e in extras() if e.cost_terms for name in e.optimizers),
+    ):
         unpriced.append(f"--optimizer {args.optimizer}")
     searched = [flag_of(name) for name in _SEARCHED if name in given]
     notes = []

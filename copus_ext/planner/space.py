@@ -423,7 +423,11 @@ def may_overlap(model: ModelSpec) -> bool:
 
 def extra_problems(model: ModelSpec, c: Configuration) -> list[str]:
     """What the extras of a model say against a configuration: the sentences of a launch."""
-    arguments = {**model.arguments, "overlap_grad_reduce": c.overlap}
+    arguments = {
+        **model.arguments,
+        "overlap_grad_reduce": c.overlap,
+        "use_distributed_optimizer": c.use_distributed_optimizer,
+    }
     sizes = c.layout, c.micro_batch_size, c.global_batch_size
     return problems_of("layout_problems", arguments, c.layout) + problems_of(
         "batch_problems", arguments, *sizes
@@ -433,7 +437,8 @@ def extra_problems(model: ModelSpec, c: Configuration) -> list[str]:
 def _refused_by_extras(model: ModelSpec, points: Candidates, is_asked: Any) -> Any:
     """[n] which of some points the extras of a model cannot have. Each layout and batch is asked
     for once."""
-    refused, names = np.zeros(len(points), dtype=bool), (*SIZES, "global_batch_size", "overlap")
+    names = (*SIZES, "global_batch_size", "overlap", "use_distributed_optimizer")
+    refused = np.zeros(len(points), dtype=bool)
     at = np.flatnonzero(is_asked)
     table = np.stack([getattr(points, name)[at] for name in names], axis=1)
     _, first, number = np.unique(table, axis=0, return_index=True, return_inverse=True)

@@ -15,7 +15,7 @@ from copus_ext.reshard.plan import BYTES_PER_ELEMENT, ReshardPlan
 from copus_ext.reshard.transfer import BUCKET_BYTES, BUFFERS, gather_in_place
 from megatron.trainer.config import Config
 from megatron.trainer.model.gpt import Model
-from megatron.trainer.model.shards import KINDS, Shards, is_expert, parts_of
+from megatron.trainer.model.shards import Shards, is_expert, parts_of
 from megatron.trainer.train.job import Job
 
 _PAGE_ELEMENTS = 1024
@@ -123,7 +123,7 @@ def _alone(shards: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor
     """The tensors without the rest of the buffers that they are views of. A buffer that they nearly
     fill stays as it is."""
     used: dict[int, int] = {}
-    for tensor in (t[kind] for t in shards for kind in KINDS):
+    for tensor in (tensor for t in shards for tensor in t.values()):
         place = tensor.untyped_storage().data_ptr()
         used[place] = used.get(place, 0) + tensor.numel() * tensor.element_size()
 
@@ -132,7 +132,7 @@ def _alone(shards: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor
         is_full = used[storage.data_ptr()] >= _MOSTLY * storage.nbytes()
         return tensor if is_full else tensor.clone()
 
-    return [{kind: kept(t[kind]) for kind in KINDS} for t in shards]
+    return [{kind: kept(tensor) for kind, tensor in t.items()} for t in shards]
 
 
 def adam_steps(optimizer: Any) -> int | None:
@@ -146,8 +146,8 @@ def adam_steps(optimizer: Any) -> int | None:
         for part in parts_of(optimizer)
         if part.optimizer is not None
         for group in part.optimizer.param_groups
-        # Not every Adam counts in a group that is empty on this rank.
-        if group["params"]
+        # Muon does not count, and not every Adam does in a group that is empty on this rank.
+        if group["params"] and "betas" in group
     }
     if len(found) > 1:
         raise ValueError(f"the optimizer's groups count different steps: {sorted(found)}")
@@ -171,7 +171,8 @@ def restore_counts(optimizer: Any, *, step: int, scaler: dict[str, Any] | None) 
     for part in parts_of(optimizer):
         if part.optimizer is not None and step:
             for group in part.optimizer.param_groups:
-                group["step"] = step
+                if "betas" in group:
+                    group["step"] = step
         if scaler is not None:
             part.grad_scaler.load_state_dict(scaler)
 
@@ -180,9 +181,9 @@ def restore_counts(optimizer: Any, *, step: int, scaler: dict[str, Any] | None) 
 def prefault(shards: Shards) -> None:
     """Writes to every page of new moments, so that page faults do not slow down the messages."""
     for tensors in shards.tensors:
-        for kind in ("exp_avg", "exp_avg_sq"):
-            if tensors[kind].device.type == "cpu":
-                tensors[kind][::_PAGE_ELEMENTS].zero_()
+        for kind, tensor in tensors.items():
+            if kind != "param" and tensor.device.type == "cpu":
+                tensor[::_PAGE_ELEMENTS].zero_()
 
 
 @torch.no_grad()
@@ -195,8 +196,8 @@ def copy_all(source: Shards, target: Shards) -> None:
     if source.records != target.records:
         raise ValueError("the layout is not the one that the shards are from")
     for old, new in zip(source.tensors, target.tensors, strict=True):
-        for kind in KINDS:
-            new[kind].copy_(old[kind])
+        for kind, tensor in old.items():
+            new[kind].copy_(tensor)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from copus_ext.reshard.plan import ReshardPlan, TransferOp
 from megatron.trainer.distributed.sharding import Box, Record, volume
-from megatron.trainer.model.shards import KINDS, Shards
+from megatron.trainer.model.shards import ALL_KINDS, Shards
 
 ALONE_BYTES = 128 << 10
 """Elements of at least so many bytes are a message of their own; fewer are packed together."""
@@ -181,7 +181,7 @@ class Transfer:
     def copy_own(self) -> None:
         """Copies what stays on this rank. Not collective."""
         for op in self._local:
-            for kind in KINDS:
+            for kind in self._kinds(op):
                 part = _Part(kind=kind, op=op, box=(op.lo, op.hi))
                 self._target_view(part).copy_(self._source_view(part))
 
@@ -206,7 +206,7 @@ class Transfer:
         for op in ops:
             for box in small_enough((op.lo, op.hi), self._bucket):
                 size = volume(*box)
-                for kind in KINDS:
+                for kind in self._kinds(op):
                     part = _Part(kind=kind, op=op, box=box)
                     if size * 4 >= ALONE_BYTES:
                         yield _Message(parts=[part], numel=size)
@@ -218,6 +218,15 @@ class Transfer:
                     filled += size
         if packed:
             yield _Message(parts=packed, numel=filled)
+
+    def _kinds(self, op: TransferOp) -> list[str]:
+        """What both ends hold of the elements, in one order: the optimizer of a weight is the same
+        under every layout."""
+        is_source = op.source_rank == self._rank
+        records = self._records[0 if is_source else 1]
+        shards = self._source if is_source else self._target
+        held = shards.tensors[records[op.source if is_source else op.target].shard]
+        return [kind for kind in ALL_KINDS if kind in held]
 
     def _exchange(
         self, outgoing: list[_Message], incoming: list[_Message], *, to: int, come_from: int

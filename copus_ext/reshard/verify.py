@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron.trainer.distributed.sharding import Record
 from megatron.trainer.model.gpt import Model
-from megatron.trainer.model.shards import KINDS, Shards, is_expert, weights_of
+from megatron.trainer.model.shards import ALL_KINDS, Shards, is_expert, weights_of
 
 _SAMPLED = 16
 """With `sample` one of so many tensors is summed."""
@@ -48,7 +48,7 @@ def local_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
     """
     place = {key: i for i, key in enumerate(keys)}
     device = shards.tensors[0]["param"].device if shards.tensors else torch.device("cpu")
-    shape = (len(keys), 2, len(KINDS) + 1)
+    shape = (len(keys), 2, len(ALL_KINDS) + 1)
     sums: Any = torch.zeros(shape, dtype=torch.int64, device=device)
     if not sums.is_cuda:
         sums = np.zeros(shape, dtype=np.int64)
@@ -57,7 +57,9 @@ def local_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
             into = sums[place[record.key], 0 if record.is_first else 1]
             tensors = shards.tensors[record.shard]
             weights = _weights(record, device)
-            for column, kind in enumerate(KINDS):
+            for column, kind in enumerate(ALL_KINDS):
+                if kind not in tensors:
+                    continue
                 part = tensors[kind][record.offset : record.offset + record.numel]
                 into[column, ...] += _sum(part, weights)
             into[-1] += record.numel
@@ -97,7 +99,7 @@ def sums_of(total: torch.Tensor, keys: Sequence[str]) -> dict[str, int]:
     return {
         f"{kind}.{key}": rows[i][column]
         for i, key in enumerate(keys)
-        for column, kind in enumerate(KINDS)
+        for column, kind in enumerate(ALL_KINDS)
     }
 
 

@@ -126,7 +126,7 @@ def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     import torch.distributed as dist
 
     from copus_ext.reshard.transfer import view_of
-    from megatron.trainer.model.shards import KINDS, local_shards, weights_of
+    from megatron.trainer.model.shards import local_shards, weights_of
 
     for chunk in job.model.chunks:
         if chunk.ddp_config.overlap_param_gather:
@@ -135,7 +135,7 @@ def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     shards = local_shards(job.model, job.optimizer, job.groups)
     # Arrays: to pickle a small tensor takes many times as long.
     own = [
-        (r, {k: view_of(shards.tensors[r.shard][k], r, (r.lo, r.hi)).numpy() for k in KINDS})
+        (r, {k: view_of(t, r, (r.lo, r.hi)).numpy() for k, t in shards.tensors[r.shard].items()})
         for r in shards.records
     ]
     weights = [(r, w.detach().float().numpy()) for r, w in weights_of(job.model, job.groups)]
@@ -146,9 +146,9 @@ def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     for records, _ in gathered:
         for r, parts in records:
             place = tuple(map(slice, r.lo, r.hi))
-            for kind in KINDS:
+            for kind, array in parts.items():
                 whole = full.setdefault(f"{kind}.{r.key}", torch.full(r.shape, torch.nan))
-                part = torch.from_numpy(parts[kind])
+                part = torch.from_numpy(array)
                 seen = ~whole[place].isnan()
                 assert torch.equal(whole[place][seen], part[seen]), "copies differ"
                 whole[place] = part
@@ -162,7 +162,9 @@ def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     local = [{k: v.clone() for k, v in t.items()} for t in shards.tensors]
     parts = getattr(job.optimizer, "chained_optimizers", [job.optimizer])
     rest = {
-        "steps": sorted({g.get("step") for p in parts for g in p.optimizer.param_groups}),
+        "steps": sorted(
+            {g.get("step") for p in parts for g in p.optimizer.param_groups if "betas" in g}
+        ),
         "lr": sorted({(g["lr"], g["weight_decay"]) for g in job.optimizer.param_groups}),
         "scale": job.optimizer.get_loss_scale().item(),
         "state": job.state.to_json(),

@@ -1,10 +1,10 @@
-"""The newest megatron-core beside the installed one, without an environment of gigabytes.
+"""The newest megatron-core and its optimizers beside the installed one, without gigabytes.
 
     PYTHONPATH=$PWD:$(python -m tests.newest_core.prepare) python -m pytest tests/unit
 
-Its wheel needs Python 3.12 and is pure Python but for one module, which the installed release has
-as well. It is unpacked as it is, but that imports of Triton without a guard get a stand-in. This is
-for tests: an installation comes from `scripts/setup_env.sh` under Python 3.12.
+Both wheels need Python 3.12. They are pure Python but for one module, which the installed release
+has as well. They are unpacked as they are, but that imports of Triton without a guard get a
+stand-in. This is for tests: an installation comes from `scripts/setup_env.sh` under Python 3.12.
 """
 
 from __future__ import annotations
@@ -20,27 +20,22 @@ import zipfile
 from pathlib import Path
 
 VERSION = "0.19.2"
+EMERGING_OPTIMIZERS = "0.3.0"
 SITE = Path(__file__).parent / "site"
 _DONE = "done"
 
 
 def prepare(target: Path) -> None:
-    """Unpacks the wheel.
+    """Unpacks the wheels.
 
     Args:
         target: folder that is made.
 
     Raises:
-        subprocess.CalledProcessError: pip cannot get the wheel.
+        subprocess.CalledProcessError: pip cannot get a wheel.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        words = f"""download -q --disable-pip-version-check --no-deps --only-binary=:all:
-            --python-version 3.12 --implementation cp megatron-core=={VERSION}
-            --platform manylinux_2_28_{platform.machine()} -d {folder}"""
-        subprocess.run([sys.executable, "-m", "pip", *words.split()], check=True, timeout=300)
-        (wheel,) = Path(folder).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(target)
+    _unpack(f"megatron-core=={VERSION}", target)
+    _unpack(f"emerging-optimizers=={EMERGING_OPTIMIZERS}", target)
     shutil.rmtree(target / "megatron" / "training")  # which needs packages that are not here
     for record in target.glob("*.dist-info"):  # else pip would take this for an installation
         shutil.rmtree(record)
@@ -48,7 +43,7 @@ def prepare(target: Path) -> None:
     assert installed is not None and installed.submodule_search_locations is not None
     for module in Path(installed.submodule_search_locations[0]).glob("helpers_cpp*.so"):
         shutil.copy(module, target / "megatron" / "core" / "datasets")
-    for path in (target / "megatron").rglob("*.py"):
+    for path in target.rglob("*.py"):
         before = path.read_text()
         after = re.sub(r"(?m)^import triton$", "import triton_stand_in as triton", before)
         after = re.sub(r"(?m)^import triton\.", "import triton_stand_in.", after)
@@ -57,9 +52,20 @@ def prepare(target: Path) -> None:
     (target / _DONE).touch()
 
 
+def _unpack(requirement: str, target: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        words = f"""download -q --disable-pip-version-check --no-deps --only-binary=:all:
+            --python-version 3.12 --implementation cp {requirement}
+            --platform manylinux_2_28_{platform.machine()} --platform any -d {folder}"""
+        subprocess.run([sys.executable, "-m", "pip", *words.split()], check=True, timeout=300)
+        (wheel,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target)
+
+
 def main() -> None:
     """Prints what PYTHONPATH needs."""
-    target = Path(sys.prefix) / f"megatron-core-{VERSION}"
+    target = Path(sys.prefix) / f"megatron-core-{VERSION}-{EMERGING_OPTIMIZERS}"
     if not (target / _DONE).exists():
         shutil.rmtree(target, ignore_errors=True)
         prepare(target)

@@ -141,7 +141,7 @@ def test_elements_kinds_and_tensors_out_of_place_are_seen() -> None:
     for mutate, kind in itertools.product(MUTATIONS.values(), KINDS):
         wrong = {"decoder.fc1": {**state["decoder.fc1"]}}
         wrong["decoder.fc1"][kind] = mutate(state["decoder.fc1"][kind])
-        with pytest.raises(Mismatch, match=rf"1 of 3 sums changed.*{kind}\.decoder\.fc1"):
+        with pytest.raises(Mismatch, match=rf"1 of 4 sums changed.*{kind}\.decoder\.fc1"):
             compare(before, sums(wrong))
     state = random_state({"a": (3, 4), "b": (3, 4)})
     tensors = state["a"]
@@ -239,8 +239,9 @@ def test_one_number_tells_replicas_apart(
 
 
 def optimizer(*steps: int | None) -> Any:
-    """Groups that count, and groups without parameters on this rank, which need not."""
+    """Groups that count, groups without parameters on this rank, which need not, and Muon's."""
     groups = [{"params": []} if n is None else {"step": n, "params": [0]} for n in steps]
+    groups = [{"betas": (0.9, 0.99), **group} for group in groups] + [{"params": [0]}]
     return SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
 
 

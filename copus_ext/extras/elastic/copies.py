@@ -23,6 +23,7 @@ from copus_ext.reshard.parameters import shape_of
 from copus_ext.reshard.saved_state import adam_steps, scaler_state
 from megatron.trainer.checkpoint.save import common_state
 from megatron.trainer.common.collectives import broadcast_from_rank0, first_problem
+from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.model_shape import ModelShape
 from megatron.trainer.distributed.sharding import Record
@@ -199,8 +200,8 @@ class PeerCopies(Callback):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Makes the group for the messages between keepers."""
-        if context.config.precision.fp8:
-            raise ValueError("the scales of 8-bit products cannot be copied")
+        if context.config.precision.fp8 or context.config.optim.optimizer != "adam":
+            raise UsageError("--elastic copies the state of Adam, and no 8-bit scales; drop it")
         self._shape = shape_of(context.config)
         self._group, self._flags = (dist.new_group(backend="gloo") for _ in range(2))
 

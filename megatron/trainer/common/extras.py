@@ -43,6 +43,9 @@ class Extra:
     check: str | None = None
     """Reference to a function (draft, environment) that notes problems of the flags, after the
     layout and the kernels of the core are derived."""
+    optimizers: tuple[str, ...] = ()
+    """Further values of `--optimizer`, which megatron-core builds. The extra's flags that its
+    `OptimizerConfig` has fields for go there."""
     feature: str | None = None
     """Reference to a function (config, model, groups) -> `StepFeature` or None, which is called for
     every layout of the run."""

@@ -134,7 +134,9 @@ def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: 
         group["weight_decay"] *= settings.weight_decay_factor
         if rate < least:
             group["weight_decay"] *= rate / least
-        group["betas"] = (group["betas"][0], beta2 if settings.beta2 is None else settings.beta2)
+        if "betas" in group:  # Muon's have none
+            second = beta2 if settings.beta2 is None else settings.beta2
+            group["betas"] = (group["betas"][0], second)
 
 
 def _min_lr(group: dict[str, Any], scheduler: Any) -> float:

@@ -7,7 +7,7 @@ import math
 import signal
 from collections.abc import Callable
 
-from megatron.trainer.common.extras import extras_with
+from megatron.trainer.common.extras import extras, extras_with
 from megatron.trainer.config.batch_schedule import parse_steps
 from megatron.trainer.config.draft import Draft, Environment, flag_of
 from megatron.trainer.config.layer_partition import partition_of_flags, virtual_size
@@ -22,7 +22,6 @@ from megatron.trainer.config.moe_flags import derive_moe, derive_moe_kernels, de
 
 # Field -> (supported values, why not the others and what to do).
 _SUPPORTED: dict[str, tuple[tuple[str | None, ...], str]] = {
-    "optimizer": (("adam",), "only Adam is supported; use --optimizer adam"),
     "position_embedding_type": (
         ("learned_absolute", "rope", "none"),
         "it is not supported; use learned_absolute, rope or none",
@@ -155,6 +154,7 @@ def derive(draft: Draft, environment: Environment) -> None:
     """
     stages: tuple[Callable[[Draft, Environment], None], ...] = (
         _check_values,
+        _derive_optimizer,
         _derive_device,
         _derive_model,
         _derive_layout,
@@ -178,6 +178,22 @@ def fill_in(draft: Draft) -> None:
     _derive_model(draft, anywhere)
     derive_weight_decay(draft)
     _derive_rest(draft, anywhere)
+
+
+def _derive_optimizer(draft: Draft, environment: Environment) -> None:
+    given = draft["optimizer"]
+    known = ["adam", *(name for extra in extras() for name in extra.optimizers)]
+    draft.require(
+        given in known,
+        f"--optimizer {given} is refused: it is not supported; use {' or '.join(known)}",
+    )
+    draft["optimizer"] = name = given.removeprefix("dist_")
+    if name != "adam" and (draft["use_distributed_optimizer"] or given != name):
+        draft["use_distributed_optimizer"] = draft["overlap_param_gather"] = False
+        draft.notes.append(
+            f"--optimizer {name} keeps its whole state on every replica: the numbers are the same, "
+            "it takes more memory, and --use-distributed-optimizer has no effect"
+        )
 
 
 def _check_values(draft: Draft, environment: Environment) -> None:

@@ -59,10 +59,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Adam and the schedules of learning rate and weight decay."""
+    """The optimizer and the schedules of learning rate and weight decay."""
 
     optimizer: str = option("adam", choices=("adam", "sgd", "muon", "dist_muon"))
-    """Optimizer. Only adam is supported."""
+    """Optimizer. dist_muon is muon."""
     lr: float = option(None, required=True)
     """Highest learning rate."""
     min_lr: float = option(0.0)

@@ -20,7 +20,9 @@ from megatron.trainer.distributed.sharding import Record, records_of_block
 from megatron.trainer.model.gpt import Model
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
-"""Names of the three tensors of a shard: fp32 master weight, first and second moment."""
+"""Names of the tensors of a shard under Adam: fp32 master weight, first and second moment."""
+ALL_KINDS = (*KINDS, "momentum_buffer")
+"""Names of all tensors that a shard may have. Muon keeps a momentum in place of both moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,7 @@ class Shards:
     records: list[Record]
     """Rectangles of global tensors; each names its shard."""
     tensors: list[dict[str, torch.Tensor]]
-    """By shard: the tensors of `KINDS`, flat, fp32; those of the live optimizer."""
+    """By shard: those of `ALL_KINDS` that it has, flat, fp32; the tensors of the live optimizer."""
 
 
 class HasChunks(Protocol):
@@ -141,6 +143,7 @@ def _held(
 ) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torch.Tensor], bool]]:
     """Parameter, first and one past the last of its elements whose state is here, that state, and
     whether replicas share the state out among them."""
+    holders: dict[int, Any] = {}
     for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer):
             for buckets in (b for ranges in part.gbuf_ranges for b in ranges.values()):
@@ -149,13 +152,15 @@ def _held(
                     state = part._get_main_param_and_optimizer_states(param)
                     yield param, own.start, own.end, _flat(state), True
         elif part.optimizer is not None:
-            ours = {id(p) for group in part.optimizer.param_groups for p in group["params"]}
-            for param in (p for chunk in model.chunks for p in chunk.parameters()):
-                main = getattr(param, "main_param", param)
-                if id(main) in ours:
-                    state = {"param": main, **part.optimizer.state[main]}
-                    yield param, 0, param.numel(), _flat(state), False
+            groups = part.optimizer.param_groups
+            holders |= {id(p): part.optimizer for group in groups for p in group["params"]}
+    # Dense ones first, whichever optimizers hold them: the order of the plan of a change.
+    params = [p for chunk in model.chunks for p in chunk.parameters()]
+    for param in sorted(params, key=lambda p: not getattr(p, "allreduce", True)):
+        main = getattr(param, "main_param", param)
+        if (holder := holders.get(id(main))) is not None:
+            yield param, 0, param.numel(), _flat({"param": main, **holder.state[main]}), False
 
 
 def _flat(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {kind: state[kind].detach().view(-1) for kind in KINDS}
+    return {kind: state[kind].detach().view(-1) for kind in ALL_KINDS if kind in state}

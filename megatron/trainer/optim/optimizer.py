@@ -1,4 +1,4 @@
-"""Adam over megatron-core's optimizers, the learning-rate schedule in samples, and skipping of bad
+"""Megatron-core's optimizers, the learning-rate schedule in samples, and skipping of bad
 steps."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.trainer.common.extras import extras
 from megatron.trainer.common.optional import have_nvidia_apex, have_transformer_engine
 from megatron.trainer.config import Config
 from megatron.trainer.model.gpt import Model, parameter_dtype, same_fields
@@ -55,9 +56,10 @@ def use_fused_adam() -> None:
 
 def optimizer_config(config: Config) -> OptimizerConfig:
     """megatron-core's configuration of the optimizer."""
-    groups = config.optim, config.precision, config.parallel, config.logging
+    own_groups = config.optim, config.precision, config.parallel, config.logging
+    chosen = [e.name for e in extras() if config.optim.optimizer in e.optimizers]
+    groups = *own_groups, *(config.extras[name] for name in chosen)
     own = {
-        "optimizer": "adam",
         "params_dtype": parameter_dtype(config),
         "fp8_recipe": config.precision.fp8_recipe if config.precision.fp8 else None,
     }

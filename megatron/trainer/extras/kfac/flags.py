@@ -54,6 +54,10 @@ def check_kfac(draft: Draft, environment: Environment) -> None:
         is_given = draft.values.get(name)
         draft.require(not is_given, f"--kfac excludes {flag_of(name)}: {why}; drop one")
     draft.require(
+        draft["optimizer"] == "adam",
+        f"--kfac goes in front of Adam; use --optimizer adam (now {draft['optimizer']})",
+    )
+    draft.require(
         draft["transformer_impl"] == "local",
         "--kfac needs --transformer-impl local: layers of Transformer Engine do not show their "
         "inputs; give it",

@@ -1,0 +1,1 @@
+"""Muon for matrices, Adam for the rest."""

@@ -1,0 +1,62 @@
+"""What Muon adds to a step, for the planner: products of matrices, and bytes that it saves.
+
+Counted as emerging-optimizers does it: each Newton-Schulz step takes three products, and every
+tensor-parallel rank orthogonalizes whole matrices (`--muon-tp-mode duplicated`). The messages that
+gather their parts are not priced. No GPU has run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from megatron.trainer.common.extras import CostTerms
+
+_MOMENT_BYTES = 4.0
+"""Adam's second moment of an element, which Muon does not keep."""
+
+
+def cost_terms(candidates: Any) -> CostTerms:
+    rows = candidates
+    steps = np.asarray(rows.extras["muon_num_ns_steps"], dtype=float)
+    matrices = [*_matrices(rows)]
+    held = sum(often / cut * m * n for often, cut, m, n in matrices)
+    return CostTerms(
+        layer_bytes=np.where(steps > 0, -_MOMENT_BYTES * held, 0.0),
+        layer_products=tuple(
+            product
+            for often, _, m, n in matrices
+            for product in _newton_schulz(steps * often, np.minimum(m, n), np.maximum(m, n))
+        ),
+    )
+
+
+def _newton_schulz(count: Any, short: Any, long: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    yield count, short, short, long
+    yield count, short, short, short
+    yield count, short, long, short
+
+
+def _matrices(rows: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Matrices of a layer that are orthogonalized alone: how many on a rank in the mean of the
+    layers, over how many ranks each is cut, its rows and columns."""
+    h, heads = rows.hidden_size, rows.num_attention_heads * rows.kv_channels
+    groups, up = rows.num_query_groups * rows.kv_channels, rows.mlp_matrices - 1
+    yield 1.0, rows.tp, heads, h
+    yield 2.0, rows.tp, groups, h
+    yield 1.0, rows.tp, h, heads
+    x = rows.experts
+    dense = 1.0 if x is None else 1.0 - x.share
+    yield dense, rows.tp, up * rows.ffn_hidden_size, h
+    yield dense, rows.tp, h, rows.ffn_hidden_size
+    if x is None:
+        return
+    shared = x.moe_shared_expert_intermediate_size
+    for often, cut, width in (
+        (x.share * x.num_experts / x.ep, x.etp, x.moe_ffn_hidden_size),
+        (x.share * (np.asarray(shared) > 0), rows.tp, np.maximum(shared, 1)),
+    ):
+        yield often, cut, up * width, h
+        yield often, cut, h, width

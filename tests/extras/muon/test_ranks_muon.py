@@ -1,0 +1,89 @@
+"""Muon: its formula, the same under every layout, after a checkpoint, and through a relayout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.trainer.common.core_version import since
+from tests.distributed.worker_relayout import BEFORE
+from tests.extras.muon.worker import BY_HAND, RUNS, SAVED, STEPS, VARIANTS
+from tests.helpers.on_ranks import on_ranks
+
+pytestmark = [
+    pytest.mark.skipif(not since("0.18"), reason="megatron-core before 0.18 has another Muon"),
+    pytest.mark.timeout(400),
+]
+WORKER = "tests.extras.muon.worker"
+CLOSE = 1e-5
+ROUNDED = 1e-3
+"""Where factors of Newton-Schulz steps, or weights, are rounded to bf16."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return on_ranks(WORKER, tmp_path_factory.mktemp("muon"), 2, timeout_s=380)
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return on_ranks(WORKER, tmp_path_factory.mktemp("moved"), 2, *VARIANTS, timeout_s=380)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_steps_are_those_by_hand(rows: dict[str, Any], name: str) -> None:
+    # Two layers of the first stage, four matrices each.
+    assert len(rows[name]) == STEPS * 2 * 4
+    assert max(rows[name]) < 2e-4
+
+
+@pytest.mark.parametrize("name", [n for n in RUNS if "dp2" not in n and n != "tp2 blockwise"])
+def test_no_layout_counts(rows: dict[str, Any], name: str) -> None:
+    own, first = rows[name], name.split()[0]
+    other = rows[f"{first} dp2"] if f"{first} dp2" in RUNS else rows["dp2"]
+    close = ROUNDED if first in ("rounded", "bf16") else CLOSE
+    assert len(own["losses"]) == STEPS
+    assert own["losses"] == pytest.approx(other["losses"], rel=close)
+    assert own["grad_norms"] == pytest.approx(other["grad_norms"], rel=20 * close)
+
+
+def test_blocks_of_tensor_parallel_ranks_count(rows: dict[str, Any]) -> None:
+    own, other = rows["tp2 blockwise"]["losses"], rows["dp2"]["losses"]
+    assert max(abs(a / b - 1) for a, b in zip(own, other, strict=True)) > 10 * CLOSE
+
+
+def test_state_that_is_to_be_split_stays_whole(rows: dict[str, Any]) -> None:
+    assert rows["dp2 asked to split"] == rows["dp2"]
+
+
+def test_a_resumed_run_goes_on_as_the_one_that_saved(rows: dict[str, Any]) -> None:
+    whole, begun = rows["dp2"], rows["begun"]
+    for name in ("losses", "grad_norms"):
+        assert begun[name] == whole[name][:SAVED]
+        assert rows["resumed"][name] == whole[name][SAVED:]
+        for layout in ("pp2", "tp2"):
+            own = rows[f"resumed as {layout}"][name]
+            assert own == pytest.approx(whole[name][SAVED:], rel=20 * CLOSE)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_relayout_changes_no_element(moved: dict[str, Any], name: str) -> None:
+    result = moved[name]
+    for rows in result["rows"]:
+        assert {row["kind"] for row in rows} == {"moved"}
+        assert [row for row in rows if not (row["is_equal"] and row["is_own_equal"])] == []
+        for before, after in (row["rest"] for row in rows):
+            assert before == after and before["steps"] == [BEFORE]
+        assert all(row["wire_bytes"] == row["minimum_bytes"] for row in rows)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_training_goes_on_after_it(moved: dict[str, Any], name: str) -> None:
+    losses, whole = (moved[name]["losses"][label] for label in ("moved", "whole"))
+    close = ROUNDED if name == "bf16" else CLOSE
+    assert losses[:BEFORE] == whole[:BEFORE]
+    for (loss, norm, *counts), (want, want_norm, *want_counts) in zip(losses, whole, strict=True):
+        assert counts == want_counts
+        assert loss == pytest.approx(want, rel=close)
+        assert norm == pytest.approx(want_norm, rel=20 * close)

@@ -1,0 +1,161 @@
+"""Trains with Muon under several layouts, resumes, moves, and takes its steps by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.distributed import worker_relayout
+from tests.helpers.jobs import MOE, TINY, TINY_GPT2, layout_flags, run
+
+STEPS, SAVED = 6, 3
+MUON = "--optimizer muon --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high"
+ZERO = "--use-distributed-optimizer"
+TP2, PP2, PP2_VPP2 = (" ".join(layout_flags(*s)) for s in ((2, 1, 1), (1, 2, 1), (1, 2, 2)))
+EP2 = "--expert-model-parallel-size 2"
+ALONE = "--moe-balance lagged --moe-aux-loss-coeff 0.1"
+RUNS = {
+    "dp2": (TINY, ""),
+    "dp2 asked to split": (TINY, f"{ZERO} --overlap-grad-reduce --overlap-param-gather"),
+    "tp2": (TINY, TP2),
+    "tp2 distributed": (TINY, f"{TP2} --muon-tp-mode distributed"),
+    "tp2 blockwise": (TINY, f"{TP2} --muon-tp-mode blockwise"),
+    "pp2 vpp2": (TINY, PP2_VPP2),
+    "cp2": (TINY, "--context-parallel-size 2"),
+    "gpt2 dp2": (TINY_GPT2, ""),
+    "gpt2 tp2": (TINY_GPT2, TP2),
+    "moe dp2": (f"{MOE} {ALONE}", ""),
+    "moe ep2": (f"{MOE} {ALONE}", EP2),
+    "rounded dp2": (TINY, "--muon-fp32-matmul-prec medium"),
+    "rounded pp2": (TINY, f"{PP2} --muon-fp32-matmul-prec medium"),
+    "bf16 dp2": (TINY, "--bf16"),
+    "bf16 pp2": (TINY, f"{PP2} --bf16"),
+}
+"""Base and flags of every run."""
+NESTEROV = "--muon-nesterov --muon-scale-mode unit_rms_norm --muon-no-split-qkv"
+BY_HAND = {"hand": "", "hand otherwise": NESTEROV}
+VARIANTS = {
+    "dense": (f"{TINY} {MUON}", [(1, 1, 1), (2, 1, 1), (1, 2, 2), (1, 1, 1)], (1, 2, 1)),
+    "bf16": (f"{TINY} {MUON} --bf16", [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1)], (1, 2, 1)),
+    "moe": (
+        f"{MOE} {ALONE} {MUON}",
+        ["tp1.pp1.dp2", "tp1.pp1.ep2.dp2", "tp2.pp1.etp1.dp1", "tp1.pp1.dp2"],
+        "tp1.pp1.ep2.dp2",
+    ),
+}
+"""As those of `worker_relayout`."""
+
+
+def main(output: Path, *names: str) -> Any:
+    """With names: what `worker_relayout` finds. Else losses and norms of every run, and how far
+    weights are from those by hand."""
+    if names:
+        worker_relayout.VARIANTS.update(VARIANTS)
+        return worker_relayout.main(output, *names)
+    rows: dict[str, Any] = {}
+    for name, (base, flags) in RUNS.items():
+        rows[name] = _losses(output / name, flags, base=base)
+    for name, flags in BY_HAND.items():
+        by_hand = _by_hand(flags)
+        _losses(output / name, f"{PP2} {flags} --clip-grad 0 --weight-decay 0.1", [by_hand])
+        rows[name] = by_hand.off
+    save = f"--save {output / 'save'}"
+    rows["begun"] = _losses(output / "begun", f"{save} --exit-interval {SAVED}")
+    for name, flags in (("resumed", ""), ("resumed as pp2", PP2), ("resumed as tp2", TP2)):
+        rows[name] = _losses(output / name, f"--load {output / 'save'} {flags}")
+    return rows
+
+
+def _losses(
+    folder: Path, flags: str, callbacks: Any = (), *, base: str = TINY
+) -> dict[str, list[float]]:
+    words = [*MUON.split(), "--train-iters", str(STEPS), *flags.split()]
+    steps = run(words, folder, callbacks, base=base)
+    return {
+        "losses": [s["losses"]["lm loss"] for s in steps],
+        "grad_norms": [s["grad_norm"] for s in steps],
+    }
+
+
+def _by_hand(flags: str) -> Any:
+    import torch
+
+    from megatron.trainer.train.callbacks import Callback, CallbackContext
+
+    class ByHand(Callback):
+        """Compares the matrices of layers after each step with those of Muon in fp64."""
+
+        def __init__(self) -> None:
+            self.before: dict[str, tuple[Any, Any, float]] = {}
+            self.momenta: dict[str, Any] = {}
+            self.off: list[float] = []
+
+        def on_grads_ready(self, context: CallbackContext) -> None:
+            (group,) = (g for g in context.optimizer.param_groups if "momentum" in g)
+            for number, chunk in enumerate(context.model):
+                for name, p in chunk.named_parameters():
+                    if p.dim() == 2 and ".layers." in name:
+                        grad = p.main_grad.double().clone()
+                        self.before[f"{number} {name}"] = p.detach().double(), grad, group["lr"]
+
+        def on_train_step_end(self, context: CallbackContext) -> None:
+            for number, chunk in enumerate(context.model):
+                for name, p in chunk.named_parameters():
+                    if (found := self.before.get(f"{number} {name}")) is None:
+                        continue
+                    weight, grad, lr = found
+                    momentum = self.momenta.get(f"{number} {name}", torch.zeros_like(grad))
+                    momentum = 0.9 * momentum + 0.1 * grad
+                    self.momenta[f"{number} {name}"] = momentum
+                    if "nesterov" in flags:
+                        grad = 0.1 * grad + 0.9 * momentum
+                    else:
+                        grad = momentum
+                    update = torch.cat(
+                        [orthogonal(part, flags) for part in parts(name, grad, context)]
+                    )
+                    if "linear_qkv" in name and "no-split" not in flags:
+                        update = joined(update, context)
+                    new = weight * (1 - 0.1 * lr) - lr * 0.2 * update
+                    moved = (new - weight).norm()
+                    self.off.append(((p.detach().double() - new).norm() / moved).item())
+
+    def groups(context: CallbackContext) -> tuple[int, int]:
+        model = context.config.model
+        return model.num_query_groups or model.num_attention_heads, model.kv_channels
+
+    def parts(name: str, grad: Any, context: CallbackContext) -> list[Any]:
+        if "linear_qkv" not in name or "no-split" in flags:
+            return [grad]
+        num, width = groups(context)
+        rows = grad.view(num, -1, width, grad.shape[-1])
+        split = rows[:, :-2], rows[:, -2:-1], rows[:, -1:]
+        return [part.reshape(-1, grad.shape[-1]) for part in split]
+
+    def joined(update: Any, context: CallbackContext) -> Any:
+        num, width = groups(context)
+        keys = num * width
+        queries = len(update) - 2 * keys
+        split = update.split([queries, keys, keys])
+        rows = [part.view(num, -1, update.shape[-1]) for part in split]
+        return torch.cat(rows, dim=1).view(update.shape)
+
+    def orthogonal(matrix: Any, flags: str) -> Any:
+        """Five quintic steps from the matrix over its Frobenius norm."""
+        x = matrix.mT if len(matrix) > matrix.shape[1] else matrix
+        x = x / x.norm()
+        for a, b, c in (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        x = x.mT if len(matrix) > matrix.shape[1] else x
+        rows, columns = matrix.shape
+        scale = (rows / columns) ** 0.5 if "unit_rms" in flags else max(rows, columns) ** 0.5
+        return scale * x
+
+    return ByHand()
