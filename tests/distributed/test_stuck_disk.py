@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.trainer.checkpoint import files
+from megatron.trainer.common.core_version import since
 from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed.worker_stuck_disk import STALL_S
 from tests.helpers import stuck_disk
@@ -42,8 +43,10 @@ def train(folder: Path, mode: str) -> Any:
 def test_no_call_that_a_disk_holds_holds_the_run_up(tmp_path: Path, mode: str) -> None:
     result = train(tmp_path, mode)
     calls = {int(iteration): call for iteration, (_, call) in result["calls"].items()}
-    for wanted in ("open .metadata.tmp", "write metadata.json", "open common.pt", "statvfs save"):
+    for wanted in ("open .metadata.tmp", "write metadata.json", "statvfs save"):
         assert wanted in calls.values()
+    # From 0.19 on the common state lies among the tensors.
+    assert ("open common.pt" in calls.values()) is not since("0.19")
     assert any("latest_checkpointed_iteration" in call for call in calls.values())
     assert sorted(i for held in result["held"] for i in held) == sorted(calls)
     root = tmp_path / "stuck" / "save"

@@ -17,18 +17,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from megatron.trainer.common.core_version import since
 from tests.helpers.jobs import TINY, run
 
+COMMON = ".metadata" if since("0.19") else "common.pt"
+"""From 0.19 on the common state lies among the tensors."""
 SYNC = {
     2: ("data", 1),
-    4: ("common.pt", 0),
+    4: (COMMON, 0),
     6: (".metadata", 0),
     8: ("metadata.json", 0),
     10: ("held", 1),
     11: ("still held", 1),
     13: ("held", 0),
     15: ("data", 0),
-    16: ("common.pt", 0),
+    16: (COMMON, 0),
     17: ("data", 1),
 }
 """Iteration -> what fails, and on which rank."""
