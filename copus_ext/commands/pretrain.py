@@ -106,9 +106,9 @@ def _train(
 
     args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
     check_has_copus(args.explicit_flags, is_on=args.copus)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     set_process_defaults()
     check_environment()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_torch_build(args.device)
     import torch
 
@@ -212,12 +212,12 @@ def _fail(error: Exception, code: int) -> int:
     the first that fails; one that is still there then has an error of its own."""
     from copus_ext.launch.rank_side import leave_error
 
-    rank = int(os.environ.get("RANK", "0"))
-    if rank != 0:
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
         time.sleep(_PATIENCE_S)
     leave_error(error, message_only=True)  # not before: a launcher shows that of every rank
     sys.stdout.flush()
-    where = f" on rank {rank}" if rank else ""
+    where = f" on rank {rank}" if rank != "0" else ""
     tell(_SCRIPT, f"error{where}: {error}")
     _leave_world(code)
     return code

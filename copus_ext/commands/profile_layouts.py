@@ -380,7 +380,7 @@ def main(argv: list[str] | None = None) -> int:
     from copus_ext.cost_model.spec_file import SpecError
     from copus_ext.launch.rank_side import adopt_srun
     from copus_ext.planner.profile import ForeignProfile
-    from megatron.trainer.common.errors import UsageError
+    from megatron.trainer.common.errors import TrainingFailure, UsageError
     from megatron.trainer.common.gpus import check_torch_build
     from megatron.trainer.config.arguments import parse_args, resolve
     from megatron.trainer.resilience.env_checks import check_environment, set_process_defaults
@@ -417,6 +417,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, SpecError, ForeignProfile) as error:
         tell("profile_layouts.py", f"error: {error}")
         return 2
+    except TrainingFailure as error:
+        tell("profile_layouts.py", f"error: {error}")
+        return error.exit_code
     except RanOut as error:
         if text := str(error):
             again = "start this again without --retry" if args.retry else "start this again"

@@ -27,7 +27,7 @@ from copus_ext.extras.graph_stages.schedule import GraphSchedule
 from copus_ext.extras.graph_stages.stage_graph import StageGraph
 from megatron.trainer.checkpoint.resume import merge_resume_config
 from megatron.trainer.common.device import Device, use_device
-from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.errors import TrainingFailure, UsageError
 from megatron.trainer.common.outside import parse_json
 from megatron.trainer.config import Config
 from megatron.trainer.config.arguments import parse_args, resolve
@@ -284,11 +284,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             training.close()
             destroy_groups()
             dist.destroy_process_group()
-    except (UsageError, ValueError, OSError) as error:
+    except (UsageError, TrainingFailure, ValueError, OSError) as error:
         # Once for all ranks, which find the same.
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
+        sys.exit(getattr(error, "exit_code", 2))
 
 
 if __name__ == "__main__":

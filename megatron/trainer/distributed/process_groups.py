@@ -7,6 +7,7 @@ import datetime
 import gc
 import hashlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from megatron.core.tensor_parallel.random import _MODEL_PARALLEL_RNG_TRACKER_NAM
 
 from megatron.trainer.common.device import Device
 from megatron.trainer.config.layout import Layout
+from megatron.trainer.distributed.meeting import meeting_error
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +59,22 @@ def init_distributed(device: Device, *, timeout_minutes: float) -> None:
 
     Args:
         device: decides the backend.
-        timeout_minutes: a collective that waits longer fails.
+        timeout_minutes: a collective that waits longer fails, and so does joining.
+
+    Raises:
+        UsageError: MASTER_ADDR or MASTER_PORT cannot work.
+        TrainingFailure: the other ranks did not come.
     """
     if dist.is_initialized():
         return
-    dist.init_process_group(
-        device.backend,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-        device_id=device.torch_device if device.is_cuda else None,
-    )
+    try:
+        dist.init_process_group(
+            device.backend,
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+            device_id=device.torch_device if device.is_cuda else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise meeting_error(error, os.environ, timeout_minutes=timeout_minutes) from error
 
 
 def build_groups(

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,12 @@ _ENGINE_OF_CORE = ">=2.9,<2.12"
 """As megatron-core 0.16.1 declares it."""
 _ENGINE_OF_NEWER_CORE = ">=2.11"
 """Of 0.17 and later, which declare none: what their code asks for."""
+_MAX_PORT = 65535
 _TORCH_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def check_environment() -> None:
-    """Checks versions and name-space before anything is built.
+    """Checks versions, name-space and the variables of a launcher before anything is built.
 
     Raises:
         UsageError: one sentence with the command that mends it.
@@ -47,6 +48,7 @@ def check_environment() -> None:
         core_version_problem(_core_version())
         or namespace_problem([Path(p) for p in importlib.import_module("megatron").__path__])
         or _package_problem()
+        or rank_problem(os.environ)
     )
     if problem:
         raise UsageError(problem)
@@ -54,6 +56,25 @@ def check_environment() -> None:
         note = engine_note(str(_core_version()), metadata.version("transformer-engine"))
         if note:
             logger.warning("%s", note)
+
+
+def rank_problem(env: Mapping[str, str]) -> str | None:
+    """Says that the variables of a launcher cannot describe a rank, or None.
+
+    Args:
+        env: the environment, in which each of them may be missing.
+    """
+    start = "start the ranks with torchrun or srun, which set it"
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
+        value = env.get(name)
+        if value is not None and not (value.isascii() and value.isdecimal()):
+            return f"{name} is {value!r} in the environment but must be a whole number; {start}"
+    size, rank = int(env.get("WORLD_SIZE", "1")), int(env.get("RANK", "0"))
+    if rank >= size:
+        return f"RANK is {rank} but must be less than WORLD_SIZE, which is {size}; {start}"
+    if (port := int(env.get("MASTER_PORT", "0"))) > _MAX_PORT:
+        return f"MASTER_PORT is {port} but must be at most {_MAX_PORT}; give another"
+    return None
 
 
 def engine_note(core: str, engine: str) -> str | None:
