@@ -101,7 +101,7 @@ def _train(
     flags of the process, `stored` where to go on from unless the flags say."""
     from copus_ext.controller.flags import CopusConfig, check_has_copus
     from megatron.trainer.common.gpus import check_torch_build
-    from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
+    from megatron.trainer.config.arguments import parse_args, with_checkpoint_args
     from megatron.trainer.resilience.env_checks import check_environment, set_process_defaults
 
     args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
@@ -127,8 +127,7 @@ def _train(
             trust_unverified=args.ckpt_trust_unverified,
         )
         args = with_checkpoint_args(args, arguments)
-    args = with_lagged_balance(args)
-    config = resolve(
+    config = resolve_run(
         args,
         world_size,
         cuda_available=torch.cuda.is_available(),
@@ -150,13 +149,34 @@ def _train(
     return code
 
 
-def with_lagged_balance(args: argparse.Namespace) -> argparse.Namespace:
-    """Makes `--moe-balance lagged` the default of a run with `--copus`, whose batch and layout may
-    change: the loss `aux_loss` then stays the same."""
-    is_open = args.moe_balance is None and "aux_loss" in args.moe_router_load_balancing_type
-    if args.copus and args.num_experts and is_open:
-        return argparse.Namespace(**{**vars(args), "moe_balance": "lagged"})
-    return args
+def resolve_run(args: argparse.Namespace, world_size: int, **have: bool) -> "Config":
+    """The configuration of a run. In mode `act`, in which batch and layout may change,
+    `--moe-balance lagged` is the default: the loss `aux_loss` then stays the same. Other modes
+    change nothing.
+
+    Args:
+        args: parsed flags, with those of the controller.
+        world_size: number of ranks.
+        have: what there is on this machine, for `arguments.resolve`.
+    """
+    from dataclasses import replace
+
+    from megatron.trainer.config.arguments import resolve
+
+    acts = args.copus and args.copus_mode == "act" and args.num_experts
+    if not acts or args.moe_balance or "aux_loss" not in args.moe_router_load_balancing_type:
+        return resolve(args, world_size, **have)
+    config = resolve(
+        argparse.Namespace(**{**vars(args), "moe_balance": "lagged"}), world_size, **have
+    )
+    if not any(config.moe.moe_aux_loss_coeff):
+        return config
+    note = (
+        "--copus: --moe-balance becomes lagged, so that the balance loss stays the same under "
+        "every batch and layout (docs/moe.md)"
+    )
+    notes = (*config.runtime.notes, note)
+    return replace(config, runtime=replace(config.runtime, notes=notes))
 
 
 def controllers(args: argparse.Namespace, config: "Config") -> list[Any]:

@@ -107,6 +107,8 @@ class Controller(Callback):
         self._begin_segment(context)
         config = config_of(context)
         rules.check_run(self.flags, config)
+        if (note := rules.observe_note(self.flags, config)) and dist.get_rank() == 0:
+            print(f"note: {note}", flush=True)
         self.gns.on_setup_start(context)
         timings = time_machine(config.runtime.device)
         self.link = link_of(timings, config)

@@ -106,6 +106,18 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
     _user_grid(flags)
 
 
+def observe_note(flags: CopusConfig, config: Config) -> str | None:
+    """Says that the noise scale of a run that is only observed belongs to its micro-batches, as its
+    loss does, or None. The run is left as it is; in mode `act` `check_run` refuses it."""
+    reasons = changed_by_batch_or_layout(config.flat())
+    if flags.copus_mode == "act" or not reasons:
+        return None
+    return (
+        "--copus-mode observe leaves the training as it is, and its noise scale is that of this "
+        f"micro-batch and layout alone: {reasons[0]}"
+    )
+
+
 def check_run(flags: CopusConfig, config: Config) -> None:
     """Checks the flags against those of the run.
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from copus_ext.commands.pretrain import resolve_run
 from copus_ext.controller.flags import CopusConfig
-from copus_ext.controller.rules import check_run
+from copus_ext.controller.rules import check_run, observe_note
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config import Config
 from megatron.trainer.config.arguments import parse_args, resolve
@@ -170,6 +171,61 @@ def test_the_controller_refuses_experts_that_see_parts_of_samples() -> None:
             with pytest.raises(UsageError, match="--expert-tensor-parallel-size 1 a multiple of"):
                 check_run(flags, config)
             check_run(dataclasses.replace(flags, copus_mode="observe"), config)
+
+
+AUX = "--moe-aux-loss-coeff 0.1"
+
+
+def run_of(more: str, base: str = MOE) -> Config:
+    """As `pretrain_gpt.py` resolves it."""
+    given = [*base.split(), "--train-iters", "2", *more.split()]
+    return resolve_run(parse_args(given, {"copus controller": CopusConfig}), 4)
+
+
+@pytest.mark.parametrize("mode", ["observe", "off"])
+@pytest.mark.parametrize(
+    ("more", "base"),
+    [
+        ("", MOE),
+        (AUX, MOE),
+        (f"{AUX} --expert-model-parallel-size 2 --moe-balance-samples 64", MOE),
+        (f"{AUX} --moe-balance exact", MOE),
+        (f"{AUX} --moe-balance lagged", MOE),
+        (f"{AUX} --moe-expert-capacity-factor 1.0 --moe-input-jitter-eps 0.1", MOE),
+        ("--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1 1", MOE),
+        ("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1", MOE),
+        ("--rampup-batch-size 4 4 8 --lr-warmup-iters 1", TINY),
+        ("--attention-dropout 0.1 --tensor-model-parallel-size 2", TINY),
+    ],
+)
+def test_a_mode_that_does_not_act_leaves_every_flag(mode: str, more: str, base: str) -> None:
+    plain, observed = run_of(more, base), run_of(f"{more} --copus --copus-mode {mode}", base)
+    assert observed.flat() == plain.flat()
+
+
+def test_a_mode_that_acts_says_that_it_takes_the_lagged_balance() -> None:
+    acting = run_of(f"{AUX} --copus")
+    assert acting.moe.moe_balance == "lagged"
+    (note,) = [note for note in acting.runtime.notes if "--moe-balance" in note]
+    assert note.startswith("--copus: --moe-balance becomes lagged")
+    for given in (f"{AUX} --moe-balance lagged", "", "--moe-aux-loss-coeff 0"):
+        assert not [n for n in run_of(f"{given} --copus").runtime.notes if "--moe-balance" in n]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (AUX, "--moe-balance megatron counts micro-batches; use --moe-balance lagged"),
+        (f"{AUX} --moe-balance exact", "the samples of a batch together"),
+        (f"{AUX} --moe-balance lagged", None),
+        ("--moe-expert-capacity-factor 1.0", "depends on the tokens of a rank"),
+    ],
+)
+def test_a_noise_scale_that_is_of_one_micro_batch_is_told(more: str, said: str | None) -> None:
+    flags = CopusConfig(copus=True, copus_mode="observe")
+    note = observe_note(flags, run_of(more))
+    assert note is None if said is None else note is not None and said in note
+    assert observe_note(CopusConfig(copus=True), run_of(more)) is None
 
 
 def test_tensor_parallelism_brings_sequence_parallelism() -> None:
