@@ -8,6 +8,7 @@ import importlib
 import logging
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,8 +172,9 @@ def test_the_pictures_can_be_drawn_again(tmp_path: Path) -> None:
         now, then = (
             lines_of((folder / name).read_text()) for folder in (tmp_path, DOCS / "pictures")
         )
-        # Releases of matplotlib place labels, and the axes beside them, half a point apart.
-        assert len(now) > 100 and now == pytest.approx(then, abs=1), f"{name} is not of its data"
+        # The last matplotlib for Python 3.10 places labels elsewhere, and what lies beside them.
+        near = pytest.approx(then, abs=0.5 if sys.version_info >= (3, 11) else 2)
+        assert len(now) > 100 and now == near, f"{name} is not of its data"
 
 
 def lines_of(svg: str) -> list[float]:
