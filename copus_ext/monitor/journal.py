@@ -202,6 +202,9 @@ class DecisionHistory:
     run; empty before a decision."""
     requested: tuple[int | None, float | None] = (None, None)
     """Decision of the last requested change of layout, and its predicted seconds."""
+    is_untouched_at: int | None = 0
+    """Steps done at the last start after which no decision of an earlier launch stands; None once
+    there is one."""
 
     @property
     def is_empty(self) -> bool:
@@ -272,7 +275,8 @@ class DecisionHistory:
             self.notes.append(_note(kind, record))
 
     def _start(self, record: dict[str, Any]) -> None:
-        """A launch undoes decisions that lie beyond its first step."""
+        """A launch undoes decisions that lie beyond its first step. One from the first step on, as
+        with `--finetune`, is a run of its own."""
         self.mode = text(record.get("mode"), 20)
         self.flags = table(record.get("flags"))
         self.has_ramp = bool(record.get("rampup_batch_size"))
@@ -285,6 +289,10 @@ class DecisionHistory:
             for decided in self.decided:
                 decided.undone |= decided.iteration is not None and decided.iteration > iteration
             self.outcomes = [o for o in self.outcomes if (o.iteration or 0) <= iteration]
+            if iteration == 0:
+                self.begin, self.firsts = 0, []
+            if not self.standing:
+                self.is_untouched_at = iteration
         if layout:
             self._enter(layout, iteration or 0)
             self.layouts.append((iteration or 0, layout))
@@ -301,10 +309,15 @@ class DecisionHistory:
     def _add_decision(self, place: int, record: dict[str, Any]) -> None:
         now, ratio = _now_of(record), _length_ratio(record)
         sizes = sizes_of(now)
-        if self.first is None and sizes.batch and sizes.micro:
+        at = self.is_untouched_at
+        if (self.first is None or at is not None) and sizes.batch and sizes.micro:
             micro = sizes.micro * ratio
             first = Sizes(batch=sizes.batch * ratio, micro=micro, layout=sizes.layout)
-            self.firsts = [(0, first)]
+            if self.first is None:
+                self.firsts = [(0, first)]
+            elif first != self.first:  # other flags since the start that undid its decisions
+                self.firsts = [(at or 0, first)]
+            self.is_untouched_at = None
         self.decided.append(_decision(place, record, now, self.first))
 
     def _add_relayout(self, kind: str, record: dict[str, Any]) -> None:

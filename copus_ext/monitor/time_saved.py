@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from copus_ext.goodput.step_records import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.monitor.journal import Account, DecisionHistory, DecisionRecord, Sizes
 from copus_ext.monitor.run_files import END_BYTES, RunHistory, RunReader, Step
-from copus_ext.monitor.values import FOREIGN
+from copus_ext.monitor.values import FOREIGN, whole
 
 _DOUBT = (0.5, 1.0, 2.0)
 """The critical batch size over what decisions went by: it is known to a factor of two at best."""
@@ -163,7 +163,7 @@ def segments_of(run: RunHistory) -> list[Segment]:
     groups = _groups(run, ends)
     speeds = _speeds(accounts, groups)
     found = []
-    for group in groups:
+    for before, group in zip([None, *groups], groups, strict=False):
         after = (s for s in group.steps if s.iteration > run.decisions.begin)
         steps, at = [s for s in after if s.seconds is not None], max(group.decided - 1, 0)
         first, batch = group.first, group.sizes.batch
@@ -180,7 +180,7 @@ def segments_of(run: RunHistory) -> list[Segment]:
                 overhead_s=overhead_s,
                 batch=batch,
                 first_batch=first.batch,
-                is_first=group.sizes == first,
+                is_first=_chosen(run, before, group) == first,
                 critical_batch_size=phi and phi / group.ratio,
                 is_bound=accounts[at].is_bound,
                 first_samples_per_s=speed,
@@ -221,6 +221,16 @@ def _groups(run: RunHistory, ends: Sequence[int]) -> list[_Group]:
         sizes = Sizes(batch=batch, micro=micro, layout=layout)
         found.append(_Group(decided, sizes, first, ratio, own))
     return found
+
+
+def _chosen(run: RunHistory, before: _Group | None, group: _Group) -> Sizes:
+    """The configuration of some steps; of a last one, with the samples that were left over, that of
+    the steps before it."""
+    end, last = whole(run.config.get("train_samples")), group.steps[-1]
+    is_rest = end is not None and last.samples >= end and len(group.steps) == 1
+    if before is None or not is_rest or (group.sizes.batch or 0) >= (before.sizes.batch or 0):
+        return group.sizes
+    return before.sizes
 
 
 def _lost_s(run: RunHistory, decided: Sequence[DecisionRecord]) -> list[tuple[int, float]]:

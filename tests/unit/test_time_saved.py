@@ -152,8 +152,11 @@ class Run:
         ratio: samples in which the run counts that a sample of the present phase is.
     """
 
-    def __init__(self, path: Path, *, batch: int = 4, mode: str = "act", ratio: int = 1) -> None:
+    def __init__(
+        self, path: Path, *, batch: int = 4, mode: str = "act", ratio: int = 1, **config: Any
+    ) -> None:
         self.path, self.mode, self.ratio = path, mode, ratio
+        self.config = {"seq_length": LENGTH, **config}
         self.batch, self.iteration, self.samples, self.number = batch, 0, 0, 0
         self.speeds: dict[int, tuple[float, str]] = {}
         self.phi: float | None = 8.0
@@ -162,9 +165,8 @@ class Run:
     def launch(self, name: str, *, layout: str = LAYOUT) -> None:
         self.tracker, self.log = Tracker(self.path, launch=name), DecisionLog(self.path)
         self.layout = layout
-        config = {"seq_length": LENGTH}
         at = self.iteration, self.samples
-        self.tracker.event("run.start", *at, layout=layout, config=config)
+        self.tracker.event("run.start", *at, layout=layout, config=self.config)
         where = {"iteration": self.iteration, "consumed_samples": self.samples}
         self.log.append("start", **where, mode=self.mode, flags={}, layout=layout)
 
@@ -314,6 +316,65 @@ def test_steps_that_a_restart_did_again_count_once(tmp_path: Path) -> None:
     assert run.line == line, "the restart went back to after the second decision"
     run.decide()
     assert run.line == line
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+def test_another_run_in_the_same_directory_is_compared_with_its_own_start(
+    batch: int, tmp_path: Path
+) -> None:
+    """As with `--finetune`: from the first step on."""
+    run = grown(tmp_path)
+    run.log.append("relayout", number=1, iteration=10, outcome={"kind": "moved", "pause_s": 2.0})
+    run.batch, run.iteration, run.samples, run.number = batch, 0, 0, 0
+    run.launch("job.0.1")
+    assert run.line == "not known: no step is recorded"
+    run.step(10, 1.0)
+    run.speeds = {batch: (batch / 1.0, "measured")}
+    run.decide()
+    first = f"batch {batch} in micro-batches of 2 on {LAYOUT}"
+    assert run.line == f"nothing yet: every step was made in the first configuration, {first}"
+    told = report_of(RunReader(tmp_path))
+    assert any(first in fact for fact in told.facts.values())
+    controller = read_status(tmp_path).controller
+    assert controller is not None and controller.so_far == run.line
+    run.decide(16)
+    run.step(20, 1.5)
+    assert run.line.endswith(f" time than staying at {first}" + run.line.partition(first)[2])
+    assert {s.first_batch for s in segments_of(run.history)} == {batch}
+
+
+def test_flags_that_a_restart_changed_before_any_decision_stands_are_no_gain(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    run.step(10, 1.0)
+    run.decide(16)  # undone below
+    run.step(5, 1.5)
+    run.batch, run.iteration, run.samples, run.number = 8, 8, 32, 0
+    run.launch("job.0.1")
+    run.step(10, 1.0)
+    run.decide()
+    assert all(s.is_first and s.first_batch == 8 for s in segments_of(run.history))
+    assert run.line.startswith(
+        "nothing yet: every step was made in the first configuration, batch 8"
+    )
+
+
+def test_a_last_step_of_what_is_left_is_no_change(tmp_path: Path) -> None:
+    run = Run(tmp_path, train_samples=43)
+    run.step(10, 1.0)
+    run.decide(seconds=0.5)
+    line = run.line
+    assert line.startswith("nothing yet")
+    run.batch = 3
+    run.step(1, 1.0)
+    assert run.samples == 43 and run.line == line
+    elsewhere = Run(tmp_path / "chosen", train_samples=430)
+    elsewhere.step(10, 1.0)
+    elsewhere.speeds[4] = 4.0, "measured"
+    elsewhere.decide(2, seconds=0.5)
+    elsewhere.step(1, 1.0)
+    assert "time than" in elsewhere.line, "a smaller batch before the end is one that was chosen"
 
 
 def test_a_run_that_goes_on_elsewhere_counts_from_its_first_decision_there(tmp_path: Path) -> None:
