@@ -24,6 +24,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         ("common arguments", ["/common/", "common.pt"]),
         ("places", ["TrainingFailure", "/places/", "outside"]),
         ("link", ["TrainingFailure", "/link/", "outside"]),
+        ("weighted", ["UsageError", "--data-path names 1 data set of weights 3 instead of 1"]),
+        ("twice", ["UsageError", "2 data sets instead of 1"]),
+        ("by split", ["UsageError", "--split"]),
+        ("other split", ["UsageError", "--split is 80,20,0 % instead of 100,0,0 %", "--allow-ch"]),
         ("same size", ["UsageError", "data.bin has other contents", "--allow-changed-data"]),
         ("other data", ["UsageError", "data.bin has", "--allow-changed-data"]),
     ],
@@ -43,12 +47,24 @@ def test_nothing_in_a_checkpoint_is_run(told: dict[str, dict[str, Any]]) -> None
 @pytest.mark.parametrize(
     "name",
     [
-        *("objects", "of Megatron-LM", "same data"),
+        *("objects", "of Megatron-LM", "same data", "moved", "linked", "relative", "same split"),
+        "other split allowed",
         *("same size allowed", "other data allowed", "other data, another run"),
     ],
 )
 def test_what_does_no_harm_is_loaded(told: dict[str, dict[str, Any]], name: str) -> None:
     assert told[name]["result"][-2:] == ALL[-2:], told[name]
+
+
+@pytest.mark.parametrize("name", ["moved", "linked", "relative", "same split"])
+def test_where_data_lies_changes_nothing(told: dict[str, dict[str, Any]], name: str) -> None:
+    assert told[name]["losses"] == told["same data"]["losses"] != []
+    assert not [x for x in told[name]["notes"] if "data" in x]
+
+
+def test_data_that_is_changed_by_leave_is_told(told: dict[str, dict[str, Any]]) -> None:
+    (note,) = [x for x in told["other split allowed"]["notes"] if "the data is not" in x]
+    assert "--split is 80,20,0 % instead of 100,0,0 %" in note
 
 
 def test_a_checkpoint_that_tells_nothing_of_its_data_is_loaded(

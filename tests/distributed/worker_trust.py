@@ -61,14 +61,15 @@ class Cases:
         from megatron.trainer.common.errors import TrainingFailure, UsageError
         from megatron.trainer.distributed.process_groups import destroy_groups
 
-        said = io.StringIO()
+        said, losses = io.StringIO(), []
         try:
             steps = self.train(4, "--load", str(save), *flags, out=said)
             result: Any = [step["iteration"] for step in steps]
+            losses = [step["losses"] for step in steps[-2:]]
         except (TrainingFailure, UsageError) as error:
             result = f"{type(error).__name__}: {error}"
             destroy_groups()
-        self.told[name] = {"result": result, "touched": self.touched.exists()}
+        self.told[name] = {"result": result, "touched": self.touched.exists(), "losses": losses}
         self.told[name]["notes"] = [x for x in said.getvalue().splitlines() if "note:" in x]
         self.touched.unlink(missing_ok=True)
 
@@ -186,6 +187,7 @@ def change_data(cases: Cases) -> None:
     (folder / "manifest.json").unlink()
     cases.resume("of Megatron-LM", theirs)
     cases.resume("same data", cases.save)
+    _use_data_otherwise(cases)
     write_corpus(cases.prefix, 60, plus=1)
     cases.resume("same size", cases.save)
     cases.resume("same size allowed", cases.save, "--allow-changed-data")
@@ -194,6 +196,30 @@ def change_data(cases: Cases) -> None:
     cases.resume("other data allowed", cases.save, "--allow-changed-data")
     cases.resume("other data, another run", cases.save, "--finetune")
     cases.resume("old checkpoint", root)
+
+
+def _use_data_otherwise(cases: Cases) -> None:
+    """The same data set at other places, and another use of it."""
+    import os
+
+    new = cases.output / "new"
+    new.mkdir()
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{cases.prefix}{suffix}", new / f"renamed{suffix}")
+        (new / f"link{suffix}").symlink_to(f"{cases.prefix}{suffix}")
+    places = {
+        "moved": str(new / "renamed"),
+        "linked": str(new / "link"),
+        "relative": os.path.relpath(cases.prefix),
+    }
+    for name, prefix in places.items():
+        cases.resume(name, cases.save, "--data-path", prefix)
+    cases.resume("weighted", cases.save, "--data-path", "3", str(cases.prefix))
+    cases.resume("twice", cases.save, "--data-path", str(cases.prefix), str(cases.prefix))
+    cases.resume("by split", cases.save, "--data-path", "--train-data-path", str(cases.prefix))
+    cases.resume("other split", cases.save, "--split", "80,20,0")
+    cases.resume("other split allowed", cases.save, "--split", "80,20,0", "--allow-changed-data")
+    cases.resume("same split", cases.save, "--split", "100,0,0")
 
 
 def main(output: Path) -> Any:

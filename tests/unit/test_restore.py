@@ -36,7 +36,7 @@ from megatron.trainer.common.errors import TrainingFailure, UsageError
 from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config import Config, DataConfig
 from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.trainer.data.datasets import build_datasets
+from megatron.trainer.data.datasets import build_datasets, use_of
 from megatron.trainer.data.fingerprint import changes, identity_of, order_of
 from megatron.trainer.data.tokenizer import NullTokenizer
 from tests.helpers.checkpoints import ITERATION, common_file, edit_common, make_checkpoint
@@ -140,6 +140,51 @@ def test_a_changed_data_set_is_named_and_a_moved_one_is_the_same(tmp_path: Path)
     assert changes(stored, identity_of([a, b])) == [f"{b}.idx has 17 bytes instead of 16"]
     Path(f"{b}.idx").write_bytes(b"MMIDIDX" + bytes(8) + b"1")
     assert changes(stored, identity_of([a, b])) == [f"{b}.idx has other documents"]
+
+
+def use(words: str, **more: Any) -> dict[str, Any]:
+    """As it lies in a checkpoint."""
+    given = use_of(DataConfig(data_path=tuple(words.split()) or None, **more))
+    return json.loads(json.dumps(dataclasses.asdict(given)))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (use("a"), use("/elsewhere/b"), None),
+        (use("1 a 3 b"), use("0.25 x 0.75 y", split="969,30,1"), None),
+        (use("a b"), use("c d"), None),
+        (use("a b"), use("0.5 a 0.5 b"), "--data-path names 2 data sets of weights 0.5, 0.5 inst"),
+        (use("1 a 3 b"), use("3 a 1 b"), "of weights 3, 1 instead of 2 data sets of weights 1, 3"),
+        (use("a", split="90,10,0"), use("a", split="9,1,0"), None),
+        (use("a", split="90,10,0"), use("a"), "--split is 96.9,3,0.1 % instead of 90,10,0 %"),
+        (use("a"), use("", train_data_path=("a",)), "--data-path names nothing instead of 1 data"),
+        (
+            use("", train_data_path=("1", "a", "1", "b")),
+            use("", train_data_path=("1", "a", "2", "b")),
+            "--train-data-path names 2 data sets of weights 1, 2 instead of",
+        ),
+        (
+            use("", train_data_path=("a",), valid_data_path=("b",)),
+            use("", train_data_path=("a",), test_data_path=("b",)),
+            "--valid-data-path names nothing instead of 1 data set",
+        ),
+    ],
+)
+def test_data_is_known_by_its_use_wherever_it_lies(
+    before: dict[str, Any], now: dict[str, Any], said: str | None
+) -> None:
+    found = changes([{"use": before}], [{"use": now}])
+    assert not found if said is None else found and said in found[0]
+    assert changes([], [{"use": now}]) == [], "a checkpoint that does not tell it"
+
+
+@pytest.mark.parametrize("flags", ["--data-path b", "--data-path a --split 90,10,0", "--mock-data"])
+def test_flags_of_data_are_compared_by_contents_where_those_are_known(flags: str) -> None:
+    theirs = {"mock_data": False, "data_path": ["a"], "split": "969,30,1"}
+    with pytest.raises(UsageError, match=r"--(data-path|split) is"):
+        resumed(flags, theirs)
+    resumed(flags, theirs, data=[{"prefix": "a"}])
 
 
 def test_an_index_larger_than_what_is_read_shows_changes_at_both_ends(tmp_path: Path) -> None:
@@ -448,8 +493,11 @@ OF_LLAMA = {
 OF_BLEND = {"mock_data": False, "data_path": BLEND, "split": "99,1,0"}
 
 
-def resumed(flags: str, stored: dict[str, Any]) -> Config:
-    """What becomes of the flags of a run that goes on from a checkpoint of Megatron-LM."""
+def resumed(
+    flags: str, stored: dict[str, Any], *, data: list[dict[str, Any]] | None = None
+) -> Config:
+    """What becomes of the flags of a run that goes on from a checkpoint of Megatron-LM; with `data`
+    from one that knows its data."""
     found = Stored(
         folder=Path("iter_0000002"),
         iteration=2,
@@ -457,6 +505,7 @@ def resumed(flags: str, stored: dict[str, Any]) -> Config:
         lengths=None,
         arguments={**OF_MEGATRON_LM, **stored},
         metadata={},
+        data=data,
     )
     config = resolve(parse_args([*SHAPE.split(), *flags.split()]), 1)
     return merge_resume_config(config, found, vocab_size=128)

@@ -30,6 +30,9 @@ _SHAPE = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query
     untie_embeddings_and_output_weights max_position_embeddings"""
 _RUN = """seq_length seed data_path split use_distributed_optimizer rotary_base rotary_percent
     use_rope_scaling rope_scaling_factor layernorm_epsilon squared_relu"""
+_OF_DATA = ("data_path", "split")
+"""Those of a checkpoint that knows its data sets by their contents and use: the same may lie
+elsewhere. Others are told when they have been read (`fingerprint.changes`)."""
 _SCHEDULE = "lr min_lr lr_decay_style start_weight_decay end_weight_decay"
 _MUST_MATCH = (*_SHAPE.split(), *NEW_IN_WEIGHTS)
 _MUST_MATCH_TO_CONTINUE = (*_RUN.split(), *NEW_IN_USE)
@@ -211,7 +214,8 @@ def check_same_run(config: Config, stored: Stored) -> None:
     check(_MUST_MATCH, "give the same value")
     if not finetune:
         fix = "give the same value, or --finetune to start another run from it"
-        check(_MUST_MATCH_TO_CONTINUE, fix)
+        known = _OF_DATA if stored.data is not None else ()
+        check([name for name in _MUST_MATCH_TO_CONTINUE if name not in known], fix)
     if not (finetune or config.checkpoint.no_load_optim):
         _check_groups(now["decoupled_lr"], stored)
     if not (finetune or config.optim.override_opt_param_scheduler):

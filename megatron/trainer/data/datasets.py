@@ -11,18 +11,21 @@ import contextlib
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config import DataConfig
 from megatron.trainer.data.dataloader import SampleSource
+from megatron.trainer.data.fingerprint import DataUse
 from megatron.trainer.data.indexed import (
     Corpus,
     check_vocabulary,
@@ -141,6 +144,29 @@ def prefixes_of(data: DataConfig) -> list[str]:
     flags = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
     blends = [parse_blend(words, "--data-path") for words in flags]
     return [prefix for blend in blends if blend is not None for prefix in blend[0]]
+
+
+def use_of(data: DataConfig, more: Mapping[str, Sequence[str]] = MappingProxyType({})) -> DataUse:
+    """What is made of the data sets of the flags; see `fingerprint.DataUse`.
+
+    Args:
+        data: flags, resolved.
+        more: further flags in the form of `--data-path`.
+    """
+    flags = {
+        "--data-path": data.data_path,
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+        **more,
+    }
+    blends: dict[str, list[float] | int] = {}
+    for flag, words in flags.items():
+        if (blend := parse_blend(words, flag)) is not None:
+            prefixes, weights = blend
+            blends[flag] = len(prefixes) if weights is None else list(weights)
+    split = parse_and_normalize_split(_split(data)) if data.data_path else None
+    return DataUse(blends=blends, split=split)
 
 
 def parse_blend(words: Sequence[str] | None, flag: str) -> Blend | None:

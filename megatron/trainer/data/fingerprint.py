@@ -1,4 +1,5 @@
-"""The data sets a run is trained on, told by their files: a resumed run must meet the same.
+"""The data sets a run is trained on, told by their files and their use: a resumed run must meet the
+same, wherever they lie.
 
 Another tokenizer, another cut, another order or a file still being written would give the samples
 of the run other contents without a word. Sizes, the beginning and end of each index, and 128 blocks
@@ -8,14 +9,18 @@ large file stay unseen.
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
+
+from megatron.trainer.common.errors import counted
 
 _HEAD_BYTES = 1 << 22
 _TAIL_BYTES = 1 << 16
@@ -119,16 +124,64 @@ def _array_crc(array: numpy.ndarray) -> int:
     return crc
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataUse:
+    """What a run makes of its data sets, wherever they lie."""
+
+    blends: Mapping[str, Sequence[float] | int]
+    """By flag, the weights of its data sets, or their number where none are given."""
+    split: Sequence[float] | None
+    """Shares of `--data-path` to train, validate and test on, of 1; None without that flag."""
+
+    def changes(self, stored: Mapping[str, Any]) -> list[str]:
+        """What has become of the use that a checkpoint tells.
+
+        Args:
+            stored: fields of one, of JSON.
+        """
+        found = []
+        before = stored["blends"]
+        for flag in dict.fromkeys([*before, *self.blends]):
+            then, now = before.get(flag), self.blends.get(flag)
+            if not _same_weights(then, now):
+                found.append(f"{flag} names {_told(now)} instead of {_told(then)}")
+        then = stored["split"]
+        if not found and not _are_close(then or [], self.split or []):
+            told = [",".join(f"{100 * share:g}" for share in x or []) for x in (self.split, then)]
+            found.append(f"--split is {told[0]} % instead of {told[1]} %")
+        return found
+
+
+def _same_weights(then: Sequence[float] | int | None, now: Sequence[float] | int | None) -> bool:
+    """Whether two blends draw alike: weights count by their ratios."""
+    if isinstance(then, Sequence) and isinstance(now, Sequence):
+        return _are_close([w / sum(then) for w in then], [w / sum(now) for w in now])
+    return then == now
+
+
+def _are_close(then: Sequence[float], now: Sequence[float]) -> bool:
+    return len(then) == len(now) and all(map(math.isclose, then, now))
+
+
+def _told(blend: Sequence[float] | int | None) -> str:
+    if blend is None:
+        return "nothing"
+    if isinstance(blend, int):
+        return f"{counted(blend, 'data set')} without weights"
+    return f"{counted(len(blend), 'data set')} of weights {', '.join(f'{w:g}' for w in blend)}"
+
+
 def changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
     """Names the data sets that differ from those of a checkpoint, with the difference. Where they
-    lie does not matter. Both may end with an entry `order`, see `order_of`.
+    lie does not matter. Both may end with an entry `order`, see `order_of`, and with one `use`, the
+    fields of a `DataUse`.
 
     Args:
         stored: from a checkpoint.
         now: as they are.
     """
-    stored, old_order = _without_order(stored)
-    now, order = _without_order(now)
+    stored, old_order, old_use = _parts(stored)
+    now, order, use = _parts(now)
     if len(stored) != len(now):
         names = ", ".join(str(entry.get("prefix")) for entry in stored) or "none"
         return [f"{len(now)} data sets instead of {len(stored)} ({names})"]
@@ -138,6 +191,8 @@ def changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str
         if kind is not None:
             words = _WORDS[kind].format(now=after[kind], before=before.get(kind))
             found.append(f"{after['prefix']}.{kind.partition('_')[0]} {words}")
+    if not found and use and old_use:
+        found += DataUse(**use).changes(old_use)
     if not found and any(
         order[name] != old_order[name] for name in order.keys() & old_order.keys()
     ):
@@ -148,9 +203,12 @@ def changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str
     return found
 
 
-def _without_order(
+def _parts(
     entries: list[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The data sets, and the order of their samples."""
-    data_sets = [entry for entry in entries if "order" not in entry]
-    return data_sets, next((entry["order"] for entry in entries if "order" in entry), {})
+) -> tuple[list[dict[str, Any]], dict[str, int], dict[str, Any]]:
+    """The data sets, the order of their samples, and their use."""
+    data_sets = [entry for entry in entries if not {"order", "use"} & entry.keys()]
+    order, use = (
+        next((entry[name] for entry in entries if name in entry), {}) for name in ("order", "use")
+    )
+    return data_sets, order, use

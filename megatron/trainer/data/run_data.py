@@ -8,8 +8,8 @@ from megatron.trainer.common.extras import extras_with
 from megatron.trainer.config import Config
 from megatron.trainer.config.segment import Segment
 from megatron.trainer.data.dataloader import BatchReader, SampleSource
-from megatron.trainer.data.datasets import build_datasets, prefixes_of
-from megatron.trainer.data.fingerprint import order_of
+from megatron.trainer.data.datasets import build_datasets, prefixes_of, use_of
+from megatron.trainer.data.fingerprint import DataUse, order_of
 from megatron.trainer.data.tokenizer import Tokenizer
 
 
@@ -35,6 +35,8 @@ class RunData:
     """To test on, or None."""
     prefixes: tuple[str, ...]
     """Every data set that the flags name, in their order."""
+    use: DataUse
+    """What is made of them."""
     num_workers: int
     """Worker processes of each reader."""
     pin_memory: bool
@@ -106,6 +108,7 @@ def build_run_data(config: Config, tokenizer: Tokenizer, *, pin_memory: bool) ->
         valid=built.valid,
         test=built.test,
         prefixes=tuple(prefixes_of(config.data)),
+        use=use_of(config.data),
         num_workers=config.data.num_workers,
         pin_memory=pin_memory,
         notes=built.notes,

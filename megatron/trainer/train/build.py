@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ def _settle_data(config: Config, stored: Stored | None, data: RunData) -> list[d
     if dist.get_rank() == 0:
         try:
             now = identity_of(data.prefixes)
-            now += [{"order": data.order()}] * bool(now)
+            if now:
+                now += [{"order": data.order()}, {"use": dataclasses.asdict(data.use)}]
         except OSError as error:
             problem = f"a data set cannot be read: {error}; check --data-path"
     now, problem = broadcast_from_rank0((now, problem))

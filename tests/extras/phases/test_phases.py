@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from pathlib import Path
 
@@ -424,6 +425,9 @@ def test_data_of_phases_in_other_words_are_the_same() -> None:
     assert phase_of(merge_resume_config(same, stored, vocab_size=100)).number == 1
     with pytest.raises(UsageError, match="--phase-data-path is"):
         merge_resume_config(of("1: long 2: 0.6 books 0.4 code"), stored, vocab_size=100)
+    known = dataclasses.replace(stored, data=[])
+    moved = of("1: /new/long 2: 0.7 /new/books 0.3 /new/code")
+    assert phase_of(merge_resume_config(moved, known, vocab_size=100)).number == 1, "by contents"
 
 
 def test_phases_begin_with_a_run_and_not_in_one() -> None:

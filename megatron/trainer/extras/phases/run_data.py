@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.trainer.config import Config
 from megatron.trainer.data.dataloader import SampleSource
-from megatron.trainer.data.datasets import build_datasets, parse_blend, prefixes_of
+from megatron.trainer.data.datasets import build_datasets, parse_blend, prefixes_of, use_of
 from megatron.trainer.data.fingerprint import order_of
 from megatron.trainer.data.run_data import Readers, RunData, evaluation_batch
 from megatron.trainer.data.tokenizer import Tokenizer
@@ -109,6 +109,7 @@ def build_phase_data(config: Config, tokenizer: Tokenizer, *, pin_memory: bool) 
         valid_sets=valid,
         test_sets=test,
         prefixes=_prefixes(config, later),
+        use=use_of(config.data, {f"--phase-data-path {n}:": later[n] for n in sorted(later)}),
         num_workers=config.data.num_workers,
         pin_memory=pin_memory,
         notes=notes,
