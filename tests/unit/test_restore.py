@@ -30,9 +30,10 @@ from megatron.trainer.checkpoint.load import (
     read_stored,
     stored_of,
 )
-from megatron.trainer.checkpoint.resume import check_same_run, merge_resume_config
+from megatron.trainer.checkpoint.resume import check_same_run, kept_sizes, merge_resume_config
 from megatron.trainer.common.core_version import since
 from megatron.trainer.common.errors import TrainingFailure, UsageError
+from megatron.trainer.common.step_settings import StepSettings
 from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config import Config, DataConfig
 from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
@@ -558,6 +559,27 @@ def test_what_differs_from_megatron_lms_checkpoint_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         resumed(flags, stored)
+
+
+@pytest.mark.parametrize(
+    ("micro", "batch", "said"),
+    [
+        (2, 8, []),  # as the first launch
+        (1, 16, []),  # as the controller left it
+        (4, 8, ["--micro-batch-size 4 does not count: the run goes on with 1, "]),
+        (2, 32, ["--global-batch-size 32 does not count: the run goes on with 16, "]),
+        (4, 32, ["--micro-batch-size 4", "--global-batch-size 32"]),
+    ],
+)
+def test_sizes_of_the_flags_that_a_controller_does_not_take_are_told(
+    micro: int, batch: int, said: list[str]
+) -> None:
+    given = f"{SHAPE} --mock-data --micro-batch-size {micro} --global-batch-size {batch}"
+    config = resolve(parse_args(given.split()), 1)
+    kept = StepSettings(global_batch_size=16, micro_batch_size=1)
+    notes = kept_sizes(kept, config, {"micro_batch_size": 2, "global_batch_size": 8})
+    assert len(notes) == len(said) and all(map(str.startswith, notes, said)), notes
+    assert kept_sizes(StepSettings(), config, {}) == []
 
 
 def test_the_shape_is_taken_from_a_checkpoint_that_leaves_flags_open() -> None:

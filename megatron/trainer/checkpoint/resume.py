@@ -193,6 +193,28 @@ def resume_step_settings(
     return plain, [f"no batch of the checkpoint fits {config.layout}; the run uses its flags"]
 
 
+def kept_sizes(settings: StepSettings, config: Config, arguments: Mapping[str, Any]) -> list[str]:
+    """Notes on sizes that the user has changed since a checkpoint, with which a controller does not
+    go on.
+
+    Args:
+        settings: that the controller goes on with.
+        config: of this launch.
+        arguments: flags that the checkpoint was saved with.
+    """
+    notes = []
+    more = {"global_batch_size": ", and --copus-min- and --copus-max-global-batch-size bound it"}
+    for name in ("micro_batch_size", "global_batch_size"):
+        kept, now = getattr(settings, name), getattr(config.batch, name)
+        if config.segment.ratio > 1 or kept is None or now in (kept, arguments.get(name)):
+            continue
+        notes.append(
+            f"{_OPTIONS[name].strings[0]} {now} does not count: the run goes on with {kept}, where "
+            f"the controller left it; --copus-mode observe goes by the flag{more.get(name, '')}"
+        )
+    return notes
+
+
 def check_same_run(config: Config, stored: Stored) -> None:
     """Refuses flags that would make the checkpoint another model, or the continuation another run.
 

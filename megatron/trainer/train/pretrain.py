@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.trainer.checkpoint.load import Stored, read_stored
 from megatron.trainer.checkpoint.resume import (
+    kept_sizes,
     merge_resume_config,
     resume_step_settings,
     vocabulary_line,
@@ -244,6 +245,8 @@ def _state_at_start(config: Config, stored: Stored | None, callbacks: Callbacks)
     state.settings, notes = resume_step_settings(
         state.settings, config, keep=callbacks.keep_settings
     )
+    if callbacks.keep_settings:
+        notes += kept_sizes(state.settings, config, stored.arguments)
     for note in notes:
         log_rank_zero(f"note: {note}")
     return state
