@@ -160,7 +160,7 @@ newest_core() {
         tests/distributed/test_noise.py tests/distributed/test_resume.py \
         tests/distributed/test_layouts.py tests/distributed/test_moe.py \
         tests/distributed/test_relayout.py tests/distributed/test_convert.py \
-        tests/newest_core/test_same_losses.py $(ls -d tests/extras/muon 2>/dev/null)
+        tests/newest_core/test_same_losses.py tests/guest $(ls -d tests/extras/muon 2>/dev/null)
 }
 
 computing_lane() {

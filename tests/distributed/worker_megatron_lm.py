@@ -1,12 +1,11 @@
-"""Trains in a fake of a Megatron-LM checkout, with its callbacks and with wrapped functions.
+"""Trains in a fake of a Megatron-LM checkout, whose functions are wrapped.
 
-worker_megatron_lm.py OUTPUT_DIR plain|new|resumed|watched|shrinking|old...
+worker_megatron_lm.py OUTPUT_DIR plain|new|resumed|watched|shrinking...
 worker_megatron_lm.py OUTPUT_DIR ramp_plain|ramp_off|ramp_observed|ramp|ramp_resumed...
 
 `shrinking` has the default policy, and a first batch far above what it asks for early. Those of a
 ramp have `--rampup-batch-size`; `ramp_off` is wrapped but lacks `--copus`. `resumed` and `watched`
 go on with `new`, the latter in observe mode.
-Wrapped functions stay wrapped: `old` comes last.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ RAMP_SIZE = 16
 
 def arguments(output: Path, more: list[str]) -> argparse.Namespace:
     """What that trainer's parser would give."""
-    from copus_ext.integrations.megatron_lm import add_copus_args
+    from copus_ext.megatron_lm.host import add_copus_args
 
     parser = add_copus_args(argparse.ArgumentParser())
     world = int(os.environ["WORLD_SIZE"])
@@ -124,7 +123,7 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import num_microbatches_calculator
 
-    from copus_ext.integrations import megatron_lm
+    from copus_ext.megatron_lm import host as megatron_lm
     from megatron.trainer.config.batch_schedule import make_schedule
 
     is_ramp = kind.startswith("ramp")
@@ -151,11 +150,7 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
     sizes = args.global_batch_size, args.micro_batch_size, args.data_parallel_size
     as_words: Any = args.rampup_batch_size
     num_microbatches_calculator.init_num_microbatches_calculator(args.rank, as_words, *sizes, False)
-    callbacks = None
-    if kind == "old":
-        megatron_lm.install(training)
-    elif kind not in ("plain", "ramp_plain"):
-        callbacks = [megatron_lm.CopusCallback()]
+    undo = megatron_lm.install(training) if kind not in ("plain", "ramp_plain") else None
     model, optimizer, scheduler = training.setup_model_and_optimizer()
     log: list[Any] = []
     read: list[int] = []
@@ -166,8 +161,10 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
         scheduler,
         training.samples(args.consumed_train_samples),
         log,
-        callbacks,
+        model[0].config,
     )
+    if undo is not None:
+        undo()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, read)
     numbers = sorted(n // 100 for ranks in every for n in ranks)

@@ -20,7 +20,7 @@ from copus_ext.controller.flags import (
     read_settings,
     settings_by_name,
 )
-from copus_ext.integrations.megatron_lm import add_copus_args
+from copus_ext.megatron_lm.host import add_copus_args
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.arguments import build_parser, parse_args
 from megatron.trainer.config.fields import option_specs
@@ -190,7 +190,7 @@ def test_no_hint_offers_a_flag_that_belongs_in_the_file() -> None:
 def test_the_flags_join_the_parser_of_a_checkout_with_a_configuration_of_its_own() -> None:
     code = (
         "import argparse\n"
-        "from copus_ext.integrations.megatron_lm import add_copus_args\n"
+        "from copus_ext.megatron_lm.host import add_copus_args\n"
         "args = add_copus_args(argparse.ArgumentParser()).parse_args(['--copus'])\n"
         "from copus_ext.controller.flags import controller_flags\n"
         "assert controller_flags(args).copus"

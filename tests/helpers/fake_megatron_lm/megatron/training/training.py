@@ -4,7 +4,6 @@ micro-batch calculator, optimizer and schedule, and the order in which that loop
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import transformer_config
-from megatron.training.global_vars import get_args
+from megatron.training.global_vars import get_args, get_timers
 
 
 def setup_model_and_optimizer() -> tuple[list[Any], Any, Any]:
@@ -52,7 +51,6 @@ def setup_model_and_optimizer() -> tuple[list[Any], Any, Any]:
         model,
     )
     config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = chunk.no_sync
     settings = OptimizerConfig(
         optimizer="adam", lr=args.lr, adam_beta2=args.adam_beta2, weight_decay=0.1, clip_grad=1.0
     )
@@ -117,20 +115,14 @@ def train(
     opt_param_scheduler: Any,
     train_data_iterator: Any,
     log: list[Any],
-    callbacks: Any = None,
-) -> int:
+    config: Any,
+) -> tuple[int, int]:
     """The loop: samples are counted after the step, and the batch may only grow."""
     args = get_args()
-    context = SimpleNamespace(
-        model=model, optimizer=optimizer, scheduler=opt_param_scheduler, log_fragments=[]
-    )
-
-    def fire(event: str) -> None:
-        for callback in callbacks or []:
-            getattr(callback, event)(context)
-
+    assert config.no_sync_func is None, "as with --overlap-grad-reduce"
+    config.no_sync_func = model[0].no_sync
+    get_timers()("interval-time").start()
     iteration = args.iteration
-    fire("on_train_start")
     num_microbatches = get_num_microbatches()
     while iteration < args.train_iters:
         args.curr_iteration = iteration
@@ -139,23 +131,15 @@ def train(
             assert get_num_microbatches() > num_microbatches, "the batch size may only grow"
         num_microbatches = get_num_microbatches()
         update_num_microbatches(args.consumed_train_samples, consistency_check=True)
-        fire("on_train_step_start")
         rate = optimizer.param_groups[0]["lr"]
         found = train_step(
             forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, None
         )
-        context.loss_dict, context.skipped_iter = found[0], bool(found[1])
-        context.grad_norm = found[5]
-        fire("on_train_step_end")
         iteration += 1
         batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
         args.consumed_train_samples += batch
         training_log(log, found[0], batch, rate, iteration)
-        if args.log_interval and iteration % args.log_interval == 0:
-            fire("on_log")
-    args.iteration = iteration
-    fire("on_train_end")
-    return iteration
+    return iteration, 0
 
 
 def forward_step(read: Any, data_iterator: Any, model: Any) -> tuple:

@@ -1,17 +1,14 @@
 """The same controller in a user's own Megatron-LM checkout. Not run on a GPU yet.
 
-    from copus_ext.integrations.megatron_lm import add_copus_args, install
+`python -m copus_ext.megatron_lm` takes the flags off the command line and calls `install`. Up to
+core 0.17 an edit of the script does, too:
 
     install()
     pretrain(..., extra_args_provider=add_copus_args)
 
-That is for Megatron-LM core 0.13 to 0.17. From 0.18 on, `pretrain` takes a container of settings
-and no `extra_args_provider`; it is not supported yet.
-
-The batch changes through megatron-core's micro-batch calculator, which that loop reads before every
-step: it can only grow there, and the micro-batch stays. That loop saves a checkpoint whenever the
-number of micro-batches changes, if `--save` is given. The controller's own state lies beside the
-checkpoints in `copus_state.jsonl`, as a checkpoint of that trainer has no place for it.
+The batch changes through megatron-core's micro-batch calculator, between two segments of that loop;
+the micro-batch and the layout stay. The controller's own state lies beside the checkpoints in
+`copus_state.jsonl`, as a checkpoint of that trainer has no place for it.
 """
 
 from __future__ import annotations
@@ -23,15 +20,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from copus_ext.integrations.checkout import (
+from copus_ext.megatron_lm.checkout import (
     UnsuitableRun,
     check,
     context_of,
     ramp_of,
     shared,
 )
+from copus_ext.megatron_lm.segments import train_in_segments
+
+if TYPE_CHECKING:
+    from copus_ext.controller.flags import CopusConfig
 
 STATE_FILE = "copus_state.jsonl"
 
@@ -60,25 +61,22 @@ class CopusCallback:
 
     Args:
         args: the checkout's arguments; None reads them when training starts.
+        flags: the controller's; None finds them among the checkout's arguments.
     """
 
-    def __init__(self, args: Any = None) -> None:
-        self._args = args
+    def __init__(self, args: Any = None, flags: CopusConfig | None = None) -> None:
+        self._args, self._given = args, flags
         self._controller: Any = None
+        self._is_cut = self.is_later = False
 
     def on_train_start(self, context: Any) -> None:
         if self._args is None:
             self._args = importlib.import_module("megatron.training.global_vars").get_args()
         args = self._args
-        from copus_ext.controller.flags import (
-            check_has_copus,
-            controller_flags,
-            given_by_value,
-        )
-
-        check_has_copus(given_by_value(args), is_on=args.copus)
-        if not args.copus or args.copus_mode == "off":
+        self._flags = flags = self._given or _flags_among(args)
+        if flags is None:
             return
+        self._given = flags
 
         from copus_ext.controller.callback import Controller
 
@@ -86,16 +84,14 @@ class CopusCallback:
             changes_micro_batch = False
             changes_layout = False
 
-        flags = controller_flags(args)
-        # The batch of that loop can only grow.
-        shrinks = bool(flags.copus_allow_shrink)
-        self._flags = dataclasses.replace(flags, copus_allow_shrink=shrinks)
-        check(args, self._flags)
+        check(args, flags)
         self._first_batch = args.global_batch_size
-        self._inner = context_of(context, args, self._first_batch)
+        # Iterations become samples once, at the first batch.
+        self._train_samples = args.train_samples or args.train_iters * self._first_batch
+        self._inner = context_of(context, args, self._first_batch, self._train_samples)
         self._load()
         self._inner.config.batch.initial_global_batch_size = self._first_batch
-        controller = _Controller(self._flags)
+        controller = _Controller(flags)
         controller.on_setup_start(self._inner)
         self._controller = controller
         self._between_reduction_and_step(context.optimizer)
@@ -126,8 +122,6 @@ class CopusCallback:
         # Steps that the loop passes over fire nothing: its own counters hold them.
         inner.state.iteration = getattr(args, "curr_iteration", inner.state.iteration)
         inner.state.consumed_samples = args.consumed_train_samples
-        # Here, as that loop counts a step's samples behind it, by the calculator of then.
-        self._set_batch()
         self._started = time.monotonic()
         inner.global_batch_size = calculator.get_current_global_batch_size()
         inner.micro_batch_size = self._args.micro_batch_size
@@ -183,6 +177,9 @@ class CopusCallback:
         if request is not None and request.settings is not None:
             state.settings = request.settings
         self._set_rates()
+        if changed and self._wanted() != batch:
+            # That loop leaves after what is due behind this step, and is called again.
+            args.train_iters, self._is_cut = state.iteration, True
         interval = getattr(args, "save_interval", None)
         if changed or (interval and state.iteration % interval == 0):
             self._save()
@@ -198,6 +195,15 @@ class CopusCallback:
             if context.log_fragments is not None and inner.log_fragments:
                 noise = " " + "".join(f"{field} | " for field in inner.log_fields).rstrip()
                 context.log_fragments.extend([noise, *inner.log_fragments])
+
+    @property
+    def is_on(self) -> bool:
+        return self._controller is not None
+
+    @property
+    def args(self) -> Any:
+        """The checkout's arguments, once training has started."""
+        return self._args
 
     @property
     def is_log_due(self) -> bool:
@@ -218,12 +224,28 @@ class CopusCallback:
             self._controller = None
             self._undo()
 
+    def goes_on(self) -> bool:
+        """Whether a segment has ended before the run; sets the batch of the next one if so."""
+        was_cut, self._is_cut = self._is_cut, False
+        self.is_later |= was_cut
+        if was_cut:
+            self._inner.state.iteration = self._args.curr_iteration + 1
+            self._inner.state.consumed_samples = self._args.consumed_train_samples
+            self._set_batch()
+        return was_cut and self._args.train_iters > self._inner.state.iteration
+
+    def _wanted(self) -> int:
+        from megatron.core import num_microbatches_calculator as calculator
+
+        now = calculator.get_current_global_batch_size()
+        return self._inner.state.settings.global_batch_size or now
+
     def _set_rates(self) -> None:
         """Sets the rates of the next step. Under a ramp factors return to 1, too."""
         from megatron.trainer.common.step_settings import set_rates
 
         inner = self._inner
-        if self._flags.copus_mode == "act":
+        if self._flags is not None and self._flags.copus_mode == "act":
             beta2 = self._args.adam_beta2
             set_rates(inner.optimizer, inner.scheduler, inner.state.settings, beta2=beta2)
 
@@ -238,11 +260,6 @@ class CopusCallback:
         if wanted is None and ramp:
             return
         wanted, ends_ramp = wanted or now, at_start and ramp is not None
-        if wanted < now and not ends_ramp:
-            raise UnsuitableRun(
-                f"--global-batch-size {now} is more than the batch of this run, {wanted}, and in "
-                "that loop it can only grow; give the first launch's"
-            )
         if wanted != now or ends_ramp:
             calculator.reconfigure_num_microbatches_calculator(
                 rank=args.rank,
@@ -253,7 +270,7 @@ class CopusCallback:
             )
         if wanted != now or at_start:
             # That loop counts steps; the run's length is in samples.
-            left = args.train_samples - state.consumed_samples
+            left = self._train_samples - state.consumed_samples
             args.train_iters = state.iteration + left // wanted
 
     def _save(self) -> None:
@@ -295,24 +312,36 @@ class CopusCallback:
         found = broadcast_from_rank0(found)
         if found is not None:
             inner.state.callbacks, settings, self._first_batch = found
-            if self._flags.copus_mode == "act":  # else batch and rates are those of the flags
+            if (
+                self._given is not None and self._given.copus_mode == "act"
+            ):  # else batch and rates are those of the flags
                 inner.state.settings = settings
         elif inner.run_dir and inner.state.iteration:
             print(f"copus: no {STATE_FILE} beside the checkpoint: it starts afresh", flush=True)
 
 
-def install(training: Any = None) -> CopusCallback:
+def _flags_among(args: Any) -> CopusConfig | None:
+    """The controller's settings among the arguments of a parser that `add_copus_args` has been
+    given; None where it is off."""
+    from copus_ext.controller.flags import check_has_copus, controller_flags, given_by_value
+
+    check_has_copus(given_by_value(args), is_on=args.copus)
+    return controller_flags(args) if args.copus and args.copus_mode != "off" else None
+
+
+def install(training: Any = None, *, flags: CopusConfig | None = None) -> Callable[[], None]:
     """Wraps `train`, `train_step` and `training_log` of a checkout. That module looks these names
     up when it calls them.
 
     Args:
         training: the module `megatron.training.training`; None imports it.
+        flags: the controller's; None finds them among the checkout's arguments.
 
     Returns:
-        The callback that the wrappers call.
+        What takes the wrappers off again.
     """
     module: Any = training or importlib.import_module("megatron.training.training")
-    callback = CopusCallback()
+    callback = CopusCallback(flags=flags)
     context = SimpleNamespace(loss_dict=None, grad_norm=None, skipped_iter=None, log_fragments=[])
     train, train_step, training_log = module.train, module.train_step, module.training_log
 
@@ -321,8 +350,11 @@ def install(training: Any = None) -> CopusCallback:
     ) -> Any:
         context.model, context.optimizer, context.scheduler = model, optimizer, scheduler
         callback.on_train_start(context)
+        given = forward_step_func, model, optimizer, scheduler, *more
         try:
-            return train(forward_step_func, model, optimizer, scheduler, *more, **named)
+            if callback.is_on:
+                return train_in_segments(train, callback.args, callback.goes_on, *given, **named)
+            return train(*given, **named)
         finally:
             # That loop leaves by an exception of its own where it stops early.
             callback.on_train_end(context)
@@ -337,6 +369,8 @@ def install(training: Any = None) -> CopusCallback:
         return result
 
     def watched_log(*args: Any, **named: Any) -> Any:
+        if callback.is_later and "is_first_iteration" in named:
+            named["is_first_iteration"] = False  # it begins a segment, not the run
         result = training_log(*args, **named)
         context.log_fragments.clear()
         if callback.is_log_due:
@@ -345,5 +379,8 @@ def install(training: Any = None) -> CopusCallback:
             print(*context.log_fragments, sep="\n", flush=True)
         return result
 
+    def undo() -> None:
+        module.train, module.train_step, module.training_log = train, train_step, training_log
+
     module.train, module.train_step, module.training_log = watched_train, watched_step, watched_log
-    return callback
+    return undo

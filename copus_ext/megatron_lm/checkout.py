@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from copus_ext.controller.flags import CopusConfig
 
 
+_OPTIMIZERS = ("adam", "muon", "dist_muon")
+
+
 class UnsuitableRun(ValueError):
     """Flags of the checkout that the controller cannot work with; names flag and fix."""
 
@@ -21,7 +24,6 @@ def check(args: Any, flags: CopusConfig) -> None:
         UnsuitableRun: one does not go with the controller.
     """
     wrong = [
-        (not args.train_samples, "give --train-samples instead of --train-iters"),
         (
             getattr(args, "dataloader_type", "single") not in (None, "single"),
             "use --dataloader-type single",
@@ -35,9 +37,8 @@ def check(args: Any, flags: CopusConfig) -> None:
             getattr(args, "num_distributed_optimizer_instances", 1) != 1,
             "use --num-distributed-optimizer-instances 1",
         ),
-        (flags.copus_allow_shrink, "drop allow_shrink: that loop's batch can only grow"),
         (flags.copus_policy == "step_schedule", "use another --copus-policy"),
-        (getattr(args, "optimizer", "adam") != "adam", "use --optimizer adam"),
+        (getattr(args, "optimizer", "adam") not in _OPTIMIZERS, "use --optimizer adam or muon"),
         (
             getattr(args, "decrease_batch_size_if_needed", False),
             "drop --decrease-batch-size-if-needed",
@@ -68,7 +69,7 @@ def ramp_of(args: Any) -> tuple[int, ...] | None:
     return tuple(int(number) for number in ramp) if ramp else None
 
 
-def _config_of(args: Any, first_batch: int, scheduler: Any) -> Any:
+def _config_of(args: Any, first_batch: int, train_samples: int, scheduler: Any) -> Any:
     """That trainer's arguments in the groups of ours."""
     import torch
 
@@ -77,6 +78,7 @@ def _config_of(args: Any, first_batch: int, scheduler: Any) -> Any:
     layout = Layout.of_arguments(vars(args))
     batch = {
         "initial_global_batch_size": first_batch,
+        "train_samples": train_samples,
         "step_batch_size_schedule": None,
         "rampup_batch_size": ramp_of(args),
         # Of the schedule: the arguments may lack them, or have a fraction.
@@ -96,6 +98,7 @@ def _config_of(args: Any, first_batch: int, scheduler: Any) -> Any:
         "attention_backend": getattr(attention, "name", attention),
         "normalization": getattr(args, "normalization", "LayerNorm"),
         **{name: getattr(args, name, False) for name in grads},
+        "train_samples": train_samples,
     }
     return SimpleNamespace(
         layout=layout,
@@ -114,7 +117,7 @@ def _config_of(args: Any, first_batch: int, scheduler: Any) -> Any:
     )
 
 
-def context_of(context: Any, args: Any, first_batch: int) -> Any:
+def context_of(context: Any, args: Any, first_batch: int, train_samples: int) -> Any:
     """What our controller is given, made of that trainer's objects and arguments."""
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -137,7 +140,7 @@ def context_of(context: Any, args: Any, first_batch: int) -> Any:
         optimizer=context.optimizer,
         scheduler=context.scheduler,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
-        config=_config_of(args, first_batch, context.scheduler),
+        config=_config_of(args, first_batch, train_samples, context.scheduler),
         state=state,
         run_dir=run_dir,
         step=None,

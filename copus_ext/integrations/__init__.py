@@ -1,1 +1,0 @@
-"""The controller in trainers that are not ours."""

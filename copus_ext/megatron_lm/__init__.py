@@ -1,0 +1,1 @@
+"""The controller in a Megatron-LM checkout; see docs/megatron-lm.md."""

@@ -1,0 +1,71 @@
+"""Runs a script of a Megatron-LM checkout under the controller, without an edit.
+
+torchrun ... -m copus_ext.megatron_lm pretrain_gpt.py FLAGS OF MEGATRON-LM --copus ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.program import tell
+
+_PROG = "copus_ext.megatron_lm"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Takes the controller's flags off the command line, wraps the loop and runs the script.
+
+    Returns:
+        Exit code 2 for wrong usage; else the script's own way out is taken.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        script, flags, rest = split(words)
+    except UsageError as error:
+        tell(_PROG, f"error: {error}")
+        return 2
+    sys.argv = [str(script), *rest]
+    sys.path.insert(0, str(script.resolve().parent))
+    if flags is not None:
+        from copus_ext.megatron_lm.host import install
+
+        install(flags=flags)
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+def split(words: list[str]) -> tuple[Path, Any, list[str]]:
+    """The script, the controller's settings (None without `--copus`), and the script's flags.
+
+    Raises:
+        UsageError: there is no such script, or a flag of the controller makes no sense.
+    """
+    from copus_ext.controller.flags import check_has_copus, controller_flags, given_by_value
+    from copus_ext.megatron_lm.host import add_copus_args
+
+    script = Path(words[0]) if words else None
+    if script is None or script.suffix != ".py":
+        raise UsageError(
+            f"no script comes first; give that of your checkout: -m {_PROG} pretrain_gpt.py ..."
+        )
+    if not script.is_file():
+        raise UsageError(f"{script} is not there; give the path of the script of your checkout")
+    parser = add_copus_args(_Parser(add_help=False, allow_abbrev=False))
+    found, rest = parser.parse_known_args(words[1:])
+    check_has_copus(given_by_value(found), is_on=found.copus)
+    is_on = found.copus and found.copus_mode != "off"
+    return script, controller_flags(found) if is_on else None, rest
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UsageError(message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

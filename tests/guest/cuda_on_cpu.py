@@ -1,0 +1,128 @@
+"""Stands in for CUDA on CPU ranks, as far as Megatron-LM's own program asks for it.
+
+Import it before torch does anything. Tensors that are asked for on a GPU are made on the CPU.
+Streams and events do nothing, and memory is taken to be empty.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+os.environ |= {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+CPU = torch.device("cpu")
+
+
+def _on_cpu(device: Any) -> Any:
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    is_cuda = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+    return CPU if is_number or is_cuda else device
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        if func is torch.Tensor.to:
+            named = [_on_cpu(a) if isinstance(a, (str, torch.device)) else a for a in args[1:]]
+            args = args[0], *named
+        return func(*args, **kwargs)
+
+
+class _Nothing:
+    """A stream or an event."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_, **__: None
+
+    def elapsed_time(self, _: Any) -> float:
+        return 1.0
+
+    def query(self) -> bool:
+        return True
+
+
+class _Properties:
+    major, minor, name = 9, 0, "cpu"
+    total_memory, multi_processor_count = 1 << 34, 100
+
+
+class _Generators(list[Any]):
+    def __getitem__(self, _: Any) -> Any:
+        return torch.default_generator
+
+
+def _constant(value: Any) -> Any:
+    return lambda *_, **__: value
+
+
+def _tensor_of(dtype: torch.dtype) -> Any:
+    def make(*sizes: Any, **more: Any) -> Any:
+        if sizes and isinstance(sizes[0], (list, tuple)):
+            return torch.tensor(*sizes, dtype=dtype)
+        return torch.empty(*sizes, dtype=dtype)
+
+    return make
+
+
+def install() -> None:
+    """Puts the stand-in in place, for the rest of the process."""
+    _OnCpu().__enter__()
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[assignment]
+    plain_type = tensor.type
+
+    def type_of(self: Any, *args: Any, **more: Any) -> Any:
+        found = plain_type(self, *args, **more)
+        return found if args or more else "torch.cuda." + found.rpartition(".")[2]
+
+    tensor.type = type_of
+    answers = {
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        "device_count": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "current_device": CPU,
+        "get_device_capability": (9, 0),
+        "get_device_properties": _Properties(),
+        "get_device_name": "cpu",
+        "is_current_stream_capturing": False,
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 0),
+        **dict.fromkeys(("max_memory_reserved", "reset_peak_memory_stats", "ipc_collect"), 0),
+        **dict.fromkeys(("set_device", "synchronize", "empty_cache", "init", "_lazy_init")),
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "set_stream")),
+    }
+    for name, value in answers.items():
+        setattr(cuda, name, _constant(value))
+    cuda.memory_stats = lambda *_: collections.defaultdict(int)
+    cuda.Stream = cuda.Event = _Nothing
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: _Nothing()
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(
+        state
+    )
+    cuda._lazy_call = lambda function, **__: function()
+    cuda.default_generators = _Generators()
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = _constant(None)
+    for name, dtype in {
+        "Float": torch.float,
+        "Half": torch.half,
+        "BFloat16": torch.bfloat16,
+        "Long": torch.long,
+        "Int": torch.int,
+        "Byte": torch.uint8,
+        "Double": torch.double,
+    }.items():
+        setattr(cuda, f"{name}Tensor", _tensor_of(dtype))

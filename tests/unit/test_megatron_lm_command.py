@@ -1,0 +1,57 @@
+"""What `python -m copus_ext.megatron_lm` takes off a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from copus_ext.megatron_lm.__main__ import main, split
+from megatron.trainer.common.errors import UsageError
+from tests.helpers.examples import names_a_way_on
+
+THEIRS = ["--num-layers", "2", "--data-path", "a", "b", "--copuscope", "-x"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "pretrain_gpt.py"
+    path.write_text("import sys\nprint(sys.argv)\n")
+    return str(path)
+
+
+def test_its_flags_go_and_all_others_stay(script: str) -> None:
+    own = ["--copus", "--copus-policy", "doubling", "--copus-max-global-batch-size=64"]
+    path, flags, rest = split([script, *THEIRS[:2], *own, *THEIRS[2:]])
+    assert (str(path), rest) == (script, THEIRS)
+    assert flags.copus_policy == "doubling" and flags.copus_max_global_batch_size == 64
+
+
+@pytest.mark.parametrize("words", [[], ["--copus", "--copus-mode", "off"]])
+def test_without_the_controller_the_script_runs_as_it_is(
+    script: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert split([script, *words, *THEIRS])[1] is None
+    assert main([script, *words, *THEIRS]) == 0
+    assert capsys.readouterr().out.strip() == str([script, *THEIRS])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--copus", "pretrain_gpt.py"],
+        ["nowhere/pretrain_gpt.py", "--copus"],
+        ["SCRIPT", "--copus-policy", "doubling"],
+        ["SCRIPT", "--copus", "--copus-policy", "tripling"],
+    ],
+)
+def test_wrong_usage_is_one_line_with_a_way_on(
+    script: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [script if word == "SCRIPT" else word for word in words]
+    with pytest.raises(UsageError) as found:
+        split(words)
+    assert names_a_way_on(str(found.value)), found.value
+    assert main(words) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
