@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench import kfac
+from bench import optimizers
 from bench.support import RunRecord
 from bench.time_to_loss import real_clock, real_clock_figures
 from bench.time_to_loss.real_clock import S3, S4, Scenario, Spec, flags_of, tuned, wanted
@@ -408,15 +408,15 @@ def test_the_time_to_adams_loss_lies_between_two_runs() -> None:
     losses = {1.0: 1.2, 2 / 3: 1.35, 1 / 2: 1.55, 1 / 3: 9.0}
 
     class Trained:
-        def row(self, run: kfac.Run) -> dict[str, Any]:
-            return {"loss": losses[run.share], "step_s": 0.12}
+        def loss(self, run: optimizers.Run) -> float:
+            return losses[run.share]
 
     runs: Any = Trained()
     spec = Spec(scenario="S4", kind="static", batch=32, link="0", seed=0)
-    first = kfac.of_seeds(runs, spec, kfac=True)
-    found = kfac.same_loss(runs, spec, {"mean": 1.45, "step_s": 0.1}, first)
+    first = optimizers.of_seeds(runs, spec, "muon")["mean"]
+    found = optimizers.same_loss(runs, spec, "muon", 1.45, first, 1.2)
     assert found == pytest.approx(1.2 * (2 / 3 + 1 / 2) / 2)
-    assert kfac.same_loss(runs, spec, {"mean": 1.1, "step_s": 0.1}, first) is None
+    assert optimizers.same_loss(runs, spec, "muon", 1.1, first, 1.2) is None
 
 
 def test_seeds_that_share_have_every_run_once_and_all_starts() -> None:

@@ -555,8 +555,9 @@ def test_the_time_limit_counts_from_the_start_of_the_process(
     for name, value in (("_run", run), ("init_distributed", lambda *_, **__: None)):
         monkeypatch.setattr(f"megatron.trainer.train.pretrain.{name}", value)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, {"RANK": "0", "WORLD_SIZE": "1"}.get(name, ""))
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv(PIPE_VARIABLE, "0:0:0:0")
     monkeypatch.setattr(time, "monotonic", lambda: clock_s[0])
     assert main([*TINY.split(), "--train-iters", "2", "--run-dir", str(tmp_path)]) == 0
