@@ -76,6 +76,8 @@ class Step(NamedTuple):
     """Whether the weights changed."""
     noise_status: str | None
     """None if the noise scale is not measured."""
+    noise_measured: bool
+    """Whether this step added a measurement to it."""
     phi: float | None
     """Noise scale, samples."""
     low: float | None
@@ -324,6 +326,7 @@ def _step(record: dict[str, Any], launch: str) -> Step | None:
         seconds=None if elapsed is None else elapsed / 1000.0,
         updated=record.get("updated") is not False,
         noise_status=text(known.get("status"), 40) if isinstance(noise, dict) else None,
+        noise_measured=known.get("measured") is True,
         phi=number(known.get("phi_samples")),
         low=number(known.get("low_samples")),
         high=number(known.get("high_samples")),

@@ -42,6 +42,8 @@ class Noise:
     low_samples: float | None
     high_samples: float | None
     """None while it is unbounded."""
+    measured_at: int | None
+    """The last step that was measured; None: none of the record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +222,7 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         global_batch_size=last and last.batch,
         micro_batch_size=last and last.micro,
         layout=layout,
-        noise=noisy and _noise(noisy),
+        noise=noisy and _noise(noisy, run.steps),
         controller=_controller(reader, run),
         paused=is_paused(run.path),
         saved=_saved(run, last, t),
@@ -248,12 +250,13 @@ def _last_steps(run: RunHistory) -> list[Step]:
     return [step for step in steps if step.launch == run.launch] or steps
 
 
-def _noise(step: Step) -> Noise:
+def _noise(step: Step, steps: Sequence[Step]) -> Noise:
     return Noise(
         status=step.noise_status or "",
         phi_samples=step.phi,
         low_samples=step.low,
         high_samples=step.high,
+        measured_at=next((s.iteration for s in reversed(steps) if s.noise_measured), None),
     )
 
 

@@ -121,7 +121,9 @@ def _noise(status: RunStatus) -> str:
         return "not measured"
     phi = "unknown" if noise.phi_samples is None else f"{noise.phi_samples:.1f}"
     high = "unbounded" if noise.high_samples is None else f"{noise.high_samples:.1f}"
-    return f"{phi} samples [{noise.low_samples:.1f}, {high}], smoothed until the last step"
+    at = noise.measured_at
+    when = "before this record" if at is None else f"at step {at:,}"
+    return f"{phi} samples [{noise.low_samples:.1f}, {high}], last measured {when}"
 
 
 def _decisions(controller: ControllerStatus, *, paused: bool) -> Iterator[tuple[str, str]]:

@@ -98,8 +98,10 @@ class WrittenRun:
                 global_batch_size=self.batch,
                 losses={"lm loss": value},
             )
-            measured = {"noise": self.noise().to_json()} if noise else {}
-            self.tracker.step(report, micro_batch_size=self.micro, updated=True, **measured)
+            known: dict[str, Any] = {}
+            if noise:
+                known["noise"] = {**self.noise().to_json(), "measured": self.iteration % 3 == 0}
+            self.tracker.step(report, micro_batch_size=self.micro, updated=True, **known)
 
     def noise(self) -> NoiseScale:
         """As known now; its interval is open above at first."""

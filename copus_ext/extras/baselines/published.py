@@ -42,6 +42,5 @@ CRITICAL_BATCH_SIZE = Policy(target=lambda s: s.critical_batch_size)
 """The critical batch size itself (arXiv 1812.06162), the baseline of arXiv 2604.26687."""
 NORM_TEST = Policy(target=_norm_test, needs_critical_batch_size=False, snap=first_not_below)
 """It compares the gradient with its variance, and so grows where the gradient shows only noise."""
-SEESAW = Policy(
-    target=_seesaw, needs_noise=False, needs_critical_batch_size=False, snap=last_not_above
-)
+SEESAW = Policy(target=_seesaw, needs_critical_batch_size=False, snap=last_not_above)
+"""Its cap goes by the noise scale: it goes nowhere where that cannot be measured."""

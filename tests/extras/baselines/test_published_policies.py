@@ -204,6 +204,15 @@ def test_seesaw_trades_the_decay_for_batch() -> None:
     assert decide(capped).to.global_batch_size == 16
 
 
+@pytest.mark.parametrize("policy", NAMES)
+def test_no_policy_with_a_cap_goes_where_the_noise_cannot_be_measured(policy: str) -> None:
+    seen = [row(16, 10.0, micro=8, dp=1), row(32, 20.0, micro=16, dp=1)]
+    table = [*seen, row(32, 40.0, micro=32, dp=1)]
+    rules = {"grid": (16, 32), "first_batch": 16}
+    known: dict[str, Any] = {"flags": {"copus_policy": policy}, "rules": rules}
+    assert decide(situation(16, 40.0, rows=table, **known, lr_decay_factor=0.5)).to in seen
+
+
 def test_a_target_is_taken_itself_and_not_a_faster_batch_beside_it() -> None:
     table = [row(16, 10.0), row(16, 14.0, micro=8), row(24, 12.0), row(32, 20.0)]
     known: dict[str, Any] = {"flags": {"copus_policy": "cbs"}, "rules": {"grid": (16, 24, 32)}}
