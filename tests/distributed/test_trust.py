@@ -27,6 +27,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         ("weighted", ["UsageError", "--data-path names 1 data set of weights 3 instead of 1"]),
         ("twice", ["UsageError", "2 data sets instead of 1"]),
         ("by split", ["UsageError", "--split"]),
+        ("weights", ["TrainingFailure", "no state of the optimizer", "--no-load-optim"]),
         ("other split", ["UsageError", "--split is 80,20,0 % instead of 100,0,0 %", "--allow-ch"]),
         ("same size", ["UsageError", "data.bin has other contents", "--allow-changed-data"]),
         ("other data", ["UsageError", "data.bin has", "--allow-changed-data"]),
@@ -49,6 +50,7 @@ def test_nothing_in_a_checkpoint_is_run(told: dict[str, dict[str, Any]]) -> None
     [
         *("objects", "of Megatron-LM", "same data", "moved", "linked", "relative", "same split"),
         "other split allowed",
+        "weights, new moments",
         *("same size allowed", "other data allowed", "other data, another run"),
     ],
 )

@@ -229,4 +229,13 @@ def main(output: Path) -> Any:
     tamper_with_objects(cases)
     tamper_with_places(cases)
     change_data(cases)
+    leave_out_the_optimizer(cases)
     return cases.told
+
+
+def leave_out_the_optimizer(cases: Cases) -> None:
+    """Checkpoints without its state."""
+    root = cases.output / "weights"
+    cases.train(STEPS, "--save", str(root), "--no-save-optim")
+    cases.resume("weights", root)
+    cases.resume("weights, new moments", root, "--no-load-optim")

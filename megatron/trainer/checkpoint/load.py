@@ -53,7 +53,7 @@ from megatron.trainer.common.collectives import (
     broadcast_from_rank0,
     first_problem,
 )
-from megatron.trainer.common.errors import TrainingFailure
+from megatron.trainer.common.errors import Refused, TrainingFailure
 from megatron.trainer.common.program import other_command
 from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config import GROUPS, Config
@@ -414,6 +414,8 @@ def load_weights(
             "save it with --dist-ckpt-optim-fully-reshardable, or start from the weights with "
             "--no-load-optim"
         )
+    if with_optimizer and (problem := first_problem(_no_optimizer(stored.folder))):
+        raise TrainingFailure(f"checkpoint {stored.folder} does not load: {problem}")
     metadata = {**sharding_metadata(config, groups), **stored.metadata}
     sharded = {key: _tensors(chunk) for key, chunk in model_state(model, metadata).items()}
     if with_optimizer:
@@ -521,6 +523,20 @@ def _without_warnings(name: str) -> Iterator[None]:
         chatty.setLevel(before)
 
 
+def _no_optimizer(folder: Path) -> str | None:
+    """Why there is no state of an optimizer to load, or None."""
+    try:
+        keys = read_index(folder / METADATA).state_dict_metadata
+    except (Refused, OSError) as error:
+        return str(error)
+    if any("optimizer." in key for key in keys):
+        return None
+    return (
+        "it holds no state of the optimizer; add --no-load-optim to go on with new moments, or "
+        "--finetune to begin a run from its weights"
+    )
+
+
 def _mismatch(missing: set[str], unexpected: set[str], with_optimizer: bool) -> str | None:
     """Says which keys stand in the way.
 
@@ -532,6 +548,11 @@ def _mismatch(missing: set[str], unexpected: set[str], with_optimizer: bool) -> 
     unexpected, missing = set(filter(_matters, unexpected)), set(filter(_matters, missing))
     if not with_optimizer:
         missing = {k for k in missing if not k.startswith("optimizer.")}
+    if unexpected and all(key.startswith("optimizer.") for key in unexpected):
+        return (
+            f"it lacks {len(unexpected)} tensors of this optimizer, the first is "
+            f"{min(unexpected)}; give the --optimizer of its run, or add --no-load-optim"
+        )
     if unexpected:
         return f"it lacks {len(unexpected)} tensors of this model, the first is {min(unexpected)}"
     if missing:
