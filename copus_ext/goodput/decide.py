@@ -363,9 +363,12 @@ def gain_words(gain: float, needed: float | None, sd: float | None, *, is_tried:
 
 def _reason_to_stay(s: DecisionInputs, goal: _Goal, candidates: Sequence[Candidate]) -> str:
     """Why the policy has no goal, or what blocks the best alternative."""
-    best = best_alternative(s, candidates)
-    blocked = f"{best.row}: {best.blocked_reason}" if best else "nothing else fits or divides"
-    return goal.unknown or blocked
+    if goal.unknown:
+        return goal.unknown
+    if best := best_alternative(s, candidates):
+        return f"{best.row}: {best.blocked_reason}"
+    sizes = [*s.rules.grid, s.now.global_batch_size]
+    return f"no other batch from {min(sizes)} to {max(sizes)}, as the flags allow, fits or divides"
 
 
 def _reason_to_change(s: DecisionInputs, goal: _Goal, chosen: Candidate) -> str:
