@@ -144,6 +144,11 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         raise UsageError("\n".join(found))
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
         raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
+    if moves and flags.copus_relayout == "relaunch" and config.checkpoint.no_save_optim:
+        raise UsageError(
+            "--copus-relayout relaunch goes on from checkpoints, which --no-save-optim leaves "
+            "without moments; drop one of them"
+        )
     if moves and flags.copus_relayout == "inprocess" and config.precision.fp8 is not None:
         raise UsageError(
             "--fp8-format: Transformer Engine's scales cannot follow a change of layout in the "

@@ -130,7 +130,10 @@ def _sizes_of_layout(flag: str, part: str, extra: tuple[str, ...]) -> dict[str, 
     except ValueError:
         layout = None
     if layout is None or layout.layer_partition or layout.world_size > LARGEST:
-        raise UsageProblem(f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}")
+        raise UsageProblem(
+            f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}, or a layout "
+            "with all its sizes, such as tp2.pp2.dp4"
+        )
     # A text without sizes of experts, or of context parallelism, has the usual ones.
     return {"cp": 1, "ep": 1, "etp": layout.tp, **layout.to_json()}
 

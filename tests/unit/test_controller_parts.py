@@ -96,6 +96,11 @@ def test_a_trainer_that_cannot_change_its_layout_says_so() -> None:
     [
         ({"copus_policy": "step_schedule"}, "", "needs --step-batch-size-schedule"),
         ({"copus_max_global_batch_size": 4}, "", "the first batch, 8, is not between"),
+        (
+            {"copus_layouts": "all", "copus_relayout": "relaunch"},
+            "--save somewhere --no-save-optim",
+            "--no-save-optim leaves without moments; drop one",
+        ),
     ],
 )
 def test_flags_that_contradict_the_run(values: dict[str, Any], more: str, words: str) -> None:
