@@ -245,6 +245,11 @@ def test_an_early_noise_scale_holds_growth_back_but_shrinks_nothing() -> None:
     assert unknown.kind == "stay" and "not known yet" in unknown.reason
 
 
+def test_a_batch_without_another_names_the_limits_of_the_flags() -> None:
+    alone = decide(situation(16, rows=[row(16, 10.0)], rules={"grid": (8, 16)}))
+    assert (alone.kind, "from 8 to 16, as the flags allow" in alone.reason) == ("stay", True)
+
+
 @pytest.mark.parametrize("phi", [None, 64.0])
 def test_where_the_noise_cannot_be_seen_is_no_place_to_be(phi: float | None) -> None:
     blind, slow = row(16, 30.0, micro=16, dp=1), row(16, 10.0, micro=8, dp=1)

@@ -609,6 +609,15 @@ def stored_by(flags: str, *forgotten: str) -> Stored:
     return stored
 
 
+def test_the_state_of_another_optimizer_is_refused_unless_it_stays_out() -> None:
+    stored = stored_by("")
+    of_muon = dataclasses.replace(stored, arguments={**stored.arguments, "optimizer": "muon"})
+    with pytest.raises(UsageError, match=r"--optimizer is 'adam' .*--no-load-optim"):
+        check_same_run(run_of(""), of_muon)
+    for flag in ("--no-load-optim", "--finetune"):
+        check_same_run(run_of(flag), of_muon)
+
+
 @pytest.mark.parametrize(
     ("plain", "flag", "name"),
     [

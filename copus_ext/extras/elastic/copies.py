@@ -201,7 +201,7 @@ class PeerCopies(Callback):
     def on_train_start(self, context: CallbackContext) -> None:
         """Makes the group for the messages between keepers."""
         if context.config.precision.fp8 or context.config.optim.optimizer != "adam":
-            raise UsageError("--elastic copies the state of Adam, and no 8-bit scales; drop it")
+            raise UsageError("--elastic copies Adam's state alone; drop --fp8-format, --optimizer")
         self._shape = shape_of(context.config)
         self._group, self._flags = (dist.new_group(backend="gloo") for _ in range(2))
 

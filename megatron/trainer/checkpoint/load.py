@@ -414,7 +414,8 @@ def load_weights(
             "save it with --dist-ckpt-optim-fully-reshardable, or start from the weights with "
             "--no-load-optim"
         )
-    if with_optimizer and (problem := first_problem(_no_optimizer(stored.folder))):
+    lacks = _no_optimizer(stored.folder) if with_optimizer and dist.get_rank() == 0 else None
+    if problem := first_problem(lacks):
         raise TrainingFailure(f"checkpoint {stored.folder} does not load: {problem}")
     metadata = {**sharding_metadata(config, groups), **stored.metadata}
     sharded = {key: _tensors(chunk) for key, chunk in model_state(model, metadata).items()}
@@ -548,11 +549,6 @@ def _mismatch(missing: set[str], unexpected: set[str], with_optimizer: bool) -> 
     unexpected, missing = set(filter(_matters, unexpected)), set(filter(_matters, missing))
     if not with_optimizer:
         missing = {k for k in missing if not k.startswith("optimizer.")}
-    if unexpected and all(key.startswith("optimizer.") for key in unexpected):
-        return (
-            f"it lacks {len(unexpected)} tensors of this optimizer, the first is "
-            f"{min(unexpected)}; give the --optimizer of its run, or add --no-load-optim"
-        )
     if unexpected:
         return f"it lacks {len(unexpected)} tensors of this model, the first is {min(unexpected)}"
     if missing:

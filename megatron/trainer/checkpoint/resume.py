@@ -239,6 +239,7 @@ def check_same_run(config: Config, stored: Stored) -> None:
         known = _OF_DATA if stored.data is not None else ()
         check([name for name in _MUST_MATCH_TO_CONTINUE if name not in known], fix)
     if not (finetune or config.checkpoint.no_load_optim):
+        check(["optimizer"], "give the same value, or --no-load-optim to go on with a new state")
         _check_groups(now["decoupled_lr"], stored)
     if not (finetune or config.optim.override_opt_param_scheduler):
         check(

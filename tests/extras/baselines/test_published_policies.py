@@ -211,6 +211,8 @@ def test_no_policy_with_a_cap_goes_where_the_noise_cannot_be_measured(policy: st
     rules = {"grid": (16, 32), "first_batch": 16}
     known: dict[str, Any] = {"flags": {"copus_policy": policy}, "rules": rules}
     assert decide(situation(16, 40.0, rows=table, **known, lr_decay_factor=0.5)).to in seen
+    blind = [row(16, 30.0, micro=16, dp=1), *table]
+    assert decide(situation(16, 40.0, rows=blind, **known, lr_decay_factor=0.5)).to in seen
 
 
 def test_a_target_is_taken_itself_and_not_a_faster_batch_beside_it() -> None:
