@@ -22,6 +22,8 @@ from megatron.trainer.logging.metrics import METRICS_FILE, committed_history
 from megatron.trainer.logging.tail_reader import Tail
 
 CONFIG_FILE = "config.json"
+_OF_A_RUN = "micro_batch_size"
+"""A flag that every run has, and no other program's `config.json`."""
 GOES_ON = ("loss", "join", "resize")
 """Why a launch goes on with other ranks."""
 END_BYTES = 1 << 26
@@ -53,8 +55,10 @@ def run_problem(run: Path, *, takes_journal: bool = False) -> str:
     if not run.is_dir():
         has_records = run.is_file() and next(read_journal(run), None) is not None
         return "" if has_records else f"RUN {run} holds no record of a run; {fix}, or its {JOURNAL}"
-    files = (METRICS_FILE, JOURNAL, CONFIG_FILE, "control")
+    files = (METRICS_FILE, JOURNAL, "control")
     is_run = any((run / name).exists() or (run / name).is_symlink() for name in files)
+    # Models of other programs have a file of this name, too.
+    is_run = is_run or _OF_A_RUN in _small_json(run / CONFIG_FILE)
     return "" if is_run else f"RUN {run} holds no record of a run; {fix}"
 
 

@@ -124,11 +124,14 @@ def test_every_command_says_the_same_of_what_is_no_run(
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "config.txt").write_text("x\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     commands = {"status": [], "report": ["-o", str(tmp_path / "x.html")], "trace": [], "replay": []}
     for name, says in (
         ("nowhere", "does not exist"),
         ("empty", "holds no record of a run"),
         ("foreign", "holds no record of a run"),
+        ("model", "holds no record of a run"),
     ):
         run = tmp_path / name
         want = f"error: RUN {run} {says}; give the --run-dir (or --save) of a run\n"
@@ -136,7 +139,8 @@ def test_every_command_says_the_same_of_what_is_no_run(
             assert main([command, str(run), *more]) == 5
             told = capsys.readouterr()
             assert (told.out, told.err) == ("", f"copus {command}: {want}")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.txt", "empty", "foreign"]
+    there = ["config.json", "config.txt", "empty", "foreign", "model"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == there
     # What is left of a run is one where a command can use it.
     journal = tmp_path / "journal.jsonl"
     journal.write_text(f'{{"kind": "start", "version": {VERSION}}}\n')
@@ -145,6 +149,12 @@ def test_every_command_says_the_same_of_what_is_no_run(
     for command in ("status", "trace"):
         assert main([command, str(journal)]) == 5
         assert f"RUN {journal} is not a directory" in capsys.readouterr().err
+    # So is one that has only begun.
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "config.json").write_text('{"micro_batch_size": 2}')
+    assert main(["status", str(begun)]) == 0
+    capsys.readouterr()
     metrics = tmp_path / "plain"
     metrics.mkdir()
     (metrics / "metrics.jsonl").touch()

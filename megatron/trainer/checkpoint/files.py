@@ -107,6 +107,13 @@ def read_latest(root: Path) -> int | None:
     return int(text)
 
 
+def is_of_checkpoints(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, or a directory with a tracker or folders of iterations,
+    complete or not."""
+    marks = (folder / CORE_MARK, folder / TRACKER)
+    return any(mark.exists() for mark in marks) or any(_iterations(folder))
+
+
 def complete_iterations(root: Path) -> list[int]:
     """Iterations whose checkpoint was written to the end, oldest first."""
     return sorted(i for i in _iterations(root) if is_complete(root, i))

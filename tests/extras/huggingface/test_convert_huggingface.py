@@ -231,7 +231,7 @@ def test_damaged_files_are_refused_by_name(
     index_path.unlink()
     refused("3 safetensors files")
     for path in model.glob("*.safetensors"):
-        path.rename(model / f"{path.stem}.bin")
+        path.rename(model / f"pytorch_model-{path.stem}.bin")
     refused("pickles")
     (model / "adapter_config.json").write_text("{}")
     refused("merge the adapter")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
+from megatron.trainer.checkpoint import files
 from megatron.trainer.checkpoint.convert import writing
 from megatron.trainer.checkpoint.convert.formats import format_of, model_formats
 from megatron.trainer.checkpoint.convert.target import Changes
@@ -20,6 +23,7 @@ from megatron.trainer.extras.huggingface.safetensors_files import INDEX, Safeten
 from megatron.trainer.train import generate
 from tests.distributed.worker_features import MODELS
 from tests.helpers.checkpoints import MIXTURE, command, cut_like_ranks, index_of, make_checkpoint
+from tests.helpers.written_runs import WrittenRun
 
 NORM = "decoder.final_layernorm.weight"
 AS_MODEL = ("--format", "hf")
@@ -37,13 +41,49 @@ def test_a_model_is_told_from_a_checkpoint(
     source = make_checkpoint(tmp_path / "a")
     assert format_of(source) is None
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
     assert format_of(tmp_path / "hf") is not None
     code, _, err = command(capsys, inspect_checkpoint, tmp_path / "hf")
     assert code == 2 and "is a Hugging Face model" in err and "convert_checkpoint" in err
     said = r"holds no checkpoint; make one with .*convert"
     with pytest.raises(UsageError, match=said), generate.open_model(tmp_path / "hf"):
         pass
+
+
+def test_a_run_that_has_not_saved_is_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run writes a `config.json` of its own, long before its first checkpoint."""
+    run_dir = tmp_path / "run"
+    WrittenRun(run_dir)
+    words = [*" ".join(MODELS["llama"]).split(), "--train-iters", "1", "--global-batch-size", "2"]
+    (run_dir / "config.json").write_text(json.dumps(resolve(parse_args(words), 1).flat()))
+    assert format_of(run_dir) is None
+    out = tmp_path / "out"
+    for code, _, err in (
+        command(capsys, inspect_checkpoint, run_dir),
+        command(capsys, convert_checkpoint, run_dir, out),
+        command(capsys, convert_checkpoint, run_dir, out, *AS_MODEL),
+    ):
+        assert code == 3 and "holds no complete checkpoint yet" in err and "Hugging" not in err
+    with (
+        pytest.raises(UsageError, match="holds no checkpoint; give the --save"),
+        generate.open_model(run_dir),
+    ):
+        pass
+    # A copy that lost its tracker still has what --ckpt-step names.
+    source = make_checkpoint(tmp_path / "a")
+    (source / files.TRACKER).unlink()
+    shutil.copy(run_dir / "config.json", source)
+    step = str(files.complete_iterations(source)[-1])
+    assert command(capsys, inspect_checkpoint, source, "--ckpt-step", step)[0] == 0
+    assert command(capsys, convert_checkpoint, source, out, "--ckpt-step", step)[0] == 0
+    # Nor is the file of another program a model.
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"name": "x"}')
+    code, _, err = command(capsys, inspect_checkpoint, other)
+    assert code == 3 and err.endswith("holds no complete checkpoint\n")
 
 
 def test_padding_can_go_but_no_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -314,7 +314,7 @@ def test_what_is_no_checkpoint_is_refused(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
     for name, said in (("hf", "is a Hugging Face model"), ("nowhere", "is not a directory")):
         code, _, err = run(capsys, str(tmp_path / name), *words[1:])
         assert code == 2 and said in err and "--save directory" in err

@@ -36,6 +36,7 @@ from megatron.trainer.checkpoint.safe_index import (
 )
 from megatron.trainer.common.errors import Refused, UsageError
 from megatron.trainer.common.outside import parse_json
+from megatron.trainer.logging.metrics import METRICS_FILE
 
 _MARK_BYTES = 1 << 16
 
@@ -249,7 +250,7 @@ def open_archive(source: Path, *, step: int | None, trust_unverified: bool = Fal
         raise Refused(f"{error}; name an iteration with --ckpt-step") from error
     if wanted is None:
         if not complete:
-            raise Refused(f"SRC {source} holds no complete checkpoint")
+            raise Refused(f"SRC {source} holds no complete checkpoint{_yet(source)}")
         wanted = complete[-1]
     if wanted not in complete:
         folder = files.folder_of(source, wanted)
@@ -261,6 +262,12 @@ def open_archive(source: Path, *, step: int | None, trust_unverified: bool = Fal
             "--ckpt-step"
         )
     return Archive(files.folder_of(source, wanted), trust_unverified=trust_unverified)
+
+
+def _yet(source: Path) -> str:
+    """Of a run that has not saved: it may still do."""
+    is_run = (source / METRICS_FILE).is_file()
+    return " yet; the run there makes one every --save-interval" if is_run else ""
 
 
 def _check_format(folder: Path) -> None:

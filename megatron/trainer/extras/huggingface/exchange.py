@@ -47,13 +47,12 @@ from megatron.trainer.common.errors import Refused, UsageError, VerificationFail
 from megatron.trainer.common.outside import parse_json
 from megatron.trainer.config.vocabulary import pad_vocab_size, padding_unit
 from megatron.trainer.extras.huggingface import config_json, experts, generation
-from megatron.trainer.extras.huggingface.names import CONFIG, SIDE
+from megatron.trainer.extras.huggingface.names import CONFIG, CONFIG_BYTES, SIDE
 from megatron.trainer.extras.huggingface.safetensors_files import (
     SafetensorsFolder,
     write_folder,
 )
 
-_CONFIG_BYTES = 1 << 24
 _ADAPTER = "adapter_config.json"
 Folder: TypeAlias = SafetensorsFolder | experts.UnstackedExperts
 SHARD_BYTES = 5_000_000_000
@@ -306,7 +305,7 @@ def load(
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = parse_json(files.read_text(path, max_bytes=_CONFIG_BYTES))
+        config = parse_json(files.read_text(path, max_bytes=CONFIG_BYTES))
     except ValueError as error:
         raise Refused(f"{path} is damaged ({error})") from error
     if not isinstance(config, dict):

@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.trainer.checkpoint import files
 from megatron.trainer.common.errors import UsageError
-from megatron.trainer.extras.huggingface.names import CONFIG, SIDE
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.extras.huggingface.names import CONFIG, CONFIG_BYTES, SIDE, WEIGHTS
 
 if TYPE_CHECKING:
     from megatron.trainer.checkpoint.convert.formats import ConversionResult
     from megatron.trainer.checkpoint.convert.target import Changes
+
+_KEYS = ("model_type", "architectures")
+"""Of every `config.json` that `transformers` wrote."""
 
 
 class HuggingFace:
@@ -21,8 +25,12 @@ class HuggingFace:
     title = "a Hugging Face model"
 
     def is_model(self, folder: Path) -> bool:
-        return (folder / CONFIG).is_file() and not (
-            (folder / files.CORE_MARK).is_file() or (folder / files.TRACKER).is_file()
+        """Whether its `config.json` names a kind of model or lies beside weights. A run has a
+        `config.json`, too, from its first step on."""
+        if not (folder / CONFIG).is_file() or files.is_of_checkpoints(folder):
+            return False
+        return _names_a_model(folder / CONFIG) or any(
+            path.is_file() for pattern in WEIGHTS for path in folder.glob(pattern)
         )
 
     def add_flags(self, group: Any) -> None:
@@ -70,3 +78,11 @@ class HuggingFace:
         from megatron.trainer.extras.huggingface import generation
 
         return generation.end_tokens(checkpoint, arguments)
+
+
+def _names_a_model(path: Path) -> bool:
+    try:
+        config = parse_json(files.read_text(path, max_bytes=CONFIG_BYTES))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and any(config.get(key) for key in _KEYS)
