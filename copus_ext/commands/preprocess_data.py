@@ -29,8 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         metavar="PATH",
-        help="files, folders or patterns; .jsonl and .json hold a document per line, any other "
-        "file is one document; .gz is unpacked",
+        help="files, pipes, folders or patterns; .jsonl, .json and pipes without a suffix hold a "
+        "document per line, any other file is one document; .gz is unpacked",
     )
     source.add_argument(
         "--python-stdlib",

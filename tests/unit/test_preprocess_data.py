@@ -232,6 +232,36 @@ def test_wrong_flags_exit_with_2_and_one_line(tmp_path, capsys, argv, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_pipes_are_read_once_as_they_come(tmp_path: Path) -> None:
+    """As Megatron-LM does: a shell's `<(...)`, standard input, and pipes with a name."""
+    lines = "".join(f'{{"text": "line {i}"}}\n' for i in range(5000))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name in ("p.txt", "p.jsonl.gz"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "a.txt").write_text("a\nb")
+    want = [f"line {i}".encode() for i in range(5000)]
+    for number, (words, documents) in enumerate(
+        (
+            ("--input <(cat a.jsonl)", want),
+            ("--input <(cat a.jsonl) <(head -n 2 a.jsonl) --workers 2", [*want, *want[:2]]),
+            ("--input /dev/stdin < a.jsonl", want),
+            ("--input p.jsonl.gz & cat a.jsonl.gz > p.jsonl.gz; wait $!", want),
+            ("--input p.txt & cat a.txt > p.txt; wait $!", [b"a\nb"]),
+        )
+    ):
+        out = tmp_path / f"out{number}"
+        tool = f"{sys.executable} {TOOL} --output-prefix {out} {words}"
+        done = subprocess.run(
+            ["bash", "-c", tool], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert documents_of(out) == documents
+    tool = f"{sys.executable} {TOOL} --output-prefix out --input p.txt ./p.txt"
+    done = subprocess.run(tool.split(), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "./p.txt is a pipe, which is read once" in done.stderr
+
+
 def test_a_place_that_cannot_be_written_exits_with_1(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     assert run_tool("--input", str(TOOL), "--output-prefix", str(tmp_path / "file" / "set")) == 1

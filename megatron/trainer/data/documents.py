@@ -76,16 +76,24 @@ def _reason(error: Exception) -> str:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """Files that `--input` names: files as given; folders and patterns sorted by path.
+    """Files that `--input` names: files and pipes as given; folders and patterns sorted by path.
 
     Raises:
-        UsageError: A name matches no file.
+        UsageError: A name matches no file, or a pipe is named twice.
     """
     files: list[Path] = []
+    pipes: set[tuple[int, int]] = set()
     for pattern in patterns:
         path = Path(pattern)
         if path.is_file():
             found = [path]
+        elif path.is_fifo():
+            found = [path]
+            status = path.stat()
+            pipe = (status.st_dev, status.st_ino)
+            if pipe in pipes:
+                raise UsageError(f"--input {pattern} is a pipe, which is read once; name it once")
+            pipes.add(pipe)
         elif path.is_dir():
             found = sorted(entry for entry in path.rglob("*") if entry.is_file())
         else:
@@ -130,11 +138,17 @@ def read_documents(files: list[Path]) -> Iterator[Document]:
             raise UsageError(f"cannot read {path}: {error}; check --input") from error
 
 
+def _is_stream(path: Path) -> bool:
+    """Whether the name of an input says nothing of what it holds: `<(...)`, `/dev/stdin`."""
+    return path.is_fifo() or path.is_relative_to("/dev") or path.is_relative_to("/proc")
+
+
 def _read_file(path: Path) -> Iterator[Document]:
     packed = path.suffix == ".gz"
     suffix = path.with_suffix("").suffix if packed else path.suffix
+    is_json = suffix in _JSON_SUFFIXES or (not suffix and _is_stream(path))
     with gzip.open(path) if packed else path.open("rb") as stream:
-        if suffix not in _JSON_SUFFIXES:
+        if not is_json:
             yield Document(where=str(path), raw=stream.read(), is_json=False)
             return
         for number, line in enumerate(stream, start=1):
