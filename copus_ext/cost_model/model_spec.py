@@ -336,7 +336,8 @@ class ModelSpec:
     @property
     def arguments(self) -> dict[str, Any]:
         """What extras read of a model to say which layouts and batches it cannot have."""
-        return {"num_experts": self.num_experts, **self.extras}
+        sizes = {"num_experts": self.num_experts, "num_query_groups": self.groups}
+        return {**sizes, **self.extras}
 
     def batch_fields(self, tp: Any) -> dict[str, Any]:
         """The model's fields of `ConfigBatch` under some tensor sizes.

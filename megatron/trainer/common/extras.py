@@ -242,8 +242,10 @@ def defaults_of(extra: Extra) -> dict[str, Any]:
 
 
 def without_extras(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of the core alone, by field name."""
+    """The flags of the core alone, by field name, and no optimizer of an extra."""
     own = {name for extra in extras() for name in defaults_of(extra)}
+    if any(arguments.get("optimizer") in extra.optimizers for extra in extras()):
+        own.add("optimizer")
     return {name: value for name, value in arguments.items() if name not in own}
 
 

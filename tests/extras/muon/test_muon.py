@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from copus_ext.controller.flags import CopusConfig
-from copus_ext.controller.rules import check_run
+from copus_ext.controller.rules import check_run, tensor_parallel_sizes
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.extras import terms_of
 from copus_ext.cost_model.megatron_flags import spec_of_flags
@@ -19,9 +19,11 @@ from copus_ext.planner.space import LEGAL, Limits, enumerate_points, to_config_b
 from megatron.trainer.common.core_version import since
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.relayout import with_layout
 from megatron.trainer.optim.optimizer import optimizer_config
 from tests.helpers.examples import names_a_way_on
-from tests.helpers.jobs import MOE, TINY
+from tests.helpers.jobs import LATENT, MOE, TINY
 
 has_muon = pytest.mark.skipif(not since("0.18"), reason="megatron-core before 0.18")
 MUON = "--optimizer muon"
@@ -57,7 +59,13 @@ def test_flags_alone_are_named_in_a_note() -> None:
         "--decoupled-lr 1e-4",
         "--muon-scalar-optimizer lion",
         "--muon-num-ns-steps 0",
+        "--muon-num-ns-steps -3",
         "--muon-momentum 1",
+        "--muon-momentum nan",
+        "--muon-extra-scale-factor 0",
+        "--muon-extra-scale-factor -1",
+        "--muon-extra-scale-factor nan",
+        "--muon-extra-scale-factor inf",
         "--muon-coefficient-type cubic",
         "--muon-coefficient-type custom",
         "--kfac",
@@ -112,6 +120,52 @@ def test_blocks_that_depend_on_the_layout_do_not_go_with_changes_of_it() -> None
     check_run(CopusConfig(copus_layouts="all"), config(MUON))
 
 
+ONE_GROUP = "--group-query-attention --num-query-groups 1"
+CUT_GROUP = f"{ONE_GROUP} --tensor-model-parallel-size 2"
+NO_SPLIT = "--muon-no-split-qkv"
+
+
+@has_muon
+def test_a_group_that_ranks_share_is_not_taken_for_one_matrix_in_silence() -> None:
+    """Where a rank has no whole group, megatron-core leaves out the split without a word."""
+    for base in (TINY, MOE):
+        for mode in ("duplicated", "distributed", "blockwise"):
+            with pytest.raises(UsageError, match=r"groups 1 .*--muon-no-split") as found:
+                config(f"{MUON} {CUT_GROUP} --muon-tp-mode {mode}", base)
+            assert names_a_way_on(str(found.value))
+        config(f"{MUON} {CUT_GROUP} {NO_SPLIT}", base)
+        config(f"{MUON} {CUT_GROUP.replace('groups 1', 'groups 2')}", base)
+        config(CUT_GROUP, base)
+    # Multi-latent attention has as many groups as heads.
+    config(f"{MUON} --tensor-model-parallel-size 2 {LATENT}")
+
+
+@has_muon
+def test_no_relayout_goes_where_ranks_share_a_group() -> None:
+    to = Layout(tp=2)
+    with pytest.raises(UsageError, match="--muon-no-split-qkv"):
+        with_layout(config(f"{MUON} {ONE_GROUP}"), to)
+    with_layout(config(f"{MUON} {ONE_GROUP} {NO_SPLIT}"), to)
+    flags = CopusConfig(copus_layouts="all")
+    assert tensor_parallel_sizes(flags, config(f"{MUON} {ONE_GROUP}")) == [1]
+    assert tensor_parallel_sizes(flags, config(f"{MUON} {ONE_GROUP} {NO_SPLIT}")) == [1, 2]
+
+
+def test_no_plan_has_ranks_that_share_a_group() -> None:
+    for flags, largest in (("", 2), (NO_SPLIT, 4)):
+        groups = "--group-query-attention --num-query-groups 2"
+        model = spec_of_flags(f"{TINY} {MUON} {groups} {flags}".split())
+        found = enumerate_points(model, preset("a100-80g:8"), 64, Limits())
+        assert found.tp[np.equal(found.code, LEGAL)].max() == largest, flags
+
+
+@pytest.mark.parametrize("steps", [-3, 0])
+def test_steps_that_no_launch_takes_are_not_planned(steps: int) -> None:
+    with pytest.raises(UsageError, match=f"--muon-num-ns-steps {steps} must be at least 1"):
+        spec_of_flags(f"{TINY} {MUON} --muon-num-ns-steps {steps}".split())
+    assert spec_of_flags(f"{TINY} --muon-num-ns-steps {steps}".split()).extras == {}
+
+
 def points(base: str) -> Any:
     model, cluster = spec_of_flags(base.split()), preset("a100-80g:8")
     found = enumerate_points(model, cluster, 64, Limits())
@@ -122,7 +176,7 @@ def test_no_plan_splits_its_state() -> None:
     for base in (TINY, MOE):
         model, found, _ = points(f"{base} {MUON}")
         is_legal = np.equal(found.code, LEGAL)
-        assert model.extras == {"muon_num_ns_steps": 5}
+        assert model.extras == {"muon_num_ns_steps": 5, "muon_split_qkv": True}
         assert is_legal.any() and not found.use_distributed_optimizer[is_legal].any()
 
 

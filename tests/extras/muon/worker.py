@@ -14,6 +14,8 @@ ZERO = "--use-distributed-optimizer"
 TP2, PP2, PP2_VPP2 = (" ".join(layout_flags(*s)) for s in ((2, 1, 1), (1, 2, 1), (1, 2, 2)))
 EP2 = "--expert-model-parallel-size 2"
 ALONE = "--moe-balance lagged --moe-aux-loss-coeff 0.1"
+GQA = "--group-query-attention --num-query-groups"
+ONE_GROUP = f"{TINY} {GQA} 1 --muon-no-split-qkv"
 RUNS = {
     "dp2": (TINY, ""),
     "dp2 asked to split": (TINY, f"{ZERO} --overlap-grad-reduce --overlap-param-gather"),
@@ -24,6 +26,11 @@ RUNS = {
     "cp2": (TINY, "--context-parallel-size 2"),
     "gpt2 dp2": (TINY_GPT2, ""),
     "gpt2 tp2": (TINY_GPT2, TP2),
+    "groups dp2": (f"{TINY} {GQA} 2", ""),
+    "groups tp2": (f"{TINY} {GQA} 2", TP2),
+    "shared dp2": (ONE_GROUP, ""),
+    "shared tp2": (ONE_GROUP, TP2),
+    "shared tp2 distributed": (ONE_GROUP, f"{TP2} --muon-tp-mode distributed"),
     "moe dp2": (f"{MOE} {ALONE}", ""),
     "moe ep2": (f"{MOE} {ALONE}", EP2),
     "rounded dp2": (TINY, "--muon-fp32-matmul-prec medium"),
@@ -36,6 +43,7 @@ NESTEROV = "--muon-nesterov --muon-scale-mode unit_rms_norm --muon-no-split-qkv"
 BY_HAND = {"hand": "", "hand otherwise": NESTEROV}
 VARIANTS = {
     "dense": (f"{TINY} {MUON}", [(1, 1, 1), (2, 1, 1), (1, 2, 2), (1, 1, 1)], (1, 2, 1)),
+    "shared": (f"{ONE_GROUP} {MUON}", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 1)], (2, 1, 1)),
     "bf16": (f"{TINY} {MUON} --bf16", [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 1)], (1, 2, 1)),
     "moe": (
         f"{MOE} {ALONE} {MUON}",

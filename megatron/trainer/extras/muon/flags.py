@@ -6,9 +6,11 @@ import importlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from megatron.trainer.common.core_version import since
+from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.draft import Draft, Environment, flag_of
 from megatron.trainer.config.fields import option
 from megatron.trainer.config.layout import Layout
@@ -24,7 +26,8 @@ class MuonConfig:
     muon_momentum: float = option(0.9)
     """Decay of the running mean of gradients, of --optimizer muon."""
     muon_split_qkv: bool = option(True, "--muon-no-split-qkv")
-    """Orthogonalize the matrices of queries, keys and values as one."""
+    """Queries, keys and values are orthogonalized each by themselves; with the flag as one matrix,
+    as --tensor-model-parallel-size above --num-query-groups needs it."""
     muon_nesterov: bool = option(False, "--muon-nesterov", "--muon-use-nesterov")
     """Nesterov's form of the momentum."""
     muon_scale_mode: str = option(
@@ -43,7 +46,7 @@ class MuonConfig:
     muon_extra_scale_factor: float = option(1.0)
     """Factor of all updates. 0.2 gives them about the size of Adam's."""
     muon_scalar_optimizer: str = option("adam", choices=("adam", "lion"))
-    """Optimizer of embeddings, biases and norms. Only adam is supported."""
+    """Optimizer of word embeddings, output layer, biases and norms. Only adam is supported."""
 
 
 def check_muon(draft: Draft, environment: Environment) -> None:
@@ -71,10 +74,19 @@ def check_muon(draft: Draft, environment: Environment) -> None:
         draft["muon_scalar_optimizer"] == "adam",
         f"--muon-scalar-optimizer {draft['muon_scalar_optimizer']} is not supported; use adam",
     )
-    steps = draft["muon_num_ns_steps"]
-    draft.require(steps >= 1, f"--muon-num-ns-steps {steps} must be at least 1")
-    momentum = draft["muon_momentum"]
-    draft.require(0 <= momentum < 1, f"--muon-momentum {momentum:g} must be at least 0 and below 1")
+    draft.problems += _value_problems(draft.values)
+
+
+def _value_problems(values: Mapping[str, Any]) -> list[str]:
+    """Why no launch takes some of the numbers among the flags."""
+    steps, momentum = values["muon_num_ns_steps"], values["muon_momentum"]
+    factor = values["muon_extra_scale_factor"]
+    broken = {
+        f"--muon-num-ns-steps {steps} must be at least 1": steps < 1,
+        f"--muon-momentum {momentum:g} must be at least 0 and below 1": not 0 <= momentum < 1,
+        f"--muon-extra-scale-factor {factor:g} must be above 0 and finite": not 0 < factor < inf,
+    }
+    return [line for line, is_broken in broken.items() if is_broken]
 
 
 def _check_package(draft: Draft) -> None:
@@ -98,21 +110,34 @@ def planned(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """See `Extra.planned`."""
     if not _is_on(arguments):
         return {}
-    return {"muon_num_ns_steps": arguments["muon_num_ns_steps"]}
+    if problems := _value_problems(arguments):
+        raise UsageError(problems[0])
+    return {name: arguments[name] for name in ("muon_num_ns_steps", "muon_split_qkv")}
 
 
 def _is_on(arguments: Mapping[str, Any]) -> bool:
-    """The planner keeps numbers alone, and the steps only where Muon is on."""
+    """The planner keeps numbers alone, and those of this extra only where Muon is on."""
     if "optimizer" in arguments:
         return arguments["optimizer"] in OPTIMIZERS
-    return bool(arguments.get("muon_num_ns_steps"))
+    return "muon_num_ns_steps" in arguments
 
 
 def layout_problems(arguments: Mapping[str, Any], layout: Layout) -> list[str]:
     """See `Extra.layout_problems`. A launch drops the flag before it asks."""
-    if _is_on(arguments) and arguments.get("use_distributed_optimizer"):
-        return ["--optimizer muon excludes --use-distributed-optimizer; drop it"]
-    return []
+    if not _is_on(arguments):
+        return []
+    problems = []
+    if arguments.get("use_distributed_optimizer"):
+        problems.append("--optimizer muon excludes --use-distributed-optimizer; drop it")
+    groups = arguments.get("num_query_groups")
+    if arguments.get("muon_split_qkv", True) and groups and layout.tp > groups:
+        # Megatron-core would silently take them as one, and differ from every smaller layout.
+        problems.append(
+            f"--optimizer muon cannot tell queries, keys and values apart where --num-query-groups "
+            f"{groups} is below --tensor-model-parallel-size {layout.tp}; lower the latter, or add "
+            "--muon-no-split-qkv, with which all layouts orthogonalize them as one matrix"
+        )
+    return problems
 
 
 def controller_problems(arguments: Mapping[str, Any], moves: bool) -> list[str]:
