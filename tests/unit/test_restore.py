@@ -609,13 +609,51 @@ def stored_by(flags: str, *forgotten: str) -> Stored:
     return stored
 
 
-def test_the_state_of_another_optimizer_is_refused_unless_it_stays_out() -> None:
-    stored = stored_by("")
-    of_muon = dataclasses.replace(stored, arguments={**stored.arguments, "optimizer": "muon"})
+SPLIT = "--use-distributed-optimizer"
+
+
+def as_stored(flags: str, **values: Any) -> Stored:
+    """A checkpoint of a run with these flags, but for some values."""
+    stored = stored_by(flags)
+    return dataclasses.replace(stored, arguments={**stored.arguments, **values})
+
+
+@pytest.mark.parametrize("flags", ["", SPLIT])
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("name", ["muon", "dist_muon"])
+def test_the_state_of_another_optimizer_is_refused_unless_it_stays_out(
+    flags: str, is_split: bool, name: str
+) -> None:
+    of_muon = as_stored("", optimizer=name, use_distributed_optimizer=is_split)
     with pytest.raises(UsageError, match=r"--optimizer is 'adam' .*--no-load-optim"):
-        check_same_run(run_of(""), of_muon)
+        check_same_run(run_of(flags), of_muon)
     for flag in ("--no-load-optim", "--finetune"):
-        check_same_run(run_of(flag), of_muon)
+        check_same_run(run_of(f"{flags} {flag}"), of_muon)
+
+
+def test_how_state_is_split_counts_where_it_is_loaded() -> None:
+    for then, now in ((SPLIT, ""), ("", SPLIT)):
+        with pytest.raises(UsageError, match=f"^{SPLIT} is .*--no-load-optim"):
+            check_same_run(run_of(now), stored_by(then))
+        for flag in ("--no-load-optim", "--finetune"):
+            check_same_run(run_of(f"{now} {flag}"), stored_by(then))
+
+
+@pytest.mark.skipif(not since("0.18"), reason="megatron-core before 0.18 has another Muon")
+def test_muon_goes_on_from_every_muon() -> None:
+    for values in (
+        {"optimizer": "muon"},
+        {"optimizer": "dist_muon"},
+        # Of Megatron-LM, where it shares matrices out among the replicas.
+        {"optimizer": "muon", "use_distributed_optimizer": True},
+        {"optimizer": "dist_muon", "use_distributed_optimizer": True},
+    ):
+        for name in ("muon", "dist_muon"):
+            check_same_run(run_of(f"--optimizer {name}"), as_stored("", **values))
+    for flags in ("", SPLIT):
+        with pytest.raises(UsageError, match=r"--optimizer is 'muon' .*--no-load-optim"):
+            check_same_run(run_of("--optimizer muon"), stored_by(flags))
+        check_same_run(run_of("--optimizer muon --no-load-optim"), stored_by(flags))
 
 
 @pytest.mark.parametrize(

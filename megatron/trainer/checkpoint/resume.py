@@ -28,8 +28,11 @@ from megatron.trainer.config.vocabulary import pad_vocab_size, padding_unit
 _SHAPE = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
     position_embedding_type normalization swiglu add_bias_linear add_qkv_bias qk_layernorm
     untie_embeddings_and_output_weights max_position_embeddings"""
-_RUN = """seq_length seed data_path split use_distributed_optimizer rotary_base rotary_percent
-    use_rope_scaling rope_scaling_factor layernorm_epsilon squared_relu"""
+_RUN = """seq_length seed data_path split rotary_base rotary_percent use_rope_scaling
+    rope_scaling_factor layernorm_epsilon squared_relu"""
+_OF_OPTIMIZER = ("optimizer", "use_distributed_optimizer")
+"""Those that count where the optimizer's state is loaded; the second one with Adam alone, since the
+others keep their state whole."""
 _OF_DATA = ("data_path", "split")
 """Those of a checkpoint that knows its data sets by their contents and use: the same may lie
 elsewhere. Others are told when they have been read (`fingerprint.changes`)."""
@@ -234,12 +237,14 @@ def check_same_run(config: Config, stored: Stored) -> None:
                 )
 
     check(_MUST_MATCH, "give the same value")
+    loads_state = not (finetune or config.checkpoint.no_load_optim)
+    if loads_state:
+        check(_OF_OPTIMIZER, "give the same value, or --no-load-optim to go on with a new state")
     if not finetune:
         fix = "give the same value, or --finetune to start another run from it"
         known = _OF_DATA if stored.data is not None else ()
         check([name for name in _MUST_MATCH_TO_CONTINUE if name not in known], fix)
-    if not (finetune or config.checkpoint.no_load_optim):
-        check(["optimizer"], "give the same value, or --no-load-optim to go on with a new state")
+    if loads_state:
         _check_groups(now["decoupled_lr"], stored)
     if not (finetune or config.optim.override_opt_param_scheduler):
         check(
@@ -279,6 +284,8 @@ def _differs(name: str, now: Mapping[str, Any], then: Mapping[str, Any]) -> bool
         return False
     if name == "split" and not (now["data_path"] or then.get("data_path")):
         return False  # invented samples, and data sets that are divided already, know no shares
+    if name == "use_distributed_optimizer" and now["optimizer"] != "adam":
+        return False
     switch = _COUNTS_ONLY_WITH.get(name)
     if switch is not None and not (now[switch] or then.get(switch)):
         return False
@@ -291,6 +298,8 @@ def _meaning(name: str, value: Any, num_layers: int) -> Any:
     if name == "moe_layer_freq":
         with contextlib.suppress(ValueError):
             return layers_with_experts(str(value), num_layers)
+    if name == "optimizer":
+        return str(value).removeprefix("dist_")
     if name == "data_path":
         return list(value or [])
     if name == "split" and value is not None:

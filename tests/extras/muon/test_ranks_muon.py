@@ -67,6 +67,25 @@ def test_a_resumed_run_goes_on_as_the_one_that_saved(rows: dict[str, Any]) -> No
             assert own == pytest.approx(whole[name][SAVED:], rel=20 * CLOSE)
 
 
+@pytest.mark.parametrize(
+    ("name", "saved", "flag"),
+    [
+        ("muon after adam", "adam", "--optimizer"),
+        ("adam after muon", "begun", "--optimizer"),
+        ("adam whole after split", "adam", "--use-distributed-optimizer"),
+    ],
+)
+def test_another_optimizer_goes_on_from_the_weights(
+    rows: dict[str, Any], name: str, saved: str, flag: str
+) -> None:
+    refused = rows[f"{name} refused"]
+    assert refused.startswith(f"{flag} is ") and "--no-load-optim" in refused
+    after, before = rows[name]["losses"], rows[saved]["losses"]
+    assert len(before) == SAVED and len(after) == STEPS - SAVED
+    # It goes on where the weights are, below where they began.
+    assert after[0] < before[0]
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_relayout_changes_no_element(moved: dict[str, Any], name: str) -> None:
     result = moved[name]

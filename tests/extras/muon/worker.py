@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.trainer.common.errors import UsageError
 from tests.distributed import worker_relayout
 from tests.helpers.jobs import MOE, TINY, TINY_GPT2, layout_flags, run
 
@@ -71,6 +72,26 @@ def main(output: Path, *names: str) -> Any:
     rows["begun"] = _losses(output / "begun", f"{save} --exit-interval {SAVED}")
     for name, flags in (("resumed", ""), ("resumed as pp2", PP2), ("resumed as tp2", TP2)):
         rows[name] = _losses(output / name, f"--load {output / 'save'} {flags}")
+    return rows | _from_another(output)
+
+
+def _from_another(output: Path) -> dict[str, Any]:
+    """Runs that go on from a checkpoint of another optimizer: what refuses them, and their losses
+    from the weights alone. The first is the run that saved."""
+    adam = f"{ZERO} --optimizer adam"
+    rows: dict[str, Any] = {}
+    rows["adam"] = _losses(output / "adam", f"{adam} --save {output / 'adam'} --exit-interval 3")
+    for name, flags, origin in (
+        ("muon after adam", "", "adam"),
+        ("adam after muon", adam, "save"),
+        ("adam whole after split", "--optimizer adam", "adam"),
+    ):
+        flags = f"{flags} --load {output / origin}"
+        try:
+            rows[f"{name} refused"] = _losses(output / f"{name} refused", flags)
+        except UsageError as error:
+            rows[f"{name} refused"] = str(error)
+        rows[name] = _losses(output / name, f"{flags} --no-load-optim")
     return rows
 
 
