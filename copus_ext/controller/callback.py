@@ -115,6 +115,8 @@ class Controller(Callback):
         self._restore(context)
         self._begun_at = context.state.iteration
         self.state.begin_launch(timings)
+        # Sinks of a new launch know of none before it.
+        self.log.count(decisions=self.state.num_decisions, changes=self.state.num_changes)
         self._flag_layout = config.layout
         self.machine = on_rank0("setting up the controller", lambda: self._find_machine(context))
         self._on_layout(context)
@@ -497,6 +499,7 @@ class Controller(Callback):
             critical_batch_size=decision.critical_batch_size,
             by_bound=decision.critical_batch_size_is_bound,
         )
+        self.log.count(changes=self.state.num_changes)
         if dist.get_rank() == 0:
             ends = before.text_of_length(context, to, takes_the_rest=self.changes_micro_batch)
             print(*filter(None, [f"copus: {decision.reason}", ends]), sep="\n", flush=True)
@@ -560,6 +563,7 @@ class Controller(Callback):
         goes_on = self.exit_code == Relaunch.exit_code
         if not goes_on:
             self._record_outcome(now=True)
+        context.scalars.update(self.log.take_scalars())
         if dist.get_rank() == 0:
             changes, mode = self.state.changes, self.flags.copus_mode
             if not goes_on:

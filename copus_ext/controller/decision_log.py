@@ -131,6 +131,11 @@ class DecisionLog:
         )
         self._keep(lambda: decision_scalars(inputs, decision, number=number))
 
+    def count(self, *, decisions: int | None = None, changes: int | None = None) -> None:
+        """Gives the sinks the number of decisions or changes of the run, as far as it is known."""
+        counts = {"copus/decisions": decisions, "copus/changes": changes}
+        self._keep(lambda: {tag: float(n) for tag, n in counts.items() if n})
+
     def record_outcome(self, change: ConfigChange, *, num_changes: int) -> None:
         """Writes a change with its outcome.
 

@@ -30,7 +30,14 @@ END_BYTES = 1 << 26
 """Enough of the end of a file to know how a run stands: about a hundred thousand steps."""
 _REQUEST = Path("control") / "request.json"
 _MAX_NAME = 200
-QUIET_EVENTS = ("checkpoint.begin", "checkpoint.commit", "layout", "run.start", "run.end")
+QUIET_EVENTS = (
+    "checkpoint.begin",
+    "checkpoint.commit",
+    "layout",
+    "numbers",
+    "run.start",
+    "run.end",
+)
 """Kinds that views show in another way than as events."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from copus_ext.commands import replay
 from copus_ext.goodput.headroom import Headroom
+from megatron.trainer.logging.metrics import read_metrics
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(640)
@@ -44,6 +46,25 @@ def test_a_schedule_is_followed_to_the_sample(results: dict[str, Any]) -> None:
         assert batch == min(want, 360 - start), start
     ends = column(results["doubling"], "consumed_samples")
     assert starts == [0, *ends[:-1]] and ends[-1] == 360
+
+
+def test_the_sinks_count_what_the_journal_has(folder: Path, results: dict[str, Any]) -> None:
+    """Also after a resume, and the change whose outcome only the end of the run makes known."""
+    for name, before in (("doubling", 0), ("resumed", 2)):
+        journal = results[name]["journal"]
+        made = [r["iteration"] for r in journal if r["kind"] == "decision" and r["applied"]]
+        counts, last, outcomes = 0.0, dict[str, float](), list[float | None]()
+        for record in read_metrics(folder / name):
+            last |= record.get("extra", {})
+            counts = last.get("copus/changes", 0.0)
+            outcomes.append(record.get("extra", {}).get("copus/samples-per-s"))
+            if record["kind"] == "step":
+                assert counts == before + sum(at <= record["iteration"] for at in made)
+        assert counts == before + len(made) == 3
+        known = [r["samples_per_s"] for r in journal if r["kind"] == "outcome"]
+        assert [x for x in outcomes if x is not None] == [x for x in known if x is not None]
+    text = (folder / "doubling.prom").read_text()
+    assert re.search(r'^copus_changes\{run="[^"]*doubling"\} 3\.0$', text, re.M), text
 
 
 def test_the_log_tells_each_decision_once(results: dict[str, Any]) -> None:

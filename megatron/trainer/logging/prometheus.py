@@ -73,6 +73,9 @@ class PrometheusSink:
         if kind == "step":
             self._take_step(record)
             return
+        if kind == "numbers":
+            self._take_scalars(record)
+            return
         self._take_fields(record, kind)
         layout: dict[Labels, float] = {(("layout", str(record.get("layout"))),): 1.0}
         # A change that was taken back ends in the layout that was there.
@@ -115,15 +118,7 @@ class PrometheusSink:
     def _take_step(self, record: Mapping[str, Any]) -> None:
         before, self._of_step = self._of_step, set()
         self._of_step |= self._take_fields(record)
-        extra = record.get("extra") or {}
-        for tag in REPLACED_WITH.keys() & extra.keys():
-            starts = tuple(map(metric_name, REPLACED_WITH[tag]))
-            for name in [name for name in self._values if name.startswith(starts)]:
-                self._values.pop(name)
-        for tag, value in extra.items():
-            name = self._set(tag, value)
-            if not tag.startswith(SELDOM):
-                self._of_step.add(name)
+        self._of_step |= self._take_scalars(record)
         for name in before - self._of_step:
             self._values.pop(name, None)
         for count in ("skipped_iterations", "nan_iterations"):
@@ -131,6 +126,19 @@ class PrometheusSink:
         if (ms := record.get("elapsed_per_iteration_ms")) is not None:
             self._times_ms.append(ms)
             self._set("elapsed_per_iteration_ms_median", statistics.median(self._times_ms))
+
+    def _take_scalars(self, record: Mapping[str, Any]) -> set[str]:
+        """Takes the scalars by tag of a record in; the names of those that hold for its step."""
+        names, extra = set[str](), record.get("extra") or {}
+        for tag in REPLACED_WITH.keys() & extra.keys():
+            starts = tuple(map(metric_name, REPLACED_WITH[tag]))
+            for name in [name for name in self._values if name.startswith(starts)]:
+                self._values.pop(name)
+        for tag, value in extra.items():
+            name = self._set(tag, value)
+            if not tag.startswith(SELDOM):
+                names.add(name)
+        return names
 
     def _take_start(self, record: Mapping[str, Any]) -> None:
         config = record.get("config") or {}

@@ -27,8 +27,9 @@ REPLACED_WITH = {
     "copus/decisions": ("copus/goodput", "copus/target-", "copus/next-"),
     "copus/changes": ("copus/samples-", "copus/predicted-", "copus/speed-"),
 }
-"""Tags of the controller hold until the next decision or outcome: with the tag on the left come
-those that begin as on the right, and take the place of all such that came before."""
+"""Tags of the controller hold until the next decision, or the next change or outcome of one: with
+the tag on the left come those that begin as on the right, and take the place of all such that came
+before."""
 _RESERVED = ("v", "kind", "launch", "t", "m", "iteration", "consumed_samples")
 _MAX_SINK_ERRORS = 3
 
@@ -83,6 +84,10 @@ class NullTracker:
         losses: Mapping[str, float],
         split: str = "valid",
         **fields: Any,
+    ) -> None: ...
+
+    def numbers(
+        self, values: Mapping[str, float], *, iteration: int, consumed_samples: int
     ) -> None: ...
 
     def close(self) -> None: ...
@@ -219,6 +224,15 @@ class Tracker(NullTracker):
             **fields,
         )
         values = evaluation_scalars(losses, split, ppl=self._ppl_to_sinks)
+        self._feed(self._sinks, values, iteration, consumed_samples)
+
+    def numbers(
+        self, values: Mapping[str, float], *, iteration: int, consumed_samples: int
+    ) -> None:
+        """Records scalars by tag that came after the last step, and gives them to all sinks."""
+        self.event("numbers", iteration, consumed_samples, extra=dict(values))
+        for sink in self._sinks:
+            sink.hold(values, iteration, consumed_samples)
         self._feed(self._sinks, values, iteration, consumed_samples)
 
     def close(self) -> None:

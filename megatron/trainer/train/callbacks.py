@@ -64,8 +64,8 @@ class CallbackContext:
     microbatch_tokens: Any = None
     """[num_microbatches] loss tokens of this replica, on ranks of the last stage."""
     scalars: dict[str, float] = field(default_factory=dict)
-    """Values by tag for the record, TensorBoard and its like; filled by `on_train_step_end`, and by
-    `after_step` of extras."""
+    """Values by tag for the record, TensorBoard and its like; filled by `on_train_step_end`, by
+    `after_step` of extras, and by `on_train_end` for what is known only then."""
     step_fields: dict[str, Any] = field(default_factory=dict)
     """Fields for the step's record; filled by `on_train_step_end`."""
     log_fields: list[str] = field(default_factory=list)

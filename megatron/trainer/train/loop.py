@@ -69,6 +69,7 @@ def train(job: Job) -> StopReason | None:
         stop_reason = _evaluate(job, reporter, "valid", where="on validation set")
     stop_reason = stop_reason or _evaluate(job, reporter, "test", where="on test set")
     job.fire("on_train_end")
+    reporter.finish()
     return stop_reason
 
 

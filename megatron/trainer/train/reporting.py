@@ -101,6 +101,15 @@ class Reporter:
             self._print(info, norm)
         self._look_at_checkpoints(info)
 
+    def finish(self) -> None:
+        """Records what callbacks say after the last step, which no step would take along."""
+        state, scalars = self.job.state, self.job.context.scalars
+        if scalars:
+            self.job.tracker.numbers(
+                scalars, iteration=state.iteration, consumed_samples=state.consumed_samples
+            )
+            scalars.clear()
+
     def _look_at_checkpoints(self, info: StepInfo) -> None:
         """Alerts when the last one is older than two intervals, and again at each further one."""
         interval, latest = self.job.config.checkpoint.save_interval, self.latest_checkpoint
