@@ -229,10 +229,12 @@ def test_an_apex_that_breaks_on_import_is_named(
 class Events(NullTracker):
     def __init__(self) -> None:
         self.iterations: list[int] = []
+        self.lines: list[str] = []
 
     def event(self, kind: str, iteration: int, consumed_samples: int, **fields: Any) -> None:
         assert kind == "alert" and fields["alert"] == "old checkpoint"
         self.iterations.append(iteration)
+        self.lines.append(fields["line"])
 
 
 def test_a_checkpoint_older_than_two_intervals_is_told_once_an_interval(
@@ -253,6 +255,16 @@ def test_a_checkpoint_older_than_two_intervals_is_told_once_an_interval(
             job.context.checkpoint_iteration = 140
         reporter._look_at_checkpoints(step_info(iteration=state.iteration))
     assert events.iterations == [121, 131, 141]
+    none = "there is no checkpoint yet of this launch, which began at iteration 100, after 21 steps"
+    assert events.lines[0] == none
+    job.context.checkpoint_iteration = 150
+    reporter._look_at_checkpoints(step_info(iteration=171))
+    assert events.lines[-1] == "the last checkpoint is of iteration 150, 21 steps ago"
+    state.iteration, job.context.checkpoint_iteration = 0, None
+    reporter = reporting.Reporter(job)
+    state.iteration = 21
+    reporter._look_at_checkpoints(step_info(iteration=21))
+    assert events.lines[-1] == "there is no checkpoint yet, after 21 steps"
 
 
 def test_the_mean_loss_is_that_of_the_steps_taken() -> None:

@@ -117,10 +117,11 @@ class Reporter:
         if self.job.checkpointer is None or not interval or age <= 2 * interval:
             return
         if age % interval == 1 or interval == 1:
-            self.alert(
-                "old checkpoint",
-                f"the last checkpoint is of iteration {latest}, {age} steps ago",
-            )
+            line = f"the last checkpoint is of iteration {latest}, {age} steps ago"
+            if self.job.context.checkpoint_iteration is None:
+                since = f" of this launch, which began at iteration {latest}" if latest else ""
+                line = f"there is no checkpoint yet{since}, after {age} steps"
+            self.alert("old checkpoint", line)
 
     @property
     def latest_checkpoint(self) -> int:
