@@ -100,17 +100,19 @@ GROUPS = {"param_groups": [{"lr": 1e-3, "step": ITERATION}, {"lr": 1e-3, "step":
 
 
 def whole_pieces(
-    flags: dict[str, Any], dtype: torch.dtype, optimizer: str, seed: int = 1
+    flags: dict[str, Any], dtype: torch.dtype, optimizer: str, seed: int = 1, *, muon: bool = False
 ) -> list[Piece]:
     """Random weights with the states an optimizer keeps; some in two chunks along the last axis."""
     generator = torch.Generator().manual_seed(seed)
-    wanted = Contents(weights={}, optimizer=optimizer, dtype=dtype)
+    shapes = contents.expected_weights(flags)
+    matrices = frozenset(weight for weight in shapes if muon and is_matrix(weight, shapes[weight]))
+    wanted = Contents(weights={}, optimizer=optimizer, dtype=dtype, matrices=matrices)
     pieces = []
-    for weight, shape in contents.expected_weights(flags).items():
+    for weight, shape in shapes.items():
         master = torch.randn(shape, generator=generator)
         is_buffer = contents.is_buffer(weight)
         data = {weight: master if is_buffer else master.to(dtype)}
-        for kind in () if is_buffer else wanted.kinds:
+        for kind in () if is_buffer else wanted.kinds(weight):
             is_master = kind == wanted.master
             state = master if is_master else torch.rand(shape, generator=generator)
             data[contents.state_key(kind, weight)] = state
@@ -127,11 +129,17 @@ def whole_pieces(
     return pieces
 
 
+def is_matrix(weight: str, shape: tuple[int, ...]) -> bool:
+    """Whether Muon keeps a momentum of a weight, as it does of matrices of layers."""
+    return weight.startswith(contents.LAYERS) and len(shape) - contents.leading_axes(weight) == 2
+
+
 def make_checkpoint(
     root: Path,
     *,
     dtype: str = "bf16",
     optimizer: str = "distributed",
+    muon: bool = False,
     change: Callable[[list[Piece]], None] | None = None,
     blobs: dict[str, bytes] | None = None,
     content: dict[str, Any] | None = None,
@@ -146,6 +154,7 @@ def make_checkpoint(
         root: becomes the directory.
         dtype: of the weights.
         optimizer: `distributed`, `plain` or `none`.
+        muon: matrices have a momentum in place of moments.
         change: spoils the list of pieces before they are written.
         blobs: stored objects.
         content: content metadata.
@@ -156,7 +165,8 @@ def make_checkpoint(
     """
     arguments = {**FLAGS, **flags, "params_dtype": dtype, "bf16": dtype == "bf16"}
     arguments["use_distributed_optimizer"] = optimizer == "distributed"
-    pieces = whole_pieces(arguments, DTYPES[dtype], optimizer)
+    arguments["optimizer"] = "muon" if muon else "adam"
+    pieces = whole_pieces(arguments, DTYPES[dtype], optimizer, muon=muon)
     if change is not None:
         change(pieces)
     folder = files.begin(root, ITERATION)

@@ -29,7 +29,13 @@ from megatron.trainer.checkpoint.convert.convert import convert
 from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.distributed.sharding import flat_to_rects
-from tests.helpers.checkpoints import ITERATION, command, cut_like_ranks, make_checkpoint
+from tests.helpers.checkpoints import (
+    ITERATION,
+    command,
+    cut_like_ranks,
+    edit_common,
+    make_checkpoint,
+)
 
 
 def run(
@@ -394,6 +400,43 @@ def test_inspection_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFix
         code, out, _ = run(capsys, *args, "--json", tool=inspect_checkpoint)
         record = json.loads(out)
         assert code == record["exit_code"] == expected and record["problem"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", ["muon", "dist_muon"])
+def test_momenta_in_place_of_moments_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, name: str
+) -> None:
+    """As Muon has them, whose layouts are those of any other optimizer."""
+    source = make_checkpoint(tmp_path / "a", dtype=dtype, optimizer="plain", muon=True)
+
+    def of_megatron_lm(common: dict[str, Any]) -> dict[str, Any]:
+        common["args"].optimizer, common["args"].use_distributed_optimizer = name, True
+        return common
+
+    edit_common(files.folder_of(source, ITERATION), of_megatron_lm)
+    (files.folder_of(source, ITERATION) / files.MANIFEST).unlink()
+    code, out, err = run(capsys, source, "--json", "--verify", tool=inspect_checkpoint)
+    record = json.loads(out)
+    assert code == 0 and record["problem"] is None and err == ""
+    assert record["loads_under"]["tp"] == [1, 2, 4]
+    assert record["bytes_by_state"].keys() >= {"momentum_buffer", "exp_avg", "exp_avg_sq"}
+    convert(source, tmp_path / "b", Changes(pp=2, tp=4, vocab=192), verify=True)
+    convert(tmp_path / "b", tmp_path / "c", Changes(pp=1, tp=2, vocab=128), verify=True)
+    same(tensors(source), tensors(tmp_path / "c"))
+    for flags in (("--optimizer", "none", "--dtype", "fp32"), ("--optimizer", "none")):
+        shutil.rmtree(tmp_path / "c")
+        assert run(capsys, source, tmp_path / "c", *flags, "--verify")[0] == 0
+    code, _, err = run(capsys, source, tmp_path / "d", "--optimizer", "distributed")
+    assert code == 3 and "--optimizer distributed is for Adam alone" in err
+
+
+def test_momenta_follow_another_number_format(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "a", optimizer="plain", muon=True)
+    convert(source, tmp_path / "b", Changes(dtype="fp32"), verify=True)
+    assert not any("fp32_param" in key for key in tensors(tmp_path / "b"))
+    convert(tmp_path / "b", tmp_path / "c", Changes(dtype="bf16"), verify=True)
+    same(tensors(source), tensors(tmp_path / "c"))
 
 
 # Ends from outside

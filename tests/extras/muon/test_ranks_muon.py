@@ -62,9 +62,15 @@ def test_a_resumed_run_goes_on_as_the_one_that_saved(rows: dict[str, Any]) -> No
     for name in ("losses", "grad_norms"):
         assert begun[name] == whole[name][:SAVED]
         assert rows["resumed"][name] == whole[name][SAVED:]
-        for layout in ("pp2", "tp2"):
+        for layout in ("pp2", "tp2", "converted"):
             own = rows[f"resumed as {layout}"][name]
             assert own == pytest.approx(whole[name][SAVED:], rel=20 * CLOSE)
+
+
+def test_its_checkpoint_is_inspected(rows: dict[str, Any]) -> None:
+    code, record = rows["inspected"]
+    assert code == 0 and record["verified"] and record["problem"] is None
+    assert record["loads_under"]["tp"] == [1, 2, 4]
 
 
 @pytest.mark.parametrize(

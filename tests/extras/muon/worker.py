@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from copus_ext.commands import inspect_checkpoint
+from megatron.trainer.checkpoint.convert.convert import convert
+from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.common.errors import UsageError
 from tests.distributed import worker_relayout
 from tests.helpers.jobs import MOE, TINY, TINY_GPT2, layout_flags, run
@@ -72,7 +80,26 @@ def main(output: Path, *names: str) -> Any:
     rows["begun"] = _losses(output / "begun", f"{save} --exit-interval {SAVED}")
     for name, flags in (("resumed", ""), ("resumed as pp2", PP2), ("resumed as tp2", TP2)):
         rows[name] = _losses(output / name, f"--load {output / 'save'} {flags}")
+    rows["inspected"] = _inspected(output / "save")
+    _converted(output)
+    converted = output / "converted"
+    rows["resumed as converted"] = _losses(output / "resumed c", f"--load {converted} {TP2}")
     return rows | _from_another(output)
+
+
+def _inspected(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Exit code and record of `copus inspect-checkpoint --verify`, on every rank."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = inspect_checkpoint.main([str(folder), "--verify", "--json"])
+    return code, json.loads(out.getvalue())
+
+
+def _converted(output: Path) -> None:
+    """Rank 0 makes one of tensor size 2 of a checkpoint."""
+    if dist.get_rank() == 0:
+        convert(output / "save", output / "converted", Changes(tp=2, dp=1), verify=True)
+    dist.barrier()
 
 
 def _from_another(output: Path) -> dict[str, Any]:

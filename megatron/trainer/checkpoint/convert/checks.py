@@ -18,6 +18,7 @@ from megatron.trainer.checkpoint.convert import contents
 from megatron.trainer.checkpoint.convert.archive import Archive, Chunk, StoredTensor
 from megatron.trainer.checkpoint.safe_index import stray_file
 from megatron.trainer.common.errors import Refused
+from megatron.trainer.common.program import other_command
 
 Make: TypeAlias = Callable[[], torch.Tensor]
 _OTHER_FORMATS = {
@@ -25,8 +26,6 @@ _OTHER_FORMATS = {
     "dp_zero_gather_scatter": "its buffers are one layout's, gathered",
     "fully_sharded_model_space": "it flattens tensors over the ranks",
 }
-_TWO_MASTERS = "param and fp32_param"
-_ALONE = "; --optimizer none without --dtype keeps the weights alone"
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,6 +39,8 @@ class Contents:
     """Number format of the weights."""
     buffers: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Tensors that are no parameters by key: biases of experts, fp32."""
+    matrices: frozenset[str] = frozenset()
+    """Weights of which the optimizer keeps one momentum in place of both moments of Adam."""
 
     @property
     def master(self) -> str | None:
@@ -49,12 +50,12 @@ class Contents:
         is_half = self.dtype != torch.float32
         return "fp32_param" if self.optimizer == "plain" and is_half else None
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """States of the optimizer that every weight has."""
+    def kinds(self, weight: str) -> tuple[str, ...]:
+        """States of the optimizer that a weight has."""
         if self.optimizer == "none":
             return ()
-        return (*((self.master,) if self.master else ()), *contents.MOMENTS)
+        kept = (contents.MOMENTUM,) if weight in self.matrices else contents.MOMENTS
+        return (*((self.master,) if self.master else ()), *kept)
 
 
 def check_files(archive: Archive, *, checksums: bool = True) -> list[str]:
@@ -98,7 +99,8 @@ def check_contents(archive: Archive) -> Contents:
         if not contents.is_known_blob(key):
             raise Refused(f"{archive.folder} holds the object {key}, which is unknown")
     kept = _checked_weights(archive)
-    found = replace(kept, optimizer=_optimizer_of(archive))
+    matrices = {contents.weight_of(key) for key in archive.tensors if _is_momentum(key)}
+    found = replace(kept, optimizer=_optimizer_of(archive), matrices=frozenset(matrices))
     _check_pairing(archive, found)
     return found
 
@@ -125,12 +127,13 @@ def check_weights(archive: Archive, dtype: torch.dtype | None) -> Contents:
         return kept
     _check_optimizer_format(archive)
     if len(kinds) > 1:
-        raise Refused(f"{archive.folder} holds masters of two optimizers, {_TWO_MASTERS}")
+        raise Refused(_two_masters(archive))
     optimizer = "distributed" if "param" in kinds else "plain"
     found = replace(kept, optimizer=optimizer)
-    if found.master is not None:
-        masters = {contents.state_key(found.master, weight) for weight in found.weights}
-        _check_states(archive, found, (found.master,))
+    master = found.master
+    if master is not None:
+        masters = {contents.state_key(master, weight) for weight in found.weights}
+        _check_states(archive, found, lambda _: (master,))
         _check_coverage(archive, {key: archive.tensors[key] for key in masters})
     return found
 
@@ -201,7 +204,7 @@ def _check_coverage(archive: Archive, tensors: Mapping[str, StoredTensor]) -> No
         problem = coverage_problem(tensor.shape, tensor.chunks)
         if problem is not None:
             is_state = contents.kind_of(tensor.key) is not None
-            raise Refused(f"{tensor.key} in {archive.folder}: {problem}{_ALONE * is_state}")
+            raise Refused(f"{tensor.key} in {archive.folder}: {problem}{_alone() * is_state}")
     places = [MetadataIndex(t.key, chunk.offset) for t in tensors.values() for chunk in t.chunks]
     places += [MetadataIndex(key) for key in archive.blobs if contents.is_known_blob(key)]
     for index in places:
@@ -218,43 +221,63 @@ def _check_coverage(archive: Archive, tensors: Mapping[str, StoredTensor]) -> No
             raise Refused(f"{archive.folder / name} is cut: {index.fqn} lies beyond its end")
 
 
+def _is_momentum(key: str) -> bool:
+    return contents.kind_of(key) == contents.MOMENTUM
+
+
 def _optimizer_of(archive: Archive) -> str:
     kinds = {contents.kind_of(key) for key in archive.tensors} - {None}
-    known = {*contents.MASTERS, *contents.MOMENTS}
+    known = {*contents.MASTERS, *contents.MOMENTS, contents.MOMENTUM}
     if kinds - known:
         strange = next(k for k in archive.tensors if contents.kind_of(k) in kinds - known)
-        raise Refused(f"{archive.folder} holds {strange}, which is no state of Adam{_ALONE}")
+        raise Refused(
+            f"{archive.folder} holds {strange}, which is no state of a known optimizer{_alone()}"
+        )
     if not kinds:
         return "none"
     if set(contents.MASTERS) <= kinds:
-        raise Refused(f"{archive.folder} holds masters of two optimizers, {_TWO_MASTERS}{_ALONE}")
+        raise Refused(f"{_two_masters(archive)}{_alone(of_master=True)}")
     return "distributed" if "param" in kinds else "plain"
+
+
+def _two_masters(archive: Archive) -> str:
+    return f"{archive.folder} holds masters of two optimizers, {' and '.join(contents.MASTERS)}"
+
+
+def _alone(*, of_master: bool = False) -> str:
+    """The way on where the optimizer's state is wrong, for whichever command reads it."""
+    kept = " without --dtype" * of_master
+    convert = other_command("convert_checkpoint.py")
+    return f"; {convert} --optimizer none{kept} keeps the weights alone"
 
 
 def _check_pairing(archive: Archive, found: Contents) -> None:
     paired = _check_states(archive, found, found.kinds)
     left = {k for k in archive.tensors if contents.kind_of(k) is not None} - paired
     if left:
-        raise Refused(f"{archive.folder} holds {min(left)}, which belongs to no weight{_ALONE}")
+        raise Refused(f"{archive.folder} holds {min(left)}, which belongs to no weight{_alone()}")
     if found.optimizer != "none" and not archive.common.get("optimizer"):
         raise Refused(
-            f"{archive.folder / 'common.pt'} lacks the parameter groups of the optimizer{_ALONE}"
+            f"{archive.folder / 'common.pt'} lacks the parameter groups of the optimizer{_alone()}"
         )
 
 
-def _check_states(archive: Archive, found: Contents, kinds: Iterable[str]) -> set[str]:
-    """Proves that every weight has some states, and returns their keys."""
+def _check_states(
+    archive: Archive, found: Contents, kinds_of: Callable[[str], Iterable[str]]
+) -> set[str]:
+    """Proves that every weight has the states that it should, and returns their keys."""
     keys = set()
     for weight, tensor in found.weights.items():
-        for kind in kinds:
+        for kind in kinds_of(weight):
             key = contents.state_key(kind, weight)
+            hint = _alone(of_master=kind in contents.MASTERS)
             state = archive.tensors.get(key)
             if state is None:
-                raise Refused(f"{archive.folder} lacks {key}{_ALONE}")
+                raise Refused(f"{archive.folder} lacks {key}{hint}")
             if state.shape != tensor.shape or state.dtype != torch.float32:
                 raise Refused(
                     f"{key} is {state.dtype} {state.shape}, not fp32 {tensor.shape} as its weight "
-                    f"needs{_ALONE}"
+                    f"needs{hint}"
                 )
             keys.add(key)
     return keys
@@ -286,7 +309,8 @@ def check_truth(archive: Archive, found: Contents) -> None:
         if differ:
             raise Refused(
                 f"{key} in {archive.folder} is not its master rounded to {tensor.dtype} in "
-                f"{differ} elements: one of the two is wrong{_ALONE}"
+                f"{differ} elements: one of the two is wrong"
+                f"{_alone(of_master=True)}"
             )
 
 

@@ -22,6 +22,8 @@ STATE = "optimizer.state."
 MASTERS = ("param", "fp32_param")
 """Names of the fp32 masters: of the distributed and of the plain half-precision optimizer."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
+"""What Muon keeps of a matrix in place of Adam's moments."""
 _NEEDED = (
     "num_layers",
     "hidden_size",

@@ -7,7 +7,7 @@ in the common state change, and the checks prove that the target loads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import copyfile
@@ -216,11 +216,11 @@ def _states(weight: str, found: Contents, target: Target) -> list[tuple[str, tor
     tensor it is made from."""
     master = contents.state_key(found.master, weight) if found.master else weight
     origin = weight if target.dtype == found.dtype else master
-    wanted = Contents(weights={}, optimizer=target.optimizer, dtype=target.dtype)
+    wanted = replace(found, optimizer=target.optimizer, dtype=target.dtype)
     states = [(weight, target.dtype, origin)]
-    for kind in wanted.kinds:
+    for kind in wanted.kinds(weight):
         key = contents.state_key(kind, weight)
-        states.append((key, torch.float32, key if kind in contents.MOMENTS else master))
+        states.append((key, torch.float32, master if kind in contents.MASTERS else key))
     return states
 
 

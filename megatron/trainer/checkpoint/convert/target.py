@@ -163,6 +163,10 @@ def target_of(arguments: Mapping[str, Any], found: Contents, changes: Changes) -
             f"--optimizer {changes.optimizer} needs the moments of Adam, which it does not hold; "
             "drop the flag and start from the weights with --finetune"
         )
+    if changes.optimizer == "distributed" and found.matrices:
+        raise Refused(
+            "--optimizer distributed is for Adam alone, and it holds Muon's momenta; drop the flag"
+        )
     return Target(
         layout=layout,
         vocab=vocab,
