@@ -18,6 +18,7 @@ from copus_ext.goodput.inputs import Decision, DecisionInputs
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
 from megatron.trainer.common.control import PAUSE_FILE
 from megatron.trainer.common.outside import parse_json
+from megatron.trainer.common.plain_file import append_plain, open_plain
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,9 @@ class DecisionLog:
         record = {"kind": kind, "version": VERSION, "time": now, **fields}
         text = json.dumps(record, allow_nan=False) + "\n"
         is_cut = self.path.exists() and self.path.stat().st_size > 0 and not _ends_well(self.path)
-        with self.path.open("a") as file:
+        with append_plain(self.path) as file:
             # A line that a kill cut short ends here, so that it spoils no other.
-            file.write("\n" * is_cut + text)
+            file.write(("\n" * is_cut + text).encode())
             file.flush()
             os.fsync(file.fileno())
 
@@ -159,7 +160,7 @@ class DecisionLog:
 
 
 def _ends_well(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_plain(path, follow=True) as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
 
@@ -191,10 +192,10 @@ def version_problem(path: Path) -> str:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(errors="replace") as file:
+    with open_plain(path, follow=True) as file:
         for line in file:
             try:
-                record = parse_json(line)
+                record = parse_json(line.decode(errors="replace"))
             except ValueError:
                 continue
             if isinstance(record, dict) and "kind" in record:

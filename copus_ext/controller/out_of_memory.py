@@ -26,6 +26,7 @@ from copus_ext.reshard.checked import MAX_NUMBER, check_number
 from megatron.trainer.common.collectives import broadcast_from_rank0
 from megatron.trainer.common.errors import TrainingFailure
 from megatron.trainer.common.outside import parse_json
+from megatron.trainer.common.plain_file import open_plain
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.layout_rules import batch_problems
 from megatron.trainer.train.callbacks import Callback, CallbackContext
@@ -106,7 +107,10 @@ def is_of_host(error: BaseException) -> bool:
 def remembered(run_dir: Path | None) -> list[TooLarge]:
     """What was too large in this run; lines that a kill cut short are left out."""
     try:
-        lines = (run_dir / FILE).read_bytes().splitlines() if run_dir else []
+        if run_dir is None:
+            return []
+        with open_plain(run_dir / FILE, follow=True) as file:
+            lines = file.read().splitlines()
     except OSError:
         return []
     found = []

@@ -20,7 +20,7 @@ from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
 from megatron.trainer.common.control import TRACES
 from megatron.trainer.common.output_file import replace_file
 from megatron.trainer.common.outside import parse_json
-from megatron.trainer.logging.tail_reader import open_plain
+from megatron.trainer.common.plain_file import open_plain
 
 FILE = "decisions.json"
 """Name of the trace, beside those of steps."""

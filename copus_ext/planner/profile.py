@@ -27,6 +27,7 @@ from copus_ext.cost_model.step import PARTS, StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.space import Candidates, joined, points_of, to_config_batch
 from megatron.trainer.common.outside import parse_json
+from megatron.trainer.common.plain_file import open_plain
 from megatron.trainer.common.program import other_command
 from megatron.trainer.config.layout import Layout
 
@@ -254,10 +255,10 @@ def read_profile(path: Path) -> tuple[dict[str, Any], list[Timing]]:
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
     if not path.exists():
         return
-    with path.open(errors="replace") as file:
+    with open_plain(path, follow=True) as file:
         for line in file:
             try:
-                record = parse_json(line)
+                record = parse_json(line.decode(errors="replace"))
             except ValueError:
                 continue  # cut short by a kill
             if isinstance(record, dict):

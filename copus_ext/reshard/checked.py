@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.trainer.common.outside import parse_json
-from megatron.trainer.logging.tail_reader import open_plain
+from megatron.trainer.common.plain_file import open_plain
 
 MAX_NUMBER = 1 << 53
 """Largest whole number that JSON readers agree on."""

@@ -20,9 +20,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.trainer.common.outside import parse_json
+from megatron.trainer.common.plain_file import open_plain
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
@@ -83,9 +84,9 @@ def read_text(path: Path, *, max_bytes: int) -> str:
 
     Raises:
         ValueError: it is larger than it can be.
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is a pipe or something else that is no file.
     """
-    with path.open("rb") as file:
+    with open_plain(path, follow=True) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(f"{path} is larger than {max_bytes} bytes")
@@ -227,7 +228,7 @@ def checksum(path: Path, count: Callable[[int], None] = lambda number: None) -> 
         count: told of the bytes as they are read.
     """
     size = crc = 0
-    with path.open("rb") as file:
+    with open_plain(path, follow=True) as file:
         while chunk := file.read(_CHUNK_BYTES):
             count(len(chunk))
             size += len(chunk)
@@ -314,10 +315,19 @@ def _torn(path: Path) -> list[str]:
 
     torch does not compare them, and one changed byte may hide which trainer wrote it.
     """
-    if not zipfile.is_zipfile(path):
+    try:
+        file = open_plain(path, follow=True)
+    except FileNotFoundError:
+        return []  # as it is where the state lies among tensors
+    with file:
+        return _torn_archive(path, file)
+
+
+def _torn_archive(path: Path, file: BinaryIO) -> list[str]:
+    if not zipfile.is_zipfile(file):
         return []  # torch says why it cannot read it
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             changed = archive.testzip()
     except OSError:
         raise

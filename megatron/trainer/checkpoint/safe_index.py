@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import os
 import pickle
 import zipfile
 from argparse import Namespace
@@ -38,6 +39,7 @@ from megatron.trainer.checkpoint.files import (
     read_manifest,
 )
 from megatron.trainer.common.errors import Refused
+from megatron.trainer.common.plain_file import open_plain
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _CORE = "megatron.core.dist_checkpointing.strategies.torch"
@@ -139,7 +141,7 @@ def read_index(path: Path) -> Metadata:
         Refused: it is damaged, or is no index.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
+    with open_plain(path, follow=True) as file:
         unpickler = _Unpickler(file)
         try:
             metadata, error = unpickler.load(), None
@@ -160,6 +162,10 @@ def read_index(path: Path) -> Metadata:
     problem = _problem(metadata)
     if problem is not None:
         raise Refused(f"{path} is damaged: {problem}")
+    for used in {where.relative_path for where in (metadata.storage_data or {}).values()}:
+        file = os.path.join(path.parent, used)
+        if os.path.exists(file) and not os.path.isfile(file):  # torch would wait for a pipe
+            raise Refused(f"{file} is not a plain file")
     return metadata
 
 
@@ -178,7 +184,8 @@ def read_common(folder: Path) -> dict[str, Any]:
         path, among = _common_among_tensors(folder) or (path, None)
     register_safe_globals()
     try:
-        common = torch.load(among or path, map_location="cpu", weights_only=True)
+        with among or open_plain(path, follow=True) as file:
+            common = torch.load(file, map_location="cpu", weights_only=True)
         if among is not None:
             (common,) = common
     except OSError as error:
@@ -218,7 +225,7 @@ def _common_among_tensors(folder: Path) -> tuple[Path, io.BytesIO] | None:
     path = folder / where.relative_path
     if Path(where.relative_path).name != where.relative_path or path.is_symlink():
         raise Refused(f"{path} lies outside the checkpoint")
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         file.seek(where.offset)
         data = io.BytesIO(file.read(where.length))
     try:

@@ -18,6 +18,7 @@ from typing import Any
 from megatron.trainer.common.control import GENERATION_VARIABLE, supervised_launch
 from megatron.trainer.common.file_limits import FileSystemStuck, answer_of, stall_s
 from megatron.trainer.common.outside import parse_json
+from megatron.trainer.common.plain_file import open_plain
 
 logger = logging.getLogger(__name__)
 
@@ -182,9 +183,11 @@ def next_number(prefix: str, previous: Iterable[str]) -> int:
 def previous_launches(run_dir: Path) -> list[str]:
     """Returns the launches recorded in a run directory, oldest first."""
     path = run_dir / METRICS_FILE
-    if not path.exists():
+    try:
+        file = open_plain(path, follow=True)
+    except FileNotFoundError:
         return []
-    with path.open("rb") as file:
+    with file:
         starts = [line for line in file if b'"run.start"' in line]
     records = (decode(line.decode(errors="replace")) for line in starts)
     names = (record.get("launch") for record in records if record is not None)
@@ -226,8 +229,9 @@ def read_metrics(path: Path, *, superseded: bool = False) -> list[dict[str, Any]
         FileNotFoundError: no record there.
     """
     file = path / METRICS_FILE if path.is_dir() else path
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        records = [record for record in map(decode, lines) if record is not None]
+    with open_plain(file, follow=True) as lines:
+        decoded = (decode(line.decode(errors="replace")) for line in lines)
+        records = [record for record in decoded if record is not None]
     return records if superseded else committed_history(records)
 
 

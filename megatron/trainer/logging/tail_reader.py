@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from megatron.trainer.common.plain_file import open_plain
 from megatron.trainer.logging.metrics import decode
 
 _MAX_BYTES = 1 << 20
 _LONGEST_LINE = 1 << 26
-
-
-def open_plain(path: Path) -> BinaryIO:
-    """Opens what anybody may have put there: no link is followed, no pipe waited for.
-
-    Raises:
-        OSError: it cannot be read, or is not a plain file.
-    """
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link", str(path)) from error
-        raise
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-        return os.fdopen(handle, "rb")
-    except BaseException:
-        os.close(handle)
-        raise
 
 
 class Tail:

@@ -27,6 +27,7 @@ from megatron.trainer.common.control import (
 )
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.outside import parse_json
+from megatron.trainer.common.plain_file import open_plain
 
 logger = logging.getLogger(__name__)
 
@@ -331,7 +332,7 @@ def _read(path: Path) -> Holder:
     Raises:
         FileNotFoundError: there is no lock.
     """
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         text = file.read(_MAX_BYTES)
     try:
         values = asdict(holder := Holder(**parse_json(text)))
