@@ -13,6 +13,7 @@ Nothing here needs torch or a process group.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -97,12 +98,16 @@ def read_latest(root: Path) -> int | None:
     """The iteration the tracker names, or None without a tracker.
 
     Raises:
-        ValueError: the tracker holds something else than a number.
+        ValueError: the tracker holds something else than a number, or is no file.
     """
     try:
         text = read_text(root / TRACKER, max_bytes=_TRACKER_BYTES).strip()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ValueError(f"{root / TRACKER} is not a plain file") from error
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"{root / TRACKER} should hold an iteration number, not {text[:40]!r}")
     return int(text)
