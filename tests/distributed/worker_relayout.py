@@ -166,6 +166,12 @@ def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
             {g.get("step") for p in parts for g in p.optimizer.param_groups if "betas" in g}
         ),
         "lr": sorted({(g["lr"], g["weight_decay"]) for g in job.optimizer.param_groups}),
+        "kept": sorted(
+            {
+                str([g.get(n) for n in ("betas", "eps", "momentum")])
+                for g in job.optimizer.param_groups
+            }
+        ),
         "scale": job.optimizer.get_loss_scale().item(),
         "state": job.state.to_json(),
     }

@@ -639,6 +639,53 @@ def test_how_state_is_split_counts_where_it_is_loaded() -> None:
             check_same_run(run_of(f"{now} {flag}"), stored_by(then))
 
 
+def of_groups(flags: str, *groups: dict[str, Any]) -> Stored:
+    """A checkpoint of a run with these flags, whose optimizer has these parameter groups."""
+    common = {
+        "args": Namespace(**run_of(flags).flat()),
+        "optimizer": {0: {"param_groups": [*groups]}},
+    }
+    return stored_of(common, Path("ckpt"), 10, ())
+
+
+OF_ADAM = {"betas": (0.8, 0.9), "eps": 1e-6, "lr": 1e-3}
+
+
+def test_what_an_optimizer_keeps_counts_and_the_flags_are_told() -> None:
+    """As in Megatron-LM, whose groups come back with the values that they were saved with."""
+    stored = of_groups("", OF_ADAM)
+    found = merge_resume_config(run_of("--adam-beta1 0.5"), stored, vocab_size=128)
+    assert (found.optim.adam_beta1, found.optim.adam_eps) == (0.8, 1e-6)
+    assert found.optim.adam_beta2 == 0.999  # set before each step
+    first, second = found.runtime.notes[-2:]
+    assert first.startswith(
+        "--adam-beta1 0.5 does not count: the optimizer goes on with the 0.8 of"
+    )
+    assert second.startswith("--adam-eps 1e-08 does not count") and "--no-load-optim" in second
+    for flags in ("--adam-beta1 0.8 --adam-eps 1e-6", "--no-load-optim", "--finetune"):
+        given = run_of(flags)
+        found = merge_resume_config(given, stored, vocab_size=128)
+        assert found.runtime.notes == given.runtime.notes
+        assert found.optim.adam_beta1 == given.optim.adam_beta1
+
+
+@pytest.mark.parametrize("groups", [(), ({"betas": ()},), ({"betas": "x", "eps": None},)])
+def test_an_optimizer_that_does_not_say_has_the_values_of_its_flags(groups: Any) -> None:
+    stored = of_groups("--adam-beta1 0.7", *groups)
+    found = merge_resume_config(run_of(""), stored, vocab_size=128)
+    assert (found.optim.adam_beta1, found.optim.adam_eps) == (0.7, 1e-8)
+
+
+@pytest.mark.skipif(not since("0.18"), reason="megatron-core before 0.18 has another Muon")
+def test_muon_keeps_its_momentum_and_what_adam_keeps() -> None:
+    stored = of_groups("--optimizer muon", {"momentum": 0.7}, OF_ADAM)
+    given = run_of("--optimizer muon --muon-momentum 0.2 --muon-nesterov")
+    found = merge_resume_config(given, stored, vocab_size=128)
+    own = found.extras["muon"]
+    assert (own.muon_momentum, found.optim.adam_beta1, own.muon_nesterov) == (0.7, 0.8, True)
+    assert any(note.startswith("--muon-momentum 0.2 does not") for note in found.runtime.notes)
+
+
 @pytest.mark.skipif(not since("0.18"), reason="megatron-core before 0.18 has another Muon")
 def test_muon_goes_on_from_every_muon() -> None:
     for values in (

@@ -38,6 +38,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.trainer.checkpoint import files
+from megatron.trainer.checkpoint.group_values import groups_in, kept_values
 from megatron.trainer.checkpoint.safe_index import (
     METADATA,
     file_names,
@@ -97,7 +98,7 @@ class Stored:
     lengths: TrainingLengths | None
     """Lengths of the run in samples; None in a checkpoint of another trainer."""
     arguments: dict[str, Any]
-    """The resolved flags it was saved with."""
+    """The resolved flags it was saved with; of those that its optimizer keeps, what that has."""
     metadata: dict[str, Any]
     """Format of the sharded tensors."""
     data: list[dict[str, Any]] | None = None
@@ -360,6 +361,7 @@ def stored_of(
     options = [f for group in GROUPS.values() for f in fields(group)]
     defaults = {f.name: f.default for f in options if f.name in new}
     arguments = {**defaults, **as_given(vars(common.get("args", argparse.Namespace())))}
+    arguments |= kept_values(common)
     ours = common.get(files.OUR_KEY)
     if ours:
         state = TrainState.from_json(ours["train_state"])
@@ -448,7 +450,7 @@ def load_weights(
     if optimizer is None:
         return
     if with_optimizer:
-        mark_decoupled(_groups_in(loaded["optimizer"]))
+        mark_decoupled(groups_in(loaded["optimizer"]))
         _put_back_empty_states(loaded["optimizer"])
         optimizer.load_state_dict(loaded["optimizer"])
     else:
@@ -483,15 +485,6 @@ def _load(
     merged: Any = factories
     apply_factory_merges(common, merged)
     return common, missing, unexpected
-
-
-def _groups_in(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The parameter groups of an optimizer's state, whatever wraps it."""
-    for key, value in state.items():
-        if key == "param_groups":
-            yield from value
-        elif isinstance(value, dict):
-            yield from _groups_in(value)
 
 
 def _put_back_empty_states(state: dict[Any, Any]) -> None:

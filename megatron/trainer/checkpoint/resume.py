@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 
+from megatron.trainer.checkpoint.group_values import kept_flags
 from megatron.trainer.checkpoint.load import NEW_IN_USE, NEW_IN_WEIGHTS, NEW_RATES, Stored
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.extras import as_given, settled
@@ -16,7 +17,7 @@ from megatron.trainer.common.program import other_command
 from megatron.trainer.common.step_settings import StepSettings
 from megatron.trainer.config import GROUPS, Config
 from megatron.trainer.config.derive import fill_in
-from megatron.trainer.config.draft import Draft
+from megatron.trainer.config.draft import Draft, flag_of
 from megatron.trainer.config.fields import option_specs
 from megatron.trainer.config.layout_rules import batch_problems
 from megatron.trainer.config.lengths import apply_checkpoint_lengths
@@ -82,11 +83,33 @@ def merge_resume_config(
     config = config.replace(padded_vocab_size=rows)
     if stored is not None:
         check_same_run(config, stored)
+        config = _with_kept_values(config, stored)
         if stored.lengths is not None and not config.checkpoint.finetune:
             override = config.optim.override_opt_param_scheduler
             config = apply_checkpoint_lengths(config, stored.lengths, override=override)
     # Now that the rows of the vocabulary are known.
     return settled(config, None if config.checkpoint.finetune else stored)
+
+
+def _loads_state(config: Config) -> bool:
+    """Whether the state of the optimizer is loaded with the weights."""
+    return not (config.checkpoint.finetune or config.checkpoint.no_load_optim)
+
+
+def _with_kept_values(config: Config, stored: Stored) -> Config:
+    """The configuration with the hyperparameters that come with the optimizer's state, and a note
+    on each that the flags have otherwise. So every later layout and checkpoint has them, too."""
+    if not _loads_state(config):
+        return config
+    now, then = config.flat(), stored.arguments
+    names = kept_flags(config.optim.optimizer)
+    kept = {n: then[n] for n in names if then.get(n) is not None and then[n] != now[n]}
+    notes = [
+        f"{flag_of(name)} {now[name]:g} does not count: the optimizer goes on with the "
+        f"{value:g} of {stored.folder}, as in Megatron-LM; --no-load-optim begins with a new state"
+        for name, value in kept.items()
+    ]
+    return config.replace(**kept, notes=(*config.runtime.notes, *notes))
 
 
 def _padded_vocabulary(
@@ -237,7 +260,7 @@ def check_same_run(config: Config, stored: Stored) -> None:
                 )
 
     check(_MUST_MATCH, "give the same value")
-    loads_state = not (finetune or config.checkpoint.no_load_optim)
+    loads_state = _loads_state(config)
     if loads_state:
         check(_OF_OPTIMIZER, "give the same value, or --no-load-optim to go on with a new state")
     if not finetune:

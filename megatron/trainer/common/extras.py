@@ -46,6 +46,9 @@ class Extra:
     optimizers: tuple[str, ...] = ()
     """Further values of `--optimizer`, which megatron-core builds. The extra's flags that its
     `OptimizerConfig` has fields for go there."""
+    in_groups: Mapping[str, str] = field(default_factory=dict)
+    """Flags of these optimizers, by field name, whose value comes back with a checkpoint because
+    the optimizer keeps it in its parameter groups: the key there."""
     feature: str | None = None
     """Reference to a function (config, model, groups) -> `StepFeature` or None, which is called for
     every layout of the run."""

@@ -92,6 +92,24 @@ def test_another_optimizer_goes_on_from_the_weights(
     assert after[0] < before[0]
 
 
+def test_adam_goes_on_with_the_values_of_its_checkpoint(rows: dict[str, Any]) -> None:
+    whole = rows["adam whole"]["losses"]
+    assert rows["adam"]["losses"] + rows["adam resumed"]["losses"] == whole
+
+
+def test_a_relayout_after_a_resume_keeps_the_values_of_the_checkpoint(
+    moved: dict[str, Any],
+) -> None:
+    """Whatever the flags of the resume say."""
+    result, unbroken = moved["resumed"], moved["unbroken"]
+    for before, after in (row["rest"] for rows in result["rows"] for row in rows):
+        assert before == after
+        assert before["kept"] == ["[(0.9, 0.999), 1e-08, None]", "[None, None, 0.9]"]
+    losses, whole = ([loss for loss, *_ in result["losses"][x]] for x in ("moved", "whole"))
+    assert moved["first"] + whole == unbroken
+    assert moved["first"] + losses == pytest.approx(unbroken, rel=CLOSE)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_relayout_changes_no_element(moved: dict[str, Any], name: str) -> None:
     result = moved[name]

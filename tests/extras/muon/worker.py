@@ -15,6 +15,7 @@ from megatron.trainer.checkpoint.convert.convert import convert
 from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.common.errors import UsageError
 from tests.distributed import worker_relayout
+from tests.distributed.worker_relayout import AFTER, BEFORE
 from tests.helpers.jobs import MOE, TINY, TINY_GPT2, layout_flags, run
 
 STEPS, SAVED = 6, 3
@@ -48,6 +49,8 @@ RUNS = {
     "bf16 pp2": (TINY, f"{PP2} --bf16"),
 }
 """Base and flags of every run."""
+OTHERWISE = "--muon-momentum 0.2 --adam-beta1 0.5 --adam-eps 1e-3"
+"""Values of which a checkpoint keeps its own."""
 NESTEROV = "--muon-nesterov --muon-scale-mode unit_rms_norm --muon-no-split-qkv"
 BY_HAND = {"hand": "", "hand otherwise": NESTEROV}
 VARIANTS = {
@@ -68,7 +71,8 @@ def main(output: Path, *names: str) -> Any:
     weights are from those by hand."""
     if names:
         worker_relayout.VARIANTS.update(VARIANTS)
-        return worker_relayout.main(output, *names)
+        found = worker_relayout.main(output, *names)
+        return found if "dense" not in names else found | _resumed_and_moved(output)
     rows: dict[str, Any] = {}
     for name, (base, flags) in RUNS.items():
         rows[name] = _losses(output / name, flags, base=base)
@@ -78,13 +82,25 @@ def main(output: Path, *names: str) -> Any:
         rows[name] = by_hand.off
     save = f"--save {output / 'save'}"
     rows["begun"] = _losses(output / "begun", f"{save} --exit-interval {SAVED}")
-    for name, flags in (("resumed", ""), ("resumed as pp2", PP2), ("resumed as tp2", TP2)):
+    for name, flags in (("resumed", OTHERWISE), ("resumed as pp2", PP2), ("resumed as tp2", TP2)):
         rows[name] = _losses(output / name, f"--load {output / 'save'} {flags}")
     rows["inspected"] = _inspected(output / "save")
     _converted(output)
     converted = output / "converted"
     rows["resumed as converted"] = _losses(output / "resumed c", f"--load {converted} {TP2}")
     return rows | _from_another(output)
+
+
+def _resumed_and_moved(output: Path) -> dict[str, Any]:
+    """What `worker_relayout` finds of a run that is resumed with other values of the flags, and the
+    losses of the run as it began."""
+    saved, whole = output / "saved", f"--train-iters {BEFORE + AFTER}"
+    first = _losses(output / "first", f"{whole} --save {saved} --exit-interval 1")
+    whole = _losses(output / "unbroken", whole)
+    flags = f"{TINY} {MUON} --load {saved} {OTHERWISE}"
+    worker_relayout.VARIANTS["resumed"] = (flags, [(1, 1, 1), (2, 1, 1)], (1, 1, 1))
+    found = worker_relayout.main(output, "resumed")
+    return {**found, "first": first["losses"], "unbroken": whole["losses"]}
 
 
 def _inspected(folder: Path) -> tuple[int, dict[str, Any]]:
@@ -108,6 +124,9 @@ def _from_another(output: Path) -> dict[str, Any]:
     adam = f"{ZERO} --optimizer adam"
     rows: dict[str, Any] = {}
     rows["adam"] = _losses(output / "adam", f"{adam} --save {output / 'adam'} --exit-interval 3")
+    rows["adam whole"] = _losses(output / "adam whole", adam)
+    words = f"{adam} --load {output / 'adam'} --adam-beta1 0.5 --adam-eps 1e-3"
+    rows["adam resumed"] = _losses(output / "adam resumed", words)
     for name, flags, origin in (
         ("muon after adam", "", "adam"),
         ("adam after muon", adam, "save"),

@@ -7,6 +7,7 @@ EXTRA = Extra(
     flags="flags:MuonConfig",
     check="flags:check_muon",
     optimizers=("muon", "dist_muon"),
+    in_groups={"muon_momentum": "momentum"},
     layout_problems="flags:layout_problems",
     controller_problems="flags:controller_problems",
     planned="flags:planned",
