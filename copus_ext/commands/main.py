@@ -11,7 +11,13 @@ from typing import NoReturn
 
 from copus_ext import __version__
 from megatron.trainer.common.extras import extras
-from megatron.trainer.common.program import CommandParser, nearest, running_as, with_output
+from megatron.trainer.common.program import (
+    CommandParser,
+    ending_at_interrupts,
+    nearest,
+    running_as,
+    with_output,
+)
 
 COMMANDS = (
     "pretrain",
@@ -105,11 +111,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     name = parser().parse_args(words[:1]).command
-    with running_as(f"copus {name}"):
+
+    def run() -> int:
         code = importlib.import_module(module_of(name)).main(words[1:])
         if name not in _JOBS:
             sys.stdout.flush()  # an error of it bears the name of the command
         return code
+
+    with running_as(f"copus {name}"):
+        return run() if name in _JOBS else ending_at_interrupts("copus", run)
 
 
 if __name__ == "__main__":

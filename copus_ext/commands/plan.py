@@ -43,6 +43,7 @@ from copus_ext.planner.request import (
     uses_tp_pp_dp_mapping,
 )
 from megatron.trainer.common.program import (
+    ending_at_interrupts,
     nearest,
     other_command,
     program_name,
@@ -484,16 +485,17 @@ def exit_code_of(script: str, work: Callable[[], int]) -> int:
     from copus_ext.cost_model.spec_file import SpecError
     from megatron.trainer.common.errors import UsageError
 
-    try:
-        return work()
-    except (UsageProblem, SpecError, UsageError) as error:
-        tell(script, f"error: {error}")
-        return 2
-    except InputProblem as error:
-        tell(script, f"error: {error}")
-        return 5
-    except KeyboardInterrupt:
-        return 130
+    def told() -> int:
+        try:
+            return work()
+        except (UsageProblem, SpecError, UsageError) as error:
+            tell(script, f"error: {error}")
+            return 2
+        except InputProblem as error:
+            tell(script, f"error: {error}")
+            return 5
+
+    return ending_at_interrupts(script, told)
 
 
 if __name__ == "__main__":

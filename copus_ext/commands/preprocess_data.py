@@ -5,23 +5,24 @@
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod
 
 Documents keep the order of the input, whatever the number of workers. Nothing is left under the
-final names unless all of it worked. Exit codes: 0 done, 1 failed, 2 wrong flags or input.
+final names unless all of it worked. Exit codes: 0 done, 1 failed, 2 wrong flags or input, 130
+interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import warnings
 from typing import Any
 
-from megatron.trainer.common.program import CommandParser, program_name
+from megatron.trainer.common.program import CommandParser, program_name, run_command
+
+_SCRIPT = "preprocess_data.py"
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog=program_name("preprocess_data.py"),
+        prog=program_name(_SCRIPT),
         description="Make an indexed data set (.bin and .idx) from text.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -78,10 +79,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
-    args = make_parser().parse_args(argv)
-    # About what training on GPUs would miss; text needs none of it.
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    from megatron.trainer.common.errors import TrainingFailure, UsageError
+    return run_command(_SCRIPT, lambda: run(make_parser().parse_args(argv)))
+
+
+def run(args: argparse.Namespace) -> int:
+    from megatron.trainer.common.errors import TrainingFailure
     from megatron.trainer.resilience.env_checks import import_core
 
     import_core()
@@ -92,18 +94,12 @@ def main(argv: list[str] | None = None) -> int:
         for key, value in vars(args).items()
         if key != "python_stdlib"
     }
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         results = preprocess(Job(**options))
-    except (UsageError, TrainingFailure) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
     except OSError as error:
-        print(f"error: cannot write --output-prefix {args.output_prefix}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was written", file=sys.stderr)
-        return 1
+        raise TrainingFailure(
+            f"cannot write --output-prefix {args.output_prefix}: {error}"
+        ) from error
     for result in results:
         print(result.summary())
     print(results[0].tokens_line)

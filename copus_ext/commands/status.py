@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
             return _say(problem)
         show(RunReader(args.run, max_bytes=END_BYTES), args.follow, as_json=args.json)
     except KeyboardInterrupt:
+        if args.follow is None:
+            raise
         return 0
     except OSError as error:
         return _say(f"{args.run} cannot be read: {error}")

@@ -162,6 +162,58 @@ def test_every_command_says_the_same_of_what_is_no_run(
     assert "has no journal.jsonl: it ran without --copus" in capsys.readouterr().err
 
 
+AT_AN_IMPORT = """
+import signal, sys
+name, swallows, *words = sys.argv[1:]
+
+class Finder:
+    def find_spec(self, found, path=None, target=None):
+        if found == name:
+            sys.meta_path.remove(self)
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                if swallows == "1":
+                    raise ImportError("cannot import name") from None
+                raise
+
+from copus_ext.commands.main import main
+sys.meta_path.insert(0, Finder())
+sys.exit(main(words))
+"""
+
+
+@pytest.mark.parametrize("swallows", ["0", "1"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("torch", "preprocess-data --python-stdlib --output-prefix nothing"),
+        ("torch", "inspect-checkpoint ."),
+        ("torch", "convert-checkpoint . nothing"),
+        ("torch", "generate --load . --prompt a"),
+        ("rich", "status ."),
+        ("copus_ext.monitor", "report . -o nothing"),
+        ("copus_ext.monitor.run_files", "replay ."),
+        ("copus_ext.monitor.trace", "trace ."),
+        ("copus_ext.planner.request", "plan --model gpt3-175b --global-batch-size 64"),
+    ],
+)
+def test_ctrl_c_while_a_command_imports_ends_it_with_one_line(
+    tmp_path: Path, name: str, words: str, swallows: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_AN_IMPORT, name, swallows, *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    line = f"copus {words.split()[0]}: interrupted\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", line)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_help_and_version_import_nothing_heavy(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys; from copus_ext.commands.main import main\n"

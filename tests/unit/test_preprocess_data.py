@@ -286,6 +286,7 @@ def interrupted(tmp_path, number):
         # Python drops what a signal handler raises in a callback of the collector, as hypothesis
         # has one.
         gc.disable()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever other tests have left
         with said.open("w") as file:
             os.dup2(file.fileno(), 2)
             sys.stderr = file
@@ -307,10 +308,14 @@ def interrupted(tmp_path, number):
     return process.exitcode, said.read_text(), out
 
 
-def test_interrupt_leaves_nothing(tmp_path):
-    code, error, out = interrupted(tmp_path, signal.SIGTERM)
-    assert code == 1, error
-    assert "interrupted" in error
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
+)
+def test_interrupt_leaves_nothing(tmp_path, number, code, line):
+    found, error, out = interrupted(tmp_path, number)
+    assert found == code, error
+    assert error.endswith(f"preprocess_data.py: {line}\n")
     assert list(out.iterdir()) == []
 
 
@@ -328,6 +333,38 @@ def test_standard_library_sources_are_complete_and_ordered(tmp_path):
     assert found == ["json/decoder.py", "os.py", "test/test_os.py"]
     real = stdlib_sources()
     assert len(real) > 100 and not any("site-packages" in path.parts for path in real)
+
+
+SWALLOWED = """
+import contextlib, signal, sys
+from copus_ext.commands.main import main
+from megatron.trainer.data.tokenizer import ByteLevelTokenizer
+
+def tokenize(self, text):
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    raise AttributeError("module 'numpy' has no attribute 'matrix'")
+
+ByteLevelTokenizer.tokenize = tokenize
+sys.exit(main(["preprocess-data", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("--skip-bad-lines",)])
+def test_an_interrupt_that_a_package_swallowed_is_no_fault_of_the_text(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    (tmp_path / "in.txt").write_text("hello")
+    words = ["--input", str(tmp_path / "in.txt"), "--output-prefix", str(tmp_path / "set"), *more]
+    done = subprocess.run(
+        [sys.executable, "-c", SWALLOWED, *words],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (130, "copus preprocess-data: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
 INTERRUPTED_TWICE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import io
 import json
 import os
@@ -183,6 +184,74 @@ class _Output:
         return getattr(self._real, name)
 
 
+_interrupted_by = 0
+"""The signal that has interrupted the running command; 0 if none has."""
+
+
+def was_interrupted() -> bool:
+    """Whether Ctrl-C or SIGTERM has asked the running command to end. What it raised may have been
+    swallowed, or turned into another error, as within an import."""
+    return bool(_interrupted_by)
+
+
+def ending_at_interrupts(script: str, run: Callable[[], int], *, sigterm: bool = False) -> int:
+    """Runs a command and ends it with one line where it was interrupted, whatever error came of it.
+
+    Args:
+        script: as in `program_name`.
+        run: the command; returns its exit code. One that takes Ctrl-C for a plain end returns 0.
+        sigterm: SIGTERM ends it in the same way, so that it clears up after itself.
+
+    Returns:
+        The exit code: that of the command, 130 for Ctrl-C, 143 for SIGTERM.
+    """
+    global _interrupted_by
+    code = 0
+    try:
+        with _noting_interrupts(sigterm=sigterm):
+            code = run()
+        number = _interrupted_by if code else 0
+    except KeyboardInterrupt as interrupt:
+        number = interrupt.args[0] if interrupt.args else signal.SIGINT
+    except (SystemExit, OutputFailed):
+        raise
+    except BaseException:
+        number = _interrupted_by
+        if not number:
+            raise
+    finally:
+        _interrupted_by = 0
+    # With that code the command has said so itself.
+    if number and code != 128 + number:
+        tell(script, "ended by SIGTERM" if number == signal.SIGTERM else "interrupted")
+        code = 128 + number
+    return code
+
+
+def _interrupt(number: int, _: object) -> None:
+    global _interrupted_by
+    _interrupted_by = number
+    raise KeyboardInterrupt(number)
+
+
+@contextlib.contextmanager
+def _noting_interrupts(*, sigterm: bool) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    free: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
+    if sigterm:
+        free[signal.SIGTERM] = signal.SIG_DFL
+    taken = {number: old for number, old in free.items() if signal.getsignal(number) is old}
+    for number in taken:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, old in taken.items():
+            signal.signal(number, old)
+
+
 def with_output(script: str, run: Callable[[], int]) -> int:
     """Runs a command that prints an answer, and ends it where standard output does not take it.
 
@@ -246,12 +315,18 @@ def run_command(
         and 3 for any other error, which odd contents cause.
     """
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    told = functools.partial(_with_errors_told, script, run, on_failure)
+    return ending_at_interrupts(script, told, sigterm=True)
+
+
+def _with_errors_told(
+    script: str, run: Callable[[], int], on_failure: Callable[[int, str], None]
+) -> int:
     try:
-        with _interrupted_by_sigterm():
-            return run()
-    except KeyboardInterrupt as interrupt:
-        return 128 + (interrupt.args[0] if interrupt.args else signal.SIGINT)
+        return run()
     except Exception as error:
+        if was_interrupted():
+            raise
         text = " ".join(str(error).split())
         code = getattr(error, "exit_code", None)
         if code is None and isinstance(error, (OSError, MemoryError)):
@@ -262,24 +337,6 @@ def run_command(
         on_failure(code, text)
         tell(script, f"error: {text}")
         return code
-
-
-@contextlib.contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Has SIGTERM end the block as Ctrl-C does, so that it clears up after itself."""
-    is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not is_free or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, _: object) -> None:
-        raise KeyboardInterrupt(number)
-
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def json_failure(argv: Sequence[str] | None) -> Callable[[int, str], None]:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from megatron.trainer.common.child_processes import end_with_parent
 from megatron.trainer.common.errors import TrainingFailure, UsageError
+from megatron.trainer.common.program import was_interrupted
 from megatron.trainer.data.documents import (
     MEND,
     Document,
@@ -162,6 +163,8 @@ class Encoder:
         except MemoryError:
             raise
         except Exception as error:  # the packages raise many kinds
+            if was_interrupted():  # within an import, which a package then lacks
+                raise
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             line = f"{document.where} cannot be tokenized ({reason}); {MEND}"
             return Encoded(tokens=(), error=line)
@@ -185,6 +188,7 @@ def preprocess(job: Job) -> list[Result]:
     Raises:
         UsageError: The input or the flags do not work; nothing is left behind.
         OSError: The result cannot be written; nothing is left behind.
+        KeyboardInterrupt: It was interrupted; nothing is left behind.
     """
     began = time.monotonic()
     files = stdlib_sources() if job.input is None else find_inputs(job.input)
@@ -204,6 +208,8 @@ def preprocess(job: Job) -> list[Result]:
             counts["broken"] += one.is_broken
             for key, tokens in zip(job.json_keys, one.tokens):
                 outputs.add(key, tokens)
+        if was_interrupted():  # and a package has swallowed it
+            raise KeyboardInterrupt
         return [
             outputs.result(
                 key,
