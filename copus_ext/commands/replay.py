@@ -18,7 +18,7 @@ from typing import Any
 from copus_ext.controller.decision_log import NAME, read_journal
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import DecisionInputs
-from copus_ext.monitor.run_files import run_problem
+from copus_ext.monitor.run_files import run_problem, unread_words
 from megatron.trainer.common.program import CommandParser, program_name, tell
 
 
@@ -81,8 +81,9 @@ def answer(args: argparse.Namespace) -> int:
     names = ("noise_scale_multiplier", "objective")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     same = different = 0
+    unread = list[None]()
     try:
-        for record in read_journal(path):
+        for record in read_journal(path, on_unread=lambda: unread.append(None)):
             if record["kind"] != "decision":
                 continue
             is_same, again = replayed(record, changes)
@@ -94,6 +95,8 @@ def answer(args: argparse.Namespace) -> int:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         tell("replay.py", f"error: {path}: {type(error).__name__}: {error}")
         return 5
+    if unread:
+        tell("replay.py", f"note: unreadable: {unread_words({path.name: len(unread)})}")
     if not same + different:
         print("no decisions: the run made none, or ended before its first")
         return 0

@@ -165,14 +165,20 @@ def _ends_well(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def read_journal(path: Path) -> Iterator[dict[str, Any]]:
+def read_journal(
+    path: Path, *, on_unread: Callable[[], None] = lambda: None
+) -> Iterator[dict[str, Any]]:
     """The records of a journal in order; lines that a kill cut short are left out.
+
+    Args:
+        path: of the journal.
+        on_unread: called for each line that is left out. The last one may still be written.
 
     Raises:
         OSError: it cannot be read.
         JournalVersionError: it is of another version.
     """
-    for record in _records(path):
+    for record in _records(path, on_unread):
         if record.get("version") != VERSION:
             raise JournalVersionError(path, record.get("version"))
         yield record
@@ -191,15 +197,17 @@ def version_problem(path: Path) -> str:
     return ""
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: Path, on_unread: Callable[[], None] = lambda: None) -> Iterator[dict[str, Any]]:
     with open_plain(path, follow=True) as file:
         for line in file:
             try:
                 record = parse_json(line.decode(errors="replace"))
             except ValueError:
-                continue
+                record = None
             if isinstance(record, dict) and "kind" in record:
                 yield record
+            elif line.strip() and line.endswith(b"\n"):
+                on_unread()
 
 
 def _set_aside(path: Path) -> None:

@@ -1,12 +1,13 @@
 """The reader of a run's directory: `metrics.jsonl`, `journal.jsonl`, `config.json` and `control/`.
 
 Every view of a run is made of the values that it gives. A step that a restart did again counts
-once, as the newer launch did it. Torn lines and values of the wrong kind are left out.
+once, as the newer launch did it. Torn lines are only counted, values of the wrong kind left out.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from copus_ext.monitor.journal import DecisionHistory
 from copus_ext.monitor.values import measured, number, table, text, whole, written
 from copus_ext.reshard.checked import read_value
 from megatron.trainer.common.control import PAUSE_FILE, STOP_FILE
+from megatron.trainer.common.errors import counted
 from megatron.trainer.common.outside import parse_json
 from megatron.trainer.logging.metrics import METRICS_FILE, committed_history
 from megatron.trainer.logging.tail_reader import Tail
@@ -67,6 +69,11 @@ def run_problem(run: Path, *, takes_journal: bool = False) -> str:
     # Models of other programs have a file of this name, too.
     is_run = is_run or _OF_A_RUN in _small_json(run / CONFIG_FILE)
     return "" if is_run else f"RUN {run} holds no record of a run; {fix}"
+
+
+def unread_words(unread: Mapping[str, int]) -> str:
+    """How many lines of which file are no records; empty if all are."""
+    return ", ".join(f"{counted(n, 'line')} of {name}" for name, n in unread.items())
 
 
 class Step(NamedTuple):
@@ -155,6 +162,8 @@ class RunHistory:
     """Whether the record was read from its beginning."""
     has_whole_journal: bool = True
     """Whether the journal was read from its beginning."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Lines of a file, by its name, that are no records: cut short by a kill, or damaged."""
     config: dict[str, Any] = field(default_factory=dict)
     """Resolved flags of the last launch."""
     decisions: DecisionHistory = field(default_factory=DecisionHistory)
@@ -229,6 +238,7 @@ class RunReader:
         self._decisions = DecisionHistory()
         self._config: dict[str, Any] = {}
         self._launch_ends: dict[str, float | None] = {}
+        self._unread: dict[str, int] = {}
         self._last: float | None = None
 
     @property
@@ -246,12 +256,19 @@ class RunReader:
             self._forget()
             self._metrics = Tail(self._metrics.path, max_bytes=None)
             self._journal = Tail(self._journal.path, max_bytes=None)
-        for _, line in self._metrics.lines():
-            if (record := _record_of(line)) is not None:
-                self._take(record)
-        for place, line in self._journal.lines():
-            if (record := _record_of(line)) is not None:
-                self._decisions.add(place, record)
+        for _, record in self._read(self._metrics):
+            self._take(record)
+        for place, record in self._read(self._journal):
+            self._decisions.add(place, record)
+
+    def _read(self, tail: Tail) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The new records with their offsets; what is none is counted."""
+        for place, line in tail.lines():
+            record = _record_of(line)
+            if record is not None and "kind" in record:
+                yield place, record
+            elif line.strip() and (tail.is_whole or place > tail.begun_at):
+                self._unread[tail.path.name] = self._unread.get(tail.path.name, 0) + 1
 
     def decision_at(self, place: int) -> dict[str, Any]:
         """The journal's whole record at an offset; empty if it is no longer there."""
@@ -263,6 +280,7 @@ class RunReader:
         found.decisions, found.last = self._decisions, self._last
         found.is_whole = self._metrics.is_whole
         found.has_whole_journal = self._journal.is_whole
+        found.unread = dict(self._unread)
         committed = committed_history(self._records)
         for record in committed:
             _add(found, record["value"])

@@ -158,6 +158,8 @@ class RunStatus:
     paused: bool
     """Whether an operator has paused the controller."""
     saved: Saved | None
+    unread: dict[str, int]
+    """Lines of a file, by its name, that are no records, as far as it was read."""
     alarms: tuple[Alarm, ...]
     """Newest last."""
 
@@ -226,6 +228,7 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         controller=_controller(reader, run),
         paused=is_paused(run.path),
         saved=_saved(run, last, t),
+        unread=run.unread,
         alarms=_alarms(run, t=t, step_s=pace.step_s if signs.state == "training" else None),
     )
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from copus_ext.monitor.explain import gain as expected
 from copus_ext.monitor.explain import seconds, time_left
 from copus_ext.monitor.liveness import State
+from copus_ext.monitor.run_files import unread_words
 from copus_ext.monitor.run_status import ChangeStatus, ControllerStatus, RunStatus
 from megatron.trainer.common.errors import counted
 
@@ -78,6 +79,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.controller is not None:
         yield from _decisions(status.controller, paused=status.paused)
     yield "checkpoint", _saved(status)
+    if status.unread:
+        yield "unreadable", unread_words(status.unread)
 
 
 def _launches(status: RunStatus) -> str:

@@ -20,13 +20,14 @@ from copus_ext.controller.decision_log import NAME as JOURNAL
 from copus_ext.controller.decision_log import VERSION, DecisionLog, read_journal
 from copus_ext.monitor.report import Report, render, report_of
 from copus_ext.monitor.run_files import RunReader
-from copus_ext.monitor.run_status import read_status
+from copus_ext.monitor.run_status import read_status, status_of
 from copus_ext.monitor.terminal import screen
 from copus_ext.reshard.checked import read_value
 from megatron.trainer.logging.metrics import METRICS_FILE
 from megatron.trainer.logging.tail_reader import Tail, last_lines
 from megatron.trainer.logging.tracker import Tracker
 from tests.helpers.launch import ROOT
+from tests.helpers.recorded import record_decisions, record_run
 from tests.helpers.written_runs import LAYOUTS, WrittenRun, usual_run, write_change
 
 
@@ -229,6 +230,33 @@ def test_a_recorded_journal_is_read(name: str, capsys: pytest.CaptureFixture[str
     # Its decisions are those of the rules of its day.
     assert replay.main([str(path)]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 decisions the same")
+
+
+def test_lines_that_cannot_be_read_are_told_by_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_run(tmp_path, 10)
+    record_decisions(tmp_path)
+    assert replay.main([str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert told.out.endswith("2 decisions the same, 0 different\n") and told.err == ""
+    assert read_status(tmp_path).unread == {}
+    for name, kind in ((JOURNAL, b'"decision"'), (METRICS_FILE, b'"step"')):
+        lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
+        at = next(i for i, line in enumerate(lines) if kind in line)
+        lines[at] = b"\0" * 50 + b"\n"
+        # What a kill left is one, too; what is being written is not.
+        lines[at:at] = [b'{"kind": "st\n', b"[1]\n", b"\n"]
+        (tmp_path / name).write_bytes(b"".join(lines) + b'{"kind"')
+    assert replay.main([str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert told.out.endswith("1 decisions the same, 0 different\n")
+    assert told.err == "replay.py: note: unreadable: 3 lines of journal.jsonl\n"
+    assert read_status(tmp_path).unread == {METRICS_FILE: 3, JOURNAL: 3}
+    words = "3 lines of metrics.jsonl, 3 lines of journal.jsonl"
+    assert report_of(RunReader(tmp_path)).facts["unreadable"] == words
+    # The first line of the part that is read of a long file may lack its beginning.
+    assert status_of(RunReader(tmp_path, max_bytes=2000)).unread == {}
 
 
 @pytest.mark.parametrize("named", ["version 4", "no version"])

@@ -31,6 +31,8 @@ class Tail:
         self._inode = -1
         self.is_whole = True
         """Whether reading began at the beginning of the file."""
+        self.begun_at = 0
+        """Offset of the first line that was read. Unless `is_whole`, it may lack its beginning."""
 
     def is_replaced(self) -> bool:
         """Whether what was read is no longer the beginning of the file."""
@@ -50,7 +52,7 @@ class Tail:
             OSError: the file is there and cannot be read.
         """
         if self.is_replaced():
-            self._at, self.is_whole = 0, True
+            self._at, self.is_whole, self.begun_at = 0, True, 0
         try:
             file = open_plain(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -61,7 +63,7 @@ class Tail:
             self._inode = status.st_ino
             if self._at is None:
                 self._at = max(status.st_size - longest, 0)
-                self.is_whole = self._at == 0
+                self.is_whole, self.begun_at = self._at == 0, self._at
             until = self._at + longest if self._max_bytes else math.inf
             file.seek(self._at)
             while self._at < until and (line := file.readline(longest)):
