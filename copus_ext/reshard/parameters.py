@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
 """Compressing layers of multi-latent attention, of which every tensor-parallel rank has a copy."""
 WORDS = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 """Key of the word embedding, and of its copy in a tied output layer."""
 
 
@@ -125,7 +126,7 @@ def _embeddings(shape: ModelShape, layout: Layout) -> Iterator[Parameter]:
 def _output(shape: ModelShape, layout: Layout) -> Iterator[Parameter]:
     size = (shape.padded_vocab_size, shape.hidden_size)
     if not shape.tied:
-        yield Parameter("output_layer.weight", size, 0)
+        yield Parameter(OUTPUT, size, 0)
     elif layout.pp > 1:
         yield from _copy_of_words(shape)
 

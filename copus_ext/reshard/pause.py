@@ -18,7 +18,8 @@ import numpy as np
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput.costs import Machine, MovedBytes, pause_s
 from copus_ext.reshard.ownership import all_of_layout
-from copus_ext.reshard.plan import BYTES_PER_ELEMENT
+from copus_ext.reshard.plan import element_bytes, is_stacked
+from megatron.trainer.common.extras import defaults_of, extras
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.model_shape import ModelShape
 from megatron.trainer.distributed.sharding import Record
@@ -40,15 +41,12 @@ class _Held(NamedTuple):
     """[n, 4] first indices."""
     hi: Any
     """[n, 4] one past the last."""
-
-    @property
-    def numel(self) -> Any:
-        """[n] elements."""
-        return (self.hi - self.lo).prod(axis=1)
+    element_bytes: Any
+    """[n] bytes of the state of an element."""
 
     def by_rank(self, num_ranks: int) -> Any:
-        """[ranks] elements that each holds."""
-        return _sums(self.rank, self.numel, num_ranks)
+        """[ranks] bytes that each holds."""
+        return _sums(self.rank, (self.hi - self.lo).prod(axis=1) * self.element_bytes, num_ranks)
 
 
 class PausePredictor:
@@ -80,8 +78,7 @@ class PausePredictor:
 
     def max_seconds(self, layout: Layout) -> float:
         """Of a change from a layout to one under which no rank holds anything that it held."""
-        ranks = self._of(layout).by_rank(layout.world_size)
-        held = BYTES_PER_ELEMENT * int(ranks.max())
+        held = int(self._of(layout).by_rank(layout.world_size).max())
         node = min(self.machine.ranks_per_node, layout.world_size)
         is_one = node == layout.world_size
         moved = MovedBytes(
@@ -115,7 +112,7 @@ class PausePredictor:
             once = _without_copies(old, old.rank // node)
             near = _common(once, new, once.rank // node, new.rank // node, num)
             near = np.clip(near, kept, needed)
-        return BYTES_PER_ELEMENT * (near - kept), BYTES_PER_ELEMENT * (needed - near)
+        return near - kept, needed - near
 
     def _count(self, before: Layout, after: Layout) -> MovedBytes:
         num, node = after.world_size, self.machine.ranks_per_node
@@ -127,7 +124,7 @@ class PausePredictor:
         nodes = np.arange(num) // node
         held = max(int(self._of(x).by_rank(num).max()) for x in (before, after))
         return MovedBytes(
-            held=BYTES_PER_ELEMENT * held,
+            held=held,
             within=max(int(near.max()) for near, _ in ways),
             across=max(int(_sums(nodes, far, int(nodes[-1]) + 1).max()) for _, far in ways),
         )
@@ -137,25 +134,21 @@ class PausePredictor:
             self._held[layout] = self._table(all_of_layout(self.shape, layout))
         return self._held[layout]
 
-    def _is_stacked(self, key: str) -> bool:
-        """Whether a tensor holds a vector of every layer."""
-        experts = self.shape.experts
-        return key.startswith("decoder.layers.") and not (experts and experts.is_mixed)
-
     def _table(self, records: list[list[Record]]) -> _Held:
-        places, ranks, lows, highs = [], [], [], []
+        places, ranks, lows, highs, sizes = [], [], [], [], []
         for rank, own in enumerate(records):
             for r in own:
                 # Rectangles are of one layer and one expert.
-                lead = max(len(r.lo) - 2, int(len(r.lo) == 2 and self._is_stacked(r.key)))
+                lead = max(len(r.lo) - 2, int(len(r.lo) == 2 and is_stacked(self.shape, r.key)))
                 assert all(b - a == 1 for a, b in zip(r.lo[:lead], r.hi[:lead])), r
                 place = self._places.setdefault((r.key, r.lo[:lead]), len(self._places))
                 places.append(place)
                 ranks.append(rank)
                 lows.append((0,) * (_AXES - len(r.lo)) + r.lo)
                 highs.append((1,) * (_AXES - len(r.hi)) + r.hi)
+                sizes.append(element_bytes(self.shape, r.key, len(r.lo)))
         order = np.argsort(np.array(places), kind="stable")
-        parts = (np.array(x, dtype=np.int64)[order] for x in (places, ranks, lows, highs))
+        parts = (np.array(x, dtype=np.int64)[order] for x in (places, ranks, lows, highs, sizes))
         return _Held(*parts)
 
 
@@ -174,7 +167,9 @@ def shape_for(spec: ModelSpec, *, tp_sizes: Sequence[int], sharded: bool) -> Mod
     """
     rows = int(spec.padded_vocab_size(math.lcm(*tp_sizes)))
     shape = spec.shape(padded_vocab_size=rows)
-    return replace(shape, use_distributed_optimizer=sharded)
+    chosen = (e for e in extras() if not spec.extras.keys().isdisjoint(defaults_of(e)))
+    momenta = any(e.optimizers for e in chosen)
+    return replace(shape, use_distributed_optimizer=sharded, keeps_momenta=momenta)
 
 
 def _sums(groups: Any, values: Any, num: int) -> Any:
@@ -193,7 +188,7 @@ def _without_copies(held: _Held, nodes: Any) -> _Held:
 
 
 def _common(old: _Held, new: _Held, old_group: Any, new_group: Any, num_ranks: int) -> Any:
-    """[ranks] elements of the new rectangles that old ones of the same group cover; the old ones of
+    """[ranks] bytes of the new rectangles that old ones of the same group cover; the old ones of
     a group must not overlap."""
     start = np.searchsorted(old.place, new.place, side="left")
     count = np.searchsorted(old.place, new.place, side="right") - start
@@ -204,4 +199,5 @@ def _common(old: _Held, new: _Held, old_group: Any, new_group: Any, num_ranks: i
     mine, other = mine[together], other[together]
     lo = np.maximum(new.lo[mine], old.lo[other])
     hi = np.maximum(np.minimum(new.hi[mine], old.hi[other]), lo)
-    return _sums(new.rank[mine], (hi - lo).prod(axis=1), num_ranks)
+    size = (hi - lo).prod(axis=1) * new.element_bytes[mine]
+    return _sums(new.rank[mine], size, num_ranks)

@@ -12,13 +12,38 @@ from typing import NamedTuple
 import numpy as np
 
 from copus_ext.reshard.ownership import all_of_layout
+from copus_ext.reshard.parameters import OUTPUT, WORDS
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.model_shape import ModelShape
 from megatron.trainer.distributed.sharding import Box, Record, digest, volume
 
 BYTES_PER_ELEMENT = 12
 """fp32 master weight and two moments."""
+BYTES_WITH_MOMENTUM = 8
+"""fp32 master weight and one momentum."""
+_ENDS = (WORDS, OUTPUT)
+"""Matrices that keep both moments under every optimizer."""
 _KEPT = 8
+
+
+def element_bytes(shape: ModelShape | None, key: str, num_axes: int) -> int:
+    """Bytes of the fp32 state of an element of a global tensor.
+
+    Args:
+        shape: of the model; None: its optimizer keeps both moments of everything.
+        key: of the tensor.
+        num_axes: of the tensor, those that count layers and experts among them.
+    """
+    if shape is None or not shape.keeps_momenta or key in _ENDS:
+        return BYTES_PER_ELEMENT
+    counted = int(is_stacked(shape, key)) + (".mlp.experts." in key)
+    return BYTES_WITH_MOMENTUM if num_axes - counted == 2 else BYTES_PER_ELEMENT
+
+
+def is_stacked(shape: ModelShape, key: str) -> bool:
+    """Whether the first axis of a tensor counts layers."""
+    is_mixed = shape.experts is not None and shape.experts.is_mixed
+    return key.startswith("decoder.layers.") and not is_mixed
 
 
 class Incomplete(ValueError):
@@ -60,6 +85,8 @@ class ReshardPlan:
     """By rank, bytes that it sends to other ranks."""
     received_bytes: list[int]
     """By rank, bytes that it receives, the least possible: what it does not hold itself."""
+    target_bytes: list[int]
+    """By rank, bytes of the fp32 state that it holds after."""
 
     @property
     def keys(self) -> list[str]:
@@ -108,7 +135,9 @@ class ReshardPlanCache:
         pair = before, after
         if pair not in self._kept:
             source, target = (all_of_layout(self._shape, layout) for layout in pair)
-            self._kept[pair] = make_plan(source, target, ranks_per_node=self._ranks_per_node)
+            self._kept[pair] = make_plan(
+                source, target, ranks_per_node=self._ranks_per_node, shape=self._shape
+            )
         self._kept.move_to_end(pair)
         while len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
@@ -128,11 +157,14 @@ class _Choice:
     """Equal records, by rank."""
     target: _Place
     box: Box
+    element_bytes: int
 
 
 @dataclass
 class _Draft:
     ranks_per_node: int
+    element_bytes: int = BYTES_PER_ELEMENT
+    """Of the tensor that is being planned."""
     ops: list[TransferOp] = field(default_factory=list)
     choices: list[_Choice] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
@@ -145,7 +177,7 @@ class _Draft:
         """Adds an operation from one record."""
         self.ops.append(TransferOp(source.rank, source.number, target.rank, target.number, *box))
         if source.rank != target.rank:
-            size = volume(*box) * BYTES_PER_ELEMENT
+            size = volume(*box) * self.element_bytes
             self.sent[source.rank] += size
             self.received[target.rank] += size
 
@@ -158,7 +190,7 @@ class _Draft:
         if own is not None:
             self.take(own, target, box)
         else:
-            self.choices.append(_Choice(holders, target, box))
+            self.choices.append(_Choice(holders, target, box, self.element_bytes))
 
     def best(self, holders: list[_Place], target: _Place) -> _Place:
         """Of ranks of the target's node, or else of all, the one that sends least so far."""
@@ -172,6 +204,7 @@ def make_plan(
     target: Sequence[Sequence[Record]],
     *,
     ranks_per_node: int | None = None,
+    shape: ModelShape | None = None,
 ) -> ReshardPlan:
     """Plans a change of layout.
 
@@ -182,6 +215,7 @@ def make_plan(
         source: by rank, the records it holds.
         target: by rank, the records it is to hold.
         ranks_per_node: consecutive ranks that share a node; None for all.
+        shape: of the model; see `element_bytes`.
 
     Raises:
         Incomplete: elements of the target that nobody holds.
@@ -190,11 +224,13 @@ def make_plan(
     draft = _Draft(ranks_per_node or max(num, 1), sent=[0] * num, received=[0] * num)
     needed, held = _by_tensor(target), _by_tensor(source)
     for key in sorted(needed):
+        draft.element_bytes = element_bytes(shape, key, len(needed[key][0].lo))
         for name, wanted, there in _by_layer(key, needed[key], held.get(key, [])):
             _plan_tensor(draft, name, wanted, there)
     # Large ones first: the small ones then even the load out.
     draft.choices.sort(key=lambda c: (-volume(*c.box), c.target.rank, c.target.number, c.box))
     for choice in draft.choices:
+        draft.element_bytes = choice.element_bytes
         draft.take(draft.best(choice.holders, choice.target), choice.target, choice.box)
     draft.ops.sort()
     return ReshardPlan(
@@ -203,6 +239,9 @@ def make_plan(
         ops=draft.ops,
         sent_bytes=draft.sent,
         received_bytes=draft.received,
+        target_bytes=[
+            sum(r.numel * element_bytes(shape, r.key, len(r.lo)) for r in own) for own in target
+        ],
     )
 
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from copus_ext.reshard.plan import BYTES_PER_ELEMENT, ReshardPlan
+from copus_ext.reshard.plan import ReshardPlan
 from copus_ext.reshard.transfer import BUCKET_BYTES, BUFFERS, gather_in_place
 from megatron.trainer.config import Config
 from megatron.trainer.model.gpt import Model
@@ -71,7 +71,7 @@ def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
         of_expert = config.layout.expert_data_parallel_size
         held = (own - experts) * config.layout.copies + experts * of_expert
     both = 4 if config.precision.params_dtype == "fp32" else 0
-    needed = held * (per_weight + per_gradient) + own * (BYTES_PER_ELEMENT - both)
+    needed = held * (per_weight + per_gradient) + plan.target_bytes[rank] - own * both
     needed += 2 * BUFFERS * BUCKET_BYTES.get(str(dist.get_backend()), 0)
     released = sum(
         p.numel() * (p.element_size() + per_gradient)

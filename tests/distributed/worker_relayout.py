@@ -178,6 +178,17 @@ def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     return full, local, rest
 
 
+def held_bytes(job: Any) -> tuple[int, int]:
+    """Bytes of this rank's fp32 state: those of its tensors, and as a change of layout counts."""
+    from copus_ext.reshard.parameters import shape_of
+    from copus_ext.reshard.plan import element_bytes
+    from megatron.trainer.model.shards import local_shards
+
+    shards, shape = local_shards(job.model, job.optimizer, job.groups), shape_of(job.config)
+    counted = sum(r.numel * element_bytes(shape, r.key, len(r.lo)) for r in shards.records)
+    return sum(t.numel() * 4 for own in shards.tensors for t in own.values()), counted
+
+
 def equal(a: Any, b: Any) -> bool:
     """Whether two sets of tensors are the same, bit for bit."""
     import torch
@@ -243,6 +254,7 @@ def main(output: Path, *names: str) -> Any:
                         "rest": [rest, now],
                         "wire_bytes": outcome.wire_bytes,
                         "minimum_bytes": outcome.minimum_bytes,
+                        "held_bytes": held_bytes(job),
                         "phases": outcome.phases,
                         "num_groups": len(dist.distributed_c10d._world.pg_map),
                         "num_fds": psutil.Process().num_fds(),

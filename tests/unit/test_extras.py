@@ -414,7 +414,7 @@ def test_a_change_of_layout_counts_what_extras_need(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(saved_state.dist, "get_backend", lambda: "none")
     monkeypatch.setattr(saved_state, "free_bytes", lambda job: 1e9)
     config = resolve(parse_args([*TINY.split(), "--train-iters", "1"]), 1)
-    plan: Any = SimpleNamespace(source=[[]], target=[[]])
+    plan: Any = SimpleNamespace(source=[[]], target=[[]], target_bytes=[0])
 
     class Keeps(StepFeature):
         def __init__(self, needed: float, released: float) -> None:

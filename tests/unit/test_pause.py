@@ -20,9 +20,10 @@ from copus_ext.goodput import costs
 from copus_ext.goodput.costs import LayoutChangeCosts, Machine, MovedBytes, pause_s
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.pause import MAX_COUNTED, PausePredictor, shape_for
-from copus_ext.reshard.plan import BYTES_PER_ELEMENT, make_plan
+from copus_ext.reshard.plan import element_bytes, make_plan
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.model_shape import ModelShape
+from megatron.trainer.distributed.sharding import Record
 from tests.unit.test_plan_layouts import EXAMPLES, changes
 
 pytestmark = pytest.mark.unit
@@ -37,27 +38,33 @@ MACHINE = Machine(
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(changes(), st.sampled_from([1, 2, 4, 8, 1024]))
+@given(changes(), st.sampled_from([1, 2, 4, 8, 1024]), st.booleans())
 def test_the_bytes_are_those_of_the_plan(
-    case: tuple[ModelShape, Layout, Layout], ranks_per_node: int
+    case: tuple[ModelShape, Layout, Layout], ranks_per_node: int, keeps_momenta: bool
 ) -> None:
     shape, before, after = case
+    shape = replace(shape, keeps_momenta=keeps_momenta)
     predictor = PausePredictor(shape, replace(MACHINE, ranks_per_node=ranks_per_node))
     source, target = all_of_layout(shape, before), all_of_layout(shape, after)
-    plan = make_plan(source, target, ranks_per_node=ranks_per_node)
+    plan = make_plan(source, target, ranks_per_node=ranks_per_node, shape=shape)
     near, far = predictor.received(before, after)
+
+    def size_of(record: Record) -> int:
+        return element_bytes(shape, record.key, len(record.lo))
+
     assert (near + far).tolist() == plan.received_bytes
     across = [0] * len(target)
     for op in plan.ops:
         if op.source_rank // ranks_per_node != op.target_rank // ranks_per_node:
-            across[op.target_rank] += BYTES_PER_ELEMENT * op.numel
+            record = target[op.target_rank][op.target]
+            across[op.target_rank] += op.numel * size_of(record)
     if shape.tied:  # its copies may overlap without being equal
         assert all(a <= b for a, b in zip(far.tolist(), across))
     else:
         assert far.tolist() == across
     moved = predictor.moved(before, after)
-    largest = max(sum(r.numel for r in own) for own in (*source, *target))
-    assert moved.held == BYTES_PER_ELEMENT * largest
+    held = [sum(r.numel * size_of(r) for r in own) for own in (*source, *target)]
+    assert moved.held == max(held) and plan.target_bytes == held[len(source) :]
     if ranks_per_node >= len(target):
         assert max(plan.received_bytes) <= moved.within and moved.across == 0
 

@@ -158,6 +158,8 @@ class ModelShape:
     Transformer Engine: other places in the gradient buffer."""
     use_distributed_optimizer: bool = True
     """Data-parallel ranks share the state out among them."""
+    keeps_momenta: bool = False
+    """The optimizer keeps one momentum of a matrix in place of both moments, as all but Adam do."""
     overlap_grad_reduce: bool = False
     """Gradients are reduced bucket by bucket while the backward pass goes on."""
     ddp_bucket_size: int | None = None
@@ -201,6 +203,7 @@ class ModelShape:
             experts=ExpertShape.of(a),
             fused_norm=a.get("transformer_impl") == "transformer_engine",
             use_distributed_optimizer=bool(a.get("use_distributed_optimizer", True)),
+            keeps_momenta=(a.get("optimizer") or "adam") != "adam",
             overlap_grad_reduce=bool(a.get("overlap_grad_reduce")),
             ddp_bucket_size=a.get("ddp_bucket_size"),
             use_tp_pp_dp_mapping=bool(a.get("use_tp_pp_dp_mapping")),

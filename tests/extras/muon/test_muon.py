@@ -14,8 +14,10 @@ from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.extras import terms_of
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import static_bytes
+from copus_ext.goodput.costs import Machine
 from copus_ext.planner.request import notes_on
 from copus_ext.planner.space import LEGAL, Limits, enumerate_points, to_config_batch
+from copus_ext.reshard.pause import predictor_of, shape_for
 from megatron.trainer.common.core_version import since
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.arguments import parse_args, resolve
@@ -166,10 +168,26 @@ def test_steps_that_no_launch_takes_are_not_planned(steps: int) -> None:
     assert spec_of_flags(f"{TINY} --muon-num-ns-steps {steps}".split()).extras == {}
 
 
+SIZES: Any = {"tp_sizes": [1, 2], "sharded": False}
+MACHINE = Machine.of(preset("a100-80g:8"))
+
+
 def points(base: str) -> Any:
     model, cluster = spec_of_flags(base.split()), preset("a100-80g:8")
     found = enumerate_points(model, cluster, 64, Limits())
     return model, found, to_config_batch(model, cluster, found)
+
+
+def test_a_predicted_pause_counts_one_momentum_of_a_matrix() -> None:
+    before, after = Layout(tp=2), Layout(pp=2)
+    held = [
+        predictor_of(shape_for(spec_of_flags(f"{TINY} {flags}".split()), **SIZES), MACHINE)
+        .moved(before, after)
+        .held
+        for flags in ("", MUON)
+    ]
+    # Two of four layers of the model, whose matrices have a moment less.
+    assert held[0] - held[1] == 4 * 2 * (4 * 32 * 32 + 3 * 32 * 64)
 
 
 def test_no_plan_splits_its_state() -> None:

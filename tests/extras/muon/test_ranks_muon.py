@@ -119,6 +119,8 @@ def test_a_relayout_changes_no_element(moved: dict[str, Any], name: str) -> None
         for before, after in (row["rest"] for row in rows):
             assert before == after and before["steps"] == [BEFORE]
         assert all(row["wire_bytes"] == row["minimum_bytes"] for row in rows)
+        held = [row["held_bytes"] for row in rows]
+        assert [planned for _, planned in held] == [real for real, _ in held]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
