@@ -214,7 +214,7 @@ def journal(rng: random.Random, folder: Path) -> str | None:
     path = folder / "journal.jsonl"
     path.write_bytes(spoil.spoiled_lines(rng, _journal_lines()))
     code, said = spoil.code_of(replay.main, path)
-    said = re.sub(r"^replay.py: note: unreadable: \d lines? of journal.jsonl\n$", "", said)
+    said = re.sub(r"^replay.py: note: unreadable: \d+ lines? of journal.jsonl\n$", "", said)
     # 1 is an answer: decisions that come out otherwise.
     return None if code == 1 and not said else spoil.tool_problem((code, said), 5)
 
