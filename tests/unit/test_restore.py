@@ -77,6 +77,13 @@ def test_the_latest_comes_first_and_older_ones_stand_in_for_it(save: Path) -> No
             tries(step, fallback)
 
 
+def test_the_folder_of_one_iteration_is_told_from_an_empty_one(save: Path) -> None:
+    """Else a run that names it would start from scratch."""
+    folder = files.folder_of(save, 4)
+    with pytest.raises(TrainingFailure, match=f"give --load {save} --ckpt-step 4$"):
+        iterations_to_try(folder, step=None, fallback=True)
+
+
 def test_an_older_format_is_named_with_what_converts_it(tmp_path: Path) -> None:
     rank = files.folder_of(tmp_path, 8) / "mp_rank_00"
     rank.mkdir(parents=True)

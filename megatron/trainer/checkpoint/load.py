@@ -125,6 +125,13 @@ def iterations_to_try(
     Raises:
         TrainingFailure: no complete checkpoint may be taken; the message offers one.
     """
+    if (load / files.CORE_MARK).is_file():
+        folder = load.resolve()
+        number = folder.name.removeprefix("iter_")
+        step_flag = f" --ckpt-step {int(number)}" if number.isascii() and number.isdecimal() else ""
+        raise TrainingFailure(
+            f"--load {load} is the folder of one iteration; give --load {folder.parent}{step_flag}"
+        )
     complete, wanted, problem = files.complete_iterations(load), step, None
     if step is None:
         try:

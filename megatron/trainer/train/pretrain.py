@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.trainer.checkpoint.convert.formats import format_of
 from megatron.trainer.checkpoint.load import Stored, read_stored
 from megatron.trainer.checkpoint.resume import (
     kept_sizes,
@@ -27,7 +28,7 @@ from megatron.trainer.checkpoint.resume import (
 from megatron.trainer.common.control import Control
 from megatron.trainer.common.device import Device, use_device
 from megatron.trainer.common.errors import TrainingFailure, UsageError
-from megatron.trainer.common.program import held_back
+from megatron.trainer.common.program import held_back, other_command
 from megatron.trainer.common.signals import (
     STOP_SIGNALS,
     StopAsked,
@@ -317,6 +318,11 @@ def _find_checkpoint(config: Config) -> Stored | None:
         trust_unverified=config.checkpoint.ckpt_trust_unverified,
     )
     if stored is None:
+        if (model := format_of(Path(config.checkpoint.load))) is not None:
+            make = f"make one with {other_command('convert_checkpoint.py')}"
+            raise UsageError(
+                f"--load {config.checkpoint.load} is {model.title}, no checkpoint; {make}"
+            )
         message = f"--load {config.checkpoint.load} holds no checkpoint"
         if config.checkpoint.exit_on_missing_checkpoint:
             raise TrainingFailure(f"{message}; correct it or remove --exit-on-missing-checkpoint")

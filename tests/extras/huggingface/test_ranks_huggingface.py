@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.extras.huggingface import exchange
 from tests.extras.huggingface.worker import LOGITS_TP, TRAINED, VOCAB_SIZE, tokens
+from tests.helpers.launch import ROOT
 from tests.helpers.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -96,3 +99,22 @@ def test_transformers_reads_a_trained_checkpoint(output: Path, tmp_path: Path) -
         loss = float(model(ids, labels=ids).loss)
     assert model.config.vocab_size == 128
     assert 4 < loss < 6  # ln 128 = 4.85 after two steps
+
+
+def test_training_from_a_model_says_how_to_convert_it(tmp_path: Path) -> None:
+    """It would start from scratch, as if the folder were empty."""
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    more = ["--load", str(model), "--run-dir", str(tmp_path / "run")]
+    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data"
+    sizes = "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3"
+    rest = "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 101"
+    words = [*shape.split(), *sizes.split(), *rest.split(), *more]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"--load {model} is a Hugging Face model, no checkpoint; make one with" in done.stderr
