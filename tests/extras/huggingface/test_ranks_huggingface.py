@@ -13,6 +13,7 @@ import torch
 from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.extras.huggingface import exchange
 from tests.extras.huggingface.worker import LOGITS_TP, TRAINED, VOCAB_SIZE, tokens
+from tests.helpers.jobs import TEXT
 from tests.helpers.launch import ROOT
 from tests.helpers.on_ranks import on_ranks
 
@@ -106,9 +107,9 @@ def test_training_from_a_model_says_how_to_convert_it(tmp_path: Path) -> None:
     (model := tmp_path / "model").mkdir()
     (model / "config.json").write_text('{"model_type": "llama"}')
     more = ["--load", str(model), "--run-dir", str(tmp_path / "run")]
-    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data"
+    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
     sizes = "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3"
-    rest = "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 101"
+    rest = f"--train-iters 1 {TEXT}"
     words = [*shape.split(), *sizes.split(), *rest.split(), *more]
     done = subprocess.run(
         [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
