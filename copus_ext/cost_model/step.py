@@ -24,7 +24,8 @@ from copus_ext.cost_model.schedule import pipeline_time
 
 PARTS = ("compute", "recompute", "bubble", "tp", "pp", "dp", "optimizer", "host", "ep", "cp")
 _ADAM_BYTES = 30.0
-"""Read gradient, master and two moments, write master, moments and weight, per owned parameter."""
+"""Adam reads gradient, master and two moments, and writes master, moments and weight, per owned
+parameter."""
 _SWEEP_BYTES = 16.0
 """Gradient norm, clipping and zeroing, per parameter."""
 _HIDDEN_SHARE = 0.7

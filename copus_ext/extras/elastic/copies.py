@@ -173,6 +173,19 @@ class _Chunks:
     chunks: list[Any]
 
 
+def check_state(fp8: str | None, optimizer: str) -> None:
+    """Refuses a run whose state cannot be copied.
+
+    Raises:
+        UsageError: naming the flags.
+    """
+    wrong = ["--fp8-format"] * bool(fp8) + [f"--optimizer {optimizer}"] * (optimizer != "adam")
+    if wrong:
+        raise UsageError(
+            f"--elastic copies the weights and moments of Adam alone; drop {' and '.join(wrong)}"
+        )
+
+
 class PeerCopies(Callback):
     """Takes the copies of a run while it trains. The last of its callbacks, on every rank. `marks`
     are further entries of the common state, for whoever goes on from a copy."""
@@ -200,8 +213,7 @@ class PeerCopies(Callback):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Makes the group for the messages between keepers."""
-        if context.config.precision.fp8 or context.config.optim.optimizer != "adam":
-            raise UsageError("--elastic copies Adam's state alone; drop --fp8-format, --optimizer")
+        check_state(context.config.precision.fp8, context.config.optim.optimizer)
         self._shape = shape_of(context.config)
         self._group, self._flags = (dist.new_group(backend="gloo") for _ in range(2))
 

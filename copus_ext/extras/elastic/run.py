@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from copus_ext.controller.flags import CopusConfig
 from copus_ext.extras.elastic.choice import choose
-from copus_ext.extras.elastic.copies import HeldCopies, PeerCopies
+from copus_ext.extras.elastic.copies import HeldCopies, PeerCopies, check_state
 from copus_ext.extras.elastic.environment import (
     COPY_INTERVAL,
     COPY_INTERVAL_VARIABLE,
@@ -33,6 +34,7 @@ from copus_ext.reshard.relaunch import LAUNCH_VARIABLE, report_exit, resumed, va
 from megatron.trainer.checkpoint.load import read_arguments
 from megatron.trainer.common.collectives import all_gather_object, broadcast_from_rank0
 from megatron.trainer.common.errors import Relaunch, TrainingFailure, UsageError
+from megatron.trainer.config.arguments import parse_args
 from megatron.trainer.resilience.exit_status import RunOutcome
 from megatron.trainer.resilience.watchdog import exit_immediately
 
@@ -114,6 +116,9 @@ def _train_in(
     )
     times_s.append(time.monotonic())
     start, replaced = _start(generation, held, flags, has_gpu=has_gpu)
+    # Before a model is built.
+    args = parse_args([*start.flags], {"copus controller": CopusConfig})
+    check_state(args.fp8, args.optimizer)
     times_s.append(time.monotonic())
     interval = int(os.environ.get(COPY_INTERVAL_VARIABLE) or COPY_INTERVAL)
     marks = {_REPLACED: replaced}

@@ -334,8 +334,8 @@ class Checkpointer:
         return None
 
     def _expected_bytes(self, model: Model) -> int:
-        """Bytes of a checkpoint: fp32 master and two moments, and the weights, of one copy of the
-        model."""
+        """Bytes of a checkpoint: fp32 master, what the optimizer keeps (two moments at most), and
+        the weights, of one copy of the model."""
         own = sum(
             p.numel() * (p.element_size() + (0 if self.config.checkpoint.no_save_optim else 12))
             for chunk in model.chunks

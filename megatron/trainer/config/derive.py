@@ -188,12 +188,18 @@ def _derive_optimizer(draft: Draft, environment: Environment) -> None:
         f"--optimizer {given} is refused: it is not supported; use {' or '.join(known)}",
     )
     draft["optimizer"] = name = given.removeprefix("dist_")
-    if name != "adam" and (draft["use_distributed_optimizer"] or given != name):
-        draft["use_distributed_optimizer"] = draft["overlap_param_gather"] = False
+    if name == "adam":
+        return
+    whole = f"--optimizer {given} keeps its whole state on every replica"
+    if draft["use_distributed_optimizer"]:
         draft.notes.append(
-            f"--optimizer {name} keeps its whole state on every replica: the numbers are the same, "
-            "it takes more memory, and --use-distributed-optimizer has no effect"
+            f"{whole}: the numbers are the same, it takes more memory, and "
+            "--use-distributed-optimizer has no effect"
         )
+    elif given != name:
+        draft.notes.append(f"{whole}, as --optimizer {name} does, with the same numbers")
+    if draft["use_distributed_optimizer"] or given != name:
+        draft["use_distributed_optimizer"] = draft["overlap_param_gather"] = False
 
 
 def _check_values(draft: Draft, environment: Environment) -> None:

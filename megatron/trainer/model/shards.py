@@ -1,5 +1,5 @@
-"""The fp32 state of this rank: master weights and both moments, as flat shards, with the rectangles
-of the global tensors that they hold."""
+"""The fp32 state of this rank: master weights and what the optimizer keeps of them, as flat shards,
+with the rectangles of the global tensors that they hold."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +22,8 @@ from tests.distributed.test_save_processes import (
     train,
 )
 from tests.distributed.test_sockets import Launch, begin
-from tests.helpers.jobs import losses_of
+from tests.helpers.jobs import TINY, losses_of
+from tests.helpers.launch import ROOT
 
 __all__ = ["begin", "plain"]  # fixtures
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
@@ -51,6 +54,30 @@ def test_strangers_end_nothing_of_an_elastic_launch(begin: Callable[..., Launch]
     starts = [r for r in read_metrics(launch.run, superseded=True) if r["kind"] == "run.start"]
     assert [r["generation"] for r in starts] == [1], "no rank and no node was lost"
     assert "Traceback" not in launch.log and contact["token"] not in launch.log
+
+
+@pytest.mark.parametrize("flags", ["--optimizer muon", "--fp8-format e4m3"])
+def test_state_that_cannot_be_copied_is_refused_before_anything_is_built(
+    tmp_path: Path, flags: str
+) -> None:
+    own = ["--restart-wait", "0", "--nproc-per-node", "2", "--elastic", "--"]
+    words = f"{TINY} --device cpu --train-iters 2 --save run {flags}".split()
+    command = [sys.executable, "-m", "copus_ext.launch.supervisor", *own, ROOT / "pretrain_gpt.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, *words],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said
+    lines = [line for line in said.splitlines() if "--elastic copies the weights" in line]
+    assert lines and all(line.endswith(f"drop {flags.removesuffix(' e4m3')}") for line in lines)
+    assert "Traceback" not in said and not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_elastic_ranks_go_on_and_leave_nothing_of_a_save_that_was_under_way(

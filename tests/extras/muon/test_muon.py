@@ -25,7 +25,7 @@ from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.relayout import with_layout
 from megatron.trainer.optim.optimizer import optimizer_config
 from tests.helpers.examples import names_a_way_on
-from tests.helpers.jobs import LATENT, MOE, TINY
+from tests.helpers.jobs import LATENT, MOE, TINY, TINY_GPT2
 
 has_muon = pytest.mark.skipif(not since("0.18"), reason="megatron-core before 0.18")
 MUON = "--optimizer muon"
@@ -88,6 +88,14 @@ def test_state_that_is_to_be_split_stays_whole(name: str) -> None:
     assert not found.parallel.use_distributed_optimizer
     assert not found.parallel.overlap_param_gather and found.parallel.overlap_grad_reduce
     assert any("keeps its whole state on every replica" in note for note in found.runtime.notes)
+
+
+@has_muon
+def test_the_other_name_alone_is_told_without_a_flag_that_nobody_gave() -> None:
+    (note,) = (n for n in config("--optimizer dist_muon").runtime.notes if "--optimizer" in n)
+    assert "as --optimizer muon does" in note and "--use-distributed-optimizer" not in note
+    assert "memory" not in note
+    assert not any("--optimizer" in n for n in config(MUON).runtime.notes)
 
 
 @has_muon
@@ -203,21 +211,36 @@ def test_a_plan_knows_its_price() -> None:
     assert not any("does not know" in note for note in notes)
 
 
+def test_products_of_learned_positions_are_counted() -> None:
+    with_them, without = (
+        sum(np.mean(c * m * n * k) for c, m, n, k in terms_of(points(base)[2]).layer_products)
+        for base in (f"{TINY_GPT2} {MUON}", f"{TINY_GPT2} {MUON} --position-embedding-type rope")
+    )
+    # Of 32 positions of width 32 for four layers.
+    assert with_them - without == pytest.approx(5 * 3 * 32**3 / 4)
+
+
 @pytest.mark.parametrize("base", [TINY, MOE], ids=["dense", "mixture"])
-def test_one_moment_less_of_each_matrix_and_three_products_a_step(base: str) -> None:
-    model, found, rows = points(f"{base} {MUON} --group-query-attention --num-query-groups 2")
+@pytest.mark.parametrize("split", ["", NO_SPLIT])
+def test_one_moment_less_of_each_matrix_and_three_products_a_step(base: str, split: str) -> None:
+    groups = "--group-query-attention --num-query-groups 2"
+    model, found, rows = points(f"{base} {MUON} {groups} {split}")
     plain = to_config_batch(replace(model, extras={}), preset("a100-80g:8"), found)
     h, ffn = model.hidden_size, model.ffn
-    matrices = [(32, 32), (16, 32), (16, 32), (32, 32)]
+    matrices = [(64, 32), (32, 32)] if split else [(32, 32), (16, 32), (16, 32), (32, 32)]
     if model.num_experts:
         experts = 8 // rows.experts.ep
+        router = (model.num_experts, h)
         of_mlp = [(2 * 24, h, experts), (h, 24, experts)]
     else:
+        router = (0, h)
         of_mlp = [(2 * ffn, h, 1), (h, ffn, 1)]
     own, operations = 0.0, 0.0
-    for m, n, count, cut in [(*m, 1, rows.tp) for m in matrices] + [
-        (*m, rows.experts.etp if model.num_experts else rows.tp) for m in of_mlp
-    ]:
+    for m, n, count, cut in (
+        [(*m, 1, rows.tp) for m in matrices]
+        + [(*router, 1, 1)]
+        + [(*m, rows.experts.etp if model.num_experts else rows.tp) for m in of_mlp]
+    ):
         own = own + 4 * m * n * count / cut
         a, b = min(m, n), max(m, n)
         operations = operations + 5 * count * (2 * a * a * b + a * a * a)

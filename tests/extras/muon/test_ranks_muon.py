@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.extras import terms_of
+from copus_ext.cost_model.megatron_flags import spec_of_flags
+from copus_ext.planner.space import Limits, enumerate_points, to_config_batch
 from megatron.trainer.common.core_version import since
 from tests.distributed.worker_relayout import BEFORE
-from tests.extras.muon.worker import BY_HAND, RUNS, SAVED, STEPS, VARIANTS
+from tests.extras.muon.worker import BY_HAND, RUNS, SAVED, STEPS, VARIANTS, WEIGHED
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = [
@@ -65,6 +70,16 @@ def test_a_resumed_run_goes_on_as_the_one_that_saved(rows: dict[str, Any]) -> No
         for layout in ("pp2", "tp2", "converted"):
             own = rows[f"resumed as {layout}"][name]
             assert own == pytest.approx(whole[name][SAVED:], rel=20 * CLOSE)
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_the_planner_knows_its_matrices(rows: dict[str, Any], name: str) -> None:
+    base, _ = RUNS[name]
+    model, cluster = spec_of_flags(f"{base} --optimizer muon".split()), preset("a100-80g:1")
+    batch = to_config_batch(model, cluster, enumerate_points(model, cluster, 8, Limits()))
+    (saved,) = {float(x) for x in np.broadcast_to(-terms_of(batch).layer_bytes, len(batch))}
+    positions = 4 * model.learned_positions * model.hidden_size
+    assert rows[f"{name} momenta"] == model.num_layers * saved + positions
 
 
 def test_its_checkpoint_is_inspected(rows: dict[str, Any]) -> None:

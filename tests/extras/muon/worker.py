@@ -49,6 +49,8 @@ RUNS = {
     "bf16 pp2": (TINY, f"{PP2} --bf16"),
 }
 """Base and flags of every run."""
+WEIGHED = ("gpt2 dp2", "moe dp2")
+"""Those whose momenta are counted."""
 OTHERWISE = "--muon-momentum 0.2 --adam-beta1 0.5 --adam-eps 1e-3"
 """Values of which a checkpoint keeps its own."""
 NESTEROV = "--muon-nesterov --muon-scale-mode unit_rms_norm --muon-no-split-qkv"
@@ -75,7 +77,12 @@ def main(output: Path, *names: str) -> Any:
         return found if "dense" not in names else found | _resumed_and_moved(output)
     rows: dict[str, Any] = {}
     for name, (base, flags) in RUNS.items():
+        if name in WEIGHED:
+            flags += f" --save {output / 'weighed' / name.split()[0]}"
         rows[name] = _losses(output / name, flags, base=base)
+    for name in WEIGHED:
+        _, record = _inspected(output / "weighed" / name.split()[0])
+        rows[f"{name} momenta"] = record["bytes_by_state"]["momentum_buffer"]
     for name, flags in BY_HAND.items():
         by_hand = _by_hand(flags)
         _losses(output / name, f"{PP2} {flags} --clip-grad 0 --weight-decay 0.1", [by_hand])
