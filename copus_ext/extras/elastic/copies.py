@@ -174,11 +174,7 @@ class _Chunks:
 
 
 def check_state(fp8: str | None, optimizer: str) -> None:
-    """Refuses a run whose state cannot be copied.
-
-    Raises:
-        UsageError: naming the flags.
-    """
+    """Raises UsageError where the state of a run cannot be copied."""
     wrong = ["--fp8-format"] * bool(fp8) + [f"--optimizer {optimizer}"] * (optimizer != "adam")
     if wrong:
         raise UsageError(

@@ -18,13 +18,9 @@ import torch
 import torch.distributed as dist
 
 from copus_ext.controller.flags import CopusConfig
+from copus_ext.extras.elastic import environment as named
 from copus_ext.extras.elastic.choice import choose
 from copus_ext.extras.elastic.copies import HeldCopies, PeerCopies, check_state
-from copus_ext.extras.elastic.environment import (
-    COPY_INTERVAL,
-    COPY_INTERVAL_VARIABLE,
-    PIPE_VARIABLE,
-)
 from copus_ext.extras.elastic.membership import AGREE_S, FIRST_S, Membership, WorldChanged
 from copus_ext.extras.elastic.messages import Generation
 from copus_ext.extras.elastic.recover import find, stored_in_memory
@@ -52,7 +48,7 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
         TrainingFailure: as `pretrain`, and where the launchers agree on nothing.
     """
     membership = Membership.of(
-        os.environ, variable=PIPE_VARIABLE, launch=os.environ.get(LAUNCH_VARIABLE, "launch")
+        os.environ, variable=named.PIPE_VARIABLE, launch=os.environ.get(LAUNCH_VARIABLE, "launch")
     )
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         # Between generations; the supervisor has also written the file that asks to stop.
@@ -120,7 +116,7 @@ def _train_in(
     args = parse_args([*start.flags], {"copus controller": CopusConfig})
     check_state(args.fp8, args.optimizer)
     times_s.append(time.monotonic())
-    interval = int(os.environ.get(COPY_INTERVAL_VARIABLE) or COPY_INTERVAL)
+    interval = int(os.environ.get(named.COPY_INTERVAL_VARIABLE) or named.COPY_INTERVAL)
     marks = {_REPLACED: replaced}
     copies = PeerCopies(held, membership, generation, interval=interval, marks=marks)
     start = dataclasses.replace(

@@ -19,6 +19,7 @@ from megatron.trainer.config.layout_rules import (
 from megatron.trainer.config.lengths import derive_horizon, derive_weight_decay
 from megatron.trainer.config.model_flags import derive_features
 from megatron.trainer.config.moe_flags import derive_moe, derive_moe_kernels, derive_moe_layout
+from megatron.trainer.config.precision_flags import derive_eight_bits, derive_precision
 
 # Field -> (supported values, why not the others and what to do).
 _SUPPORTED: dict[str, tuple[tuple[str | None, ...], str]] = {
@@ -127,14 +128,6 @@ _NOT_NEGATIVE = [
     "moe_z_loss_coeff",
 ]
 _CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-_EIGHT_BITS = (
-    "fp8_recipe",
-    "fp8_margin",
-    "fp8_amax_history_len",
-    "fp8_amax_compute_algo",
-    "first_last_layers_bf16",
-)
-"""What means nothing without --fp8-format."""
 _APEX_FUSIONS = ("masked_softmax_fusion", "gradient_accumulation_fusion")
 _CPU_FUSIONS = (
     *_APEX_FUSIONS,
@@ -159,8 +152,8 @@ def derive(draft: Draft, environment: Environment) -> None:
         _derive_model,
         _derive_layout,
         derive_horizon,
-        _derive_precision,
-        _derive_eight_bits,
+        derive_precision,
+        derive_eight_bits,
         _derive_kernels,
         *(check for _, check in extras_with("check")),
         _derive_recompute,
@@ -418,59 +411,6 @@ def _derive_context_parallel(draft: Draft, layout: Layout) -> None:
 
 def _layout_of(draft: Draft) -> Layout:
     return Layout.of_arguments(draft.values)
-
-
-def _derive_precision(draft: Draft, environment: Environment) -> None:
-    draft["params_dtype"] = "bf16" if draft["bf16"] else "fp16" if draft["fp16"] else "fp32"
-    draft.require(
-        not (draft["grad_reduce_in_bf16"] and draft["accumulate_allreduce_grads_in_fp32"]),
-        "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; drop "
-        "one",
-    )
-    if draft["bf16"]:
-        draft["accumulate_allreduce_grads_in_fp32"] = not draft["grad_reduce_in_bf16"]
-
-
-def _derive_eight_bits(draft: Draft, environment: Environment) -> None:
-    form, recipe = draft["fp8"], draft["fp8_recipe"]
-    if form is None:
-        draft.require(
-            not draft["fp8_param_gather"], "--fp8-param-gather needs --fp8-format; give it, too"
-        )
-        idle = [flag_of(name) for name in _EIGHT_BITS if name in draft.explicit]
-        if idle:
-            draft.notes.append(f"without --fp8-format there is no effect of {', '.join(idle)}")
-        return
-    has_engine = draft["device"] == "cuda" and environment.transformer_engine
-    draft.require(
-        has_engine and draft["transformer_impl"] == "transformer_engine",
-        f"--fp8-format {form} needs a GPU and --transformer-impl transformer_engine, and this run "
-        "does not have both; use --bf16 and remove the --fp8 flags",
-    )
-    if draft["first_last_layers_bf16"]:
-        draft.require(
-            recipe != "delayed",
-            "--first-last-layers-bf16 does not go with --fp8-recipe delayed; use tensorwise",
-        )
-        most = draft["num_layers"] // draft["pipeline_model_parallel_size"]
-        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-            draft.require(
-                draft[name] <= most,
-                f"{flag_of(name)} {draft[name]} is above the {most} layers of a pipeline stage; "
-                "lower it",
-            )
-    draft.notes.append(
-        f"--fp8-format {form}: nobody has run this trainer with 8-bit matrix products yet; compare "
-        "its first losses with those of --bf16"
-    )
-    if recipe == "delayed":
-        draft.notes.append("--fp8-recipe delayed: its scales are not saved, a launch begins anew")
-    if draft["fp8_param_gather"]:
-        draft["fp8_param_gather"] = False
-        draft.notes.append(
-            "--fp8-param-gather: weights are stored and gathered in the format of the model, which "
-            "takes more memory"
-        )
 
 
 def _derive_kernels(draft: Draft, environment: Environment) -> None:
