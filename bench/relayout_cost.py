@@ -44,6 +44,7 @@ from bench.support import (
 )
 from copus_ext.reshard.inprocess import InProcessResharder
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, ReshardPlan
+from copus_ext.reshard.trainer_host import TrainerHost, plan_of
 from copus_ext.reshard.transfer import BUCKET_BYTES, WINDOW
 from megatron.trainer.common.collectives import all_gather_object, broadcast_from_rank0
 from megatron.trainer.common.step_settings import Request
@@ -180,13 +181,13 @@ class Bench:
     def change(self, to: Layout, *, compare: bool = False, **fields: Any) -> None:
         """Changes in the same processes, then takes two steps."""
         job, start = self.job, self.job.config.layout
-        plan = self.mover.plan(job.config, to)
+        plan = plan_of(job.config, to)
         reset_peak()
         self.step()
         step_peak = peak_rss()
         reset_peak()
         dist.barrier()
-        outcome = self.mover.move(job, to, job.state.settings)
+        outcome = self.mover.move(TrainerHost(job), to, job.state.settings)
         if outcome.kind != "moved":
             raise RuntimeError(f"{start} -> {to}: {outcome.reason}")
         peaks = all_gather_object((peak_rss(), step_peak))
@@ -258,7 +259,7 @@ class Bench:
 
     def go_to(self, layout: Layout) -> None:
         if self.job.config.layout != layout:
-            self.mover.move(self.job, layout, self.job.state.settings)
+            self.mover.move(TrainerHost(self.job), layout, self.job.state.settings)
             self.step()
 
     def all_changes(self, repeats: int) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -28,7 +28,7 @@ from copus_ext.controller.first_step import (
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.headroom_notice import HeadroomNotice
-from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
+from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager, own_host
 from copus_ext.controller.link_timing import link_of, time_machine
 from copus_ext.controller.out_of_memory import memory_history
 from copus_ext.controller.pause_prior import PausePrior, machine_of
@@ -54,6 +54,9 @@ from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.layout_rules import batch_problems
 from megatron.trainer.train.callbacks import Callback, CallbackContext
 
+if TYPE_CHECKING:
+    from copus_ext.reshard.host import LayoutHost
+
 logger = logging.getLogger(__name__)
 
 
@@ -67,8 +70,6 @@ class Controller(Callback):
 
     changes_micro_batch = True
     """Whether the trainer can take another micro-batch."""
-    changes_layout = True
-    """Whether it can take another layout."""
 
     def __init__(self, flags: CopusConfig) -> None:
         """Checks the flags.
@@ -76,7 +77,7 @@ class Controller(Callback):
         Raises:
             UsageError: a value that makes no sense, or that is not built.
         """
-        rules.check(flags, changes_layout=self.changes_layout)
+        rules.check(flags)
         self.flags = self._given = flags
         self.gns = GradientNoiseCallback(flags)
         self.state = ControllerState()
@@ -92,6 +93,10 @@ class Controller(Callback):
     @property
     def _acts(self) -> bool:
         return self.flags.copus_mode == "act"
+
+    def host_of(self, job: Any) -> LayoutHost:
+        """The trainer's job as a change of layout sees it."""
+        return own_host(job)
 
     def settings(self) -> dict[str, Any]:
         return dataclasses.asdict(self._given)
@@ -128,7 +133,11 @@ class Controller(Callback):
             tell_lengths(context.config, self.flags)
         if self._acts and self.flags.copus_layouts == "all":
             self.layout_changes = LayoutChangeManager(
-                self.flags, self.state, self.log, prior_s=lambda to: self.pauses.to_s(to)
+                self.flags,
+                self.state,
+                self.log,
+                prior_s=lambda to: self.pauses.to_s(to),
+                host_of=self.host_of,
             )
             self.layout_changes.open(context)
 

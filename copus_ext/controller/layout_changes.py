@@ -31,9 +31,8 @@ from megatron.trainer.config.layout import Layout
 from megatron.trainer.train.callbacks import CallbackContext
 
 if TYPE_CHECKING:
-    # In a Megatron-LM checkout the layout never changes, and `train.job` must not be imported.
+    from copus_ext.reshard.host import LayoutHost
     from copus_ext.reshard.inprocess import InProcessResharder
-    from megatron.trainer.train.job import Job
 
 
 _MAX_PAUSE_S = 3600.0
@@ -58,6 +57,13 @@ class LayoutChange:
     """Called with the outcome on every rank; of a relaunch, before the new processes start."""
 
 
+def own_host(job: Any) -> LayoutHost:
+    """A job of our own trainer as a change of layout sees it."""
+    from copus_ext.reshard.trainer_host import TrainerHost
+
+    return TrainerHost(job)
+
+
 class LayoutChangeManager:
     """Changes of layout of one run; the same calls on every rank.
 
@@ -67,6 +73,8 @@ class LayoutChangeManager:
         log: the journal.
         prior_s: seconds that a change to a layout should take, before any change was measured; the
             same on every rank.
+        host_of: makes a host of the job that the trainer's loop gives to a `Request.move`, or of
+            the context of a callback.
     """
 
     def __init__(
@@ -76,8 +84,10 @@ class LayoutChangeManager:
         log: DecisionLog,
         *,
         prior_s: Callable[[Layout], float],
+        host_of: Callable[[Any], LayoutHost] = lambda job: own_host(job),
     ) -> None:
         self.flags, self._state, self._log, self._prior_s = flags, state, log, prior_s
+        self._host_of = host_of
         self._costs = state.layout_costs
         self._resharder: InProcessResharder | None = None
         self._run_dir: Path | None = None
@@ -146,7 +156,7 @@ class LayoutChangeManager:
     def prepare(self, layouts: list[Layout], context: CallbackContext) -> None:
         """Builds the process groups of layouts that may come next. All ranks."""
         if self._resharder is not None and self.flags.copus_prebuild:
-            self._resharder.build_ahead(context.config, layouts)
+            self._resharder.build_ahead(self._host_of(context), layouts)
 
     def request(
         self,
@@ -188,18 +198,20 @@ class LayoutChangeManager:
             return False
         return _tokens(context.state.consumed_samples, context) - self._saved_tokens > most
 
-    def _change_in_process(self, job: Job) -> None:
+    def _change_in_process(self, job: Any) -> None:
         """Makes the change in the running processes; the loop calls it at a step boundary."""
         change, self._requested = self._requested, None
         assert change is not None and self._resharder is not None
-        if job.checkpointer is not None:
-            # Before the clock starts. A save that fails here counts as at any other time.
-            job.checkpointer.finish()
-        start, about = job.config.layout, self._about(change, job)
+        host = self._host_of(job)
+        # Before the clock starts. A save that fails here counts as at any other time.
+        host.finish_saving()
+        start, about = host.layout, self._about(change, host)
         prior_s = self._prior_s(change.to)
         predicted_s = self._costs.seconds_of(prior_s)
         try:
-            outcome = self._resharder.move(job, change.to, change.settings, predicted_s=predicted_s)
+            outcome = self._resharder.move(
+                host, change.to, change.settings, predicted_s=predicted_s
+            )
         except Relaunch as error:
             self._log.note("relayout.abandoned", **about, reason=str(error))
             raise
@@ -207,15 +219,15 @@ class LayoutChangeManager:
         outcome.pause_s = broadcast_from_rank0(outcome.pause_s)
         if outcome.kind == "moved":
             self._costs.record_success(
-                seconds=outcome.pause_s, iteration=job.state.iteration, prior_s=prior_s
+                seconds=outcome.pause_s, iteration=host.state.iteration, prior_s=prior_s
             )
         else:
             self._costs.record_failure(start, change.to, outcome.reason, seconds=outcome.pause_s)
         self._state.elapsed_s += outcome.pause_s
-        self._note_relayout(about, job.state.iteration, job.state.consumed_samples, outcome)
+        self._note_relayout(about, host.state.iteration, host.state.consumed_samples, outcome)
         change.done(outcome)
 
-    def _change_by_relaunch(self, job: Job) -> str:
+    def _change_by_relaunch(self, job: Any) -> str:
         """Makes the change by new processes: the run is saved as it goes on there, and ends.
 
         Returns:
@@ -224,15 +236,16 @@ class LayoutChangeManager:
         change = self._requested
         assert change is not None and change.number is not None
         now = broadcast_from_rank0(time.time())
-        pending = PendingRelaunch(**self._about(change, job), time=now)
+        host = self._host_of(job)
+        pending = PendingRelaunch(**self._about(change, host), time=now)
         self.exits_for_relaunch = True
-        job.state.settings = change.settings
+        host.state.settings = change.settings
         change.done(ReshardResult(kind="moved"))
         self._costs.pending_relaunch = pending
         return f"to go on as {change.to} in new processes"
 
-    def _about(self, change: LayoutChange, job: Job) -> dict[str, Any]:
-        return {"number": change.number, "start": str(job.config.layout), "to": str(change.to)}
+    def _about(self, change: LayoutChange, host: LayoutHost) -> dict[str, Any]:
+        return {"number": change.number, "start": str(host.layout), "to": str(change.to)}
 
     def _note_relayout(
         self, about: dict[str, Any], iteration: int, consumed_samples: int, outcome: ReshardResult

@@ -62,21 +62,12 @@ _ANNEALING_DECISIONS = 8
 """A decision comes after this part of the samples that are left, while the run anneals by batch."""
 
 
-def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
+def check(flags: CopusConfig) -> None:
     """Checks the flags by themselves.
 
-    Args:
-        flags: of the controller.
-        changes_layout: whether the trainer can take another layout.
-
     Raises:
-        UsageError: a value that makes no sense, or that this trainer cannot do.
+        UsageError: a value that makes no sense.
     """
-    if flags.copus_mode == "act" and flags.copus_layouts == "all" and not changes_layout:
-        raise UsageError(
-            "--copus-layouts all: this trainer cannot change its layout while it runs; use "
-            "--copus-layouts current, or --copus-mode observe to see what it would do"
-        )
     for field in _POSITIVE:
         value = getattr(flags, field)
         if value is not None and not (math.isfinite(value) and value > 0):

@@ -6,9 +6,10 @@ ranks vote after each part, so that a rank that fails alone never leaves the oth
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ import torch.distributed as dist
 from copus_ext.reshard import verify
 from copus_ext.reshard.consensus import Consensus, Deadline
 from copus_ext.reshard.group_store import GroupStore
+from copus_ext.reshard.host import LayoutHost
 from copus_ext.reshard.phases import BACK, PHASES, TOGETHER, PhaseFailed, ReshardResult
-from copus_ext.reshard.plan import ReshardPlan
+from copus_ext.reshard.plan import ReshardPlan, make_plan
 from copus_ext.reshard.saved_state import (
     SavedState,
     adam_steps,
-    check_memory,
     copy_all,
     extract,
     masters_to_weights,
@@ -33,16 +34,10 @@ from copus_ext.reshard.saved_state import (
 from copus_ext.reshard.transfer import Transfer
 from megatron.trainer.common.errors import Relaunch
 from megatron.trainer.common.step_settings import StepSettings
-from megatron.trainer.config import Config
 from megatron.trainer.config.layout import Layout
-from megatron.trainer.config.relayout import with_layout
 from megatron.trainer.distributed.process_groups import await_closed, destroy_groups
-from megatron.trainer.distributed.sharding import digest
-from megatron.trainer.model.gpt import Model, build_model
-from megatron.trainer.model.shards import Shards, local_shards
-from megatron.trainer.optim.optimizer import build_optimizer
-from megatron.trainer.train.build import install_layout, release_layout
-from megatron.trainer.train.job import Job
+from megatron.trainer.distributed.sharding import Record, digest
+from megatron.trainer.model.shards import Shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +48,6 @@ class ReshardContext:
     """The group of all ranks for the messages."""
     renew_group: Callable[[], None]
     """Replaces that group. Collective."""
-    plan: Callable[[Config, Layout], ReshardPlan]
     store: GroupStore
     """Process groups of other layouts."""
     note: Callable[..., None]
@@ -70,11 +64,13 @@ class ReshardContext:
 class _Built:
     """A layout as far as it has been built."""
 
-    config: Config
+    target: Any
     groups: Any = None
-    model: Model | None = None
+    model: Any = None
     optimizer: Any = None
     shards: Shards | None = None
+    of_all_ranks: list[list[Record]] = field(default_factory=list)
+    """Records by rank, where no arithmetic knows them."""
 
     def drop(self) -> None:
         """Releases everything, so that the groups can be destroyed."""
@@ -89,7 +85,7 @@ class Change:
 
     Args:
         context: of all changes of the job.
-        job: at a step boundary.
+        host: the job, at a step boundary.
         layout: to change to.
         settings: of the steps after the change.
         consensus: votes of this change.
@@ -99,17 +95,18 @@ class Change:
     def __init__(
         self,
         context: ReshardContext,
-        job: Job,
+        host: LayoutHost,
         layout: Layout,
         settings: StepSettings,
         consensus: Consensus,
         deadline: Deadline,
     ) -> None:
-        self.context, self.job, self.layout, self.settings = context, job, layout, settings
+        self.context, self.host, self.layout, self.settings = context, host, layout, settings
         self.consensus, self.deadline = consensus, deadline
         self.result = ReshardResult()
         self._wanted = ""
         self._own: Shards | None = None
+        self._source: list[list[Record]] = []
         self.saved: SavedState | None = None
         self.new: _Built | None = None
 
@@ -136,14 +133,14 @@ class Change:
             None, or the phase that failed and why.
         """
         try:
-            plan = self._phase("prepare", self._prepare, self._agree)
+            plan, keys = self._phase("prepare", self._prepare, self._agree)
             self._phase("drain", lambda: self._note("relayout.begin"), lambda _: self._drain())
-            keys = verify.checked_keys(plan.keys, sample=self.context.is_sample)
+            keys = verify.checked_keys(keys, sample=self.context.is_sample)
             self.saved = self._phase(
                 "extract", lambda: self._extract(keys), lambda x: self._share(x[0], x[1], keys)
             )
             self._phase("tear down", self._release, lambda _: self._leave())
-            self.new = _Built(config=with_layout(self.job.config, self.layout))
+            self.new = _Built(target=self._target)
             self._build(self.new)
             transfer = self._phase("copy", lambda: self._copy_own(plan))
             self._phase("transfer", _nothing, lambda _: transfer.exchange())
@@ -153,7 +150,7 @@ class Change:
         except PhaseFailed as error:
             return error.phase, str(error)
         self.result.kind = "moved"
-        self.job.state.settings = self.settings
+        self.host.state.settings = self.settings
         try:
             self._phase("resume", lambda: self._install(self.new))
             return None
@@ -186,7 +183,7 @@ class Change:
         """
         topic, started = label + name, time.perf_counter()
         try:
-            with self.job.trace.span(f"layout: {topic}"):
+            with self.host.span(f"layout: {topic}"):
                 result = self._part(name, topic, alone)
                 if together is not None:
                     own = result
@@ -209,43 +206,67 @@ class Change:
 
     def _note(self, kind: str) -> None:
         if dist.get_rank() == 0:
-            iteration = self.job.state.iteration
+            iteration = self.host.state.iteration
             self.context.note(kind, iteration=iteration, to=str(self.layout))
 
-    def _prepare(self) -> ReshardPlan:
+    def _prepare(self) -> ReshardPlan | None:
         """All that this rank can check before: legality, the plan, memory."""
-        job = self.job
-        config = with_layout(job.config, self.layout)
-        problems = job.cut_problems(self.settings, self.layout)
+        host = self.host
+        self._target = host.target(self.layout)
+        problems = host.cut_problems(self.settings, self.layout)
         if problems:
             raise ValueError("; ".join(problems))
-        plan = self.context.plan(job.config, self.layout)
-        self._own = own = local_shards(job.model, job.optimizer, job.groups)
-        if digest(own.records) != digest(plan.source[dist.get_rank()]):
+        plan = host.plan(self.layout)
+        _, *present = host.present
+        self._own = own = host.shards(*present)
+        if plan is not None and digest(own.records) != digest(plan.source[dist.get_rank()]):
             raise ValueError("the shards of this model do not match the reshard plan")
-        check_memory(job, plan, config)
-        result = self.result
-        result.wire_bytes, result.minimum_bytes = plan.wire_bytes, plan.minimum_bytes
-        result.busiest_bytes = plan.busiest_bytes
-        self._wanted = f"{self.layout} {self.settings} {job.state.iteration} {plan.digest()}"
+        host.check_memory(plan, self._target)
+        what = plan.digest() if plan is not None else ""
+        self._wanted = f"{self.layout} {self.settings} {host.state.iteration} {what}"
         if dist.get_rank() == 0:
             self.consensus.share("change", self._wanted)
         return plan
 
-    def _agree(self, plan: ReshardPlan) -> ReshardPlan:
-        """All ranks want the same."""
+    def _agree(self, plan: ReshardPlan | None) -> tuple[ReshardPlan | None, list[str]]:
+        """All ranks want the same. Returns the plan, if it is known already, and the names of all
+        tensors."""
         of_rank_0 = self.consensus.share("change")
         if of_rank_0 != self._wanted:
             raise ValueError(f"this rank wants {self._wanted!r} and rank 0 {of_rank_0!r}")
+        if plan is not None:
+            self._count_bytes(plan)
+            return plan, plan.keys
+        assert self._own is not None
+        self._source = self._of_all_ranks(self._own.records)
+        return None, sorted({record.key for own in self._source for record in own})
+
+    def _plan_of_live(self) -> ReshardPlan:
+        """The plan from what the ranks hold in truth, before and now."""
+        assert self.new is not None
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+        plan = make_plan(self._source, self.new.of_all_ranks, ranks_per_node=per_node)
+        self._count_bytes(plan)
         return plan
 
+    def _of_all_ranks(self, records: list[Record]) -> list[list[Record]]:
+        group = self.context.group()
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, records, group=group)
+        return found
+
+    def _count_bytes(self, plan: ReshardPlan) -> None:
+        result = self.result
+        result.wire_bytes, result.minimum_bytes = plan.wire_bytes, plan.minimum_bytes
+        result.busiest_bytes = plan.busiest_bytes
+
     def _drain(self) -> None:
-        if self.job.checkpointer is not None:
-            self.job.checkpointer.finish()
+        self.host.finish_saving()
 
     def _extract(self, keys: list[str]) -> tuple[SavedState, Any]:
         assert self._own is not None
-        saved, self._own = extract(self.job, self._own), None
+        target, _, optimizer, _ = self.host.present
+        saved, self._own = extract(target, optimizer, self._own), None
         return saved, verify.local_sums(saved.shards, keys)
 
     def _share(self, saved: SavedState, own: Any, keys: list[str]) -> SavedState:
@@ -258,38 +279,42 @@ class Change:
 
     def _release(self) -> None:
         """Releases the old layout, unless this rank has done so before."""
-        if self.job.model is not None:
-            release_layout(self.job)
+        if not self.host.is_released:
+            self.host.release()
 
     def _leave(self) -> None:
         """Takes the groups of the old layout out of use."""
         assert self.saved is not None
-        self.context.store.leave(self.saved.config.layout, self.layout)
+        self.context.store.leave(self.saved.target.layout, self.layout)
 
     def _build(self, built: _Built, label: str = "") -> None:
         """Groups, model and optimizer of a layout, with no state yet."""
-        saved, device = self.saved, self.job.device
+        saved, host, target = self.saved, self.host, built.target
         assert saved is not None
-        built.groups = self._phase(
-            "groups", _nothing, lambda _: self.context.store.obtain(built.config), label=label
-        )
+
+        def groups() -> Any:
+            return self.context.store.obtain(target.layout, lambda: host.build_groups(target))
+
+        built.groups = self._phase("groups", _nothing, lambda _: groups(), label=label)
 
         def model() -> None:
-            built.model = build_model(built.config, built.groups, device, draw=False)
+            built.model = host.build_model(target, built.groups)
 
         def optimizer() -> None:
-            assert built.model is not None
-            built.optimizer = build_optimizer(built.config, built.model, built.groups)
+            built.optimizer = host.build_optimizer(target, built.model, built.groups)
             restore_counts(built.optimizer, step=saved.step, scaler=saved.scaler)
-            built.shards = local_shards(built.model, built.optimizer, built.groups)
+            built.shards = host.shards(built.model, built.optimizer, built.groups)
+            if self._source:
+                built.of_all_ranks = self._of_all_ranks(built.shards.records)
             prefault(built.shards)
 
         self._phase("model", model, label=label)
         self._phase("optimizer", _nothing, lambda _: optimizer(), label=label)
 
-    def _copy_own(self, plan: ReshardPlan) -> Transfer:
+    def _copy_own(self, plan: ReshardPlan | None) -> Transfer:
         """Copies what stays on this rank and prepares the messages."""
         saved, new = self.saved, self.new
+        plan = plan or self._plan_of_live()
         assert saved is not None and new is not None and new.shards is not None
         if new.shards.records != plan.target[dist.get_rank()]:
             raise ValueError("shards do not match the reshard plan")
@@ -306,13 +331,11 @@ class Change:
     def _fill_and_verify(self, built: _Built, label: str = "") -> None:
         """Sets weights from the masters, and checks that no element of the state has changed."""
         saved, model, shards = self.saved, built.model, built.shards
-        assert saved is not None and model is not None and shards is not None
+        assert saved is not None and shards is not None
         self._phase(
             "weights",
             lambda: masters_to_weights(built.optimizer),
-            lambda _: share_weights(
-                built.config, model, built.groups, timeout_s=self.context.message_timeout_s
-            ),
+            lambda _: share_weights(built.target, model, timeout_s=self.context.message_timeout_s),
             label=label,
         )
         keys = sorted({name.split(".", 1)[1] for name in saved.sums})
@@ -335,7 +358,7 @@ class Change:
         assert built is not None and built.model is not None
         self.saved = None
         await_closed()
-        install_layout(self.job, built.config, built.groups, built.model, built.optimizer)
+        self.host.install(built.target, built.groups, built.model, built.optimizer)
 
     def _back(self) -> None:
         """Rebuilds the old layout from what this rank has saved.
@@ -345,7 +368,7 @@ class Change:
         """
         saved, new = self.saved, self.new
         assert saved is not None
-        old = _Built(config=saved.config)
+        old = _Built(target=saved.target)
 
         def release() -> None:
             self._release()

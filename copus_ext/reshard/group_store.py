@@ -4,10 +4,9 @@ ranks it takes long to build and to destroy them."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.trainer.config import Config
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.distributed.process_groups import (
     IdleGroups,
@@ -16,7 +15,6 @@ from megatron.trainer.distributed.process_groups import (
     set_groups_aside,
     use_groups,
 )
-from megatron.trainer.train.build import groups_of
 
 
 class GroupStore:
@@ -36,10 +34,10 @@ class GroupStore:
         """Whose groups are there, the one that was idle longest first."""
         return list(self._idle)
 
-    def obtain(self, config: Config) -> Any:
-        """The groups of a layout, kept or new, in use. Collective; none are in use before."""
-        idle = self._idle.pop(config.layout, None)
-        return groups_of(config) if idle is None else use_groups(idle)
+    def obtain(self, layout: Layout, build: Callable[[], Any]) -> Any:
+        """The groups of a layout, kept or built now, in use. Collective; none are in use before."""
+        idle = self._idle.pop(layout, None)
+        return build() if idle is None else use_groups(idle)
 
     def leave(self, layout: Layout, to: Layout) -> None:
         """Takes the groups in use out of use, once the model is gone: keeps or destroys them.
@@ -59,26 +57,26 @@ class GroupStore:
         if following is not None:
             self._idle[to] = following
 
-    def build_ahead(self, now: Config, others: Iterable[Config]) -> int:
+    def build_ahead(self, now: Layout, others: Mapping[Layout, Callable[[], Any]]) -> int:
         """Builds the groups of likely next layouts while the present one is in use. Collective.
 
         Args:
-            now: of the layout in use.
-            others: most likely first.
+            now: the layout in use.
+            others: what builds them, most likely first.
 
         Returns:
             How many layouts were built.
         """
-        wanted = [c for c in others if c.layout != now.layout][: self._most]
-        for config in reversed(wanted):
-            if config.layout in self._idle:
-                self._idle.move_to_end(config.layout)
-        missing = [c for c in reversed(wanted) if c.layout not in self._idle]
-        for config in missing:
+        wanted = [layout for layout in others if layout != now][: self._most]
+        for layout in reversed(wanted):
+            if layout in self._idle:
+                self._idle.move_to_end(layout)
+        missing = [layout for layout in reversed(wanted) if layout not in self._idle]
+        for layout in missing:
             in_use = set_groups_aside()
             try:
-                groups_of(config)
-                self._keep(config.layout, set_groups_aside())
+                others[layout]()
+                self._keep(layout, set_groups_aside())
             finally:
                 use_groups(in_use)
         return len(missing)

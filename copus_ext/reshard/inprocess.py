@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,17 +23,13 @@ from copus_ext.goodput import costs
 from copus_ext.reshard.change import Change, ReshardContext
 from copus_ext.reshard.consensus import Consensus, Deadline, NoAnswer
 from copus_ext.reshard.group_store import GroupStore
-from copus_ext.reshard.parameters import shape_of
+from copus_ext.reshard.host import LayoutHost
 from copus_ext.reshard.phases import ReshardResult
-from copus_ext.reshard.plan import ReshardPlan, ReshardPlanCache
 from megatron.trainer.common.control import STACKS
-from megatron.trainer.common.errors import Relaunch, UsageError
+from megatron.trainer.common.errors import Relaunch
 from megatron.trainer.common.step_settings import StepSettings
-from megatron.trainer.config import Config
 from megatron.trainer.config.layout import Layout
-from megatron.trainer.config.relayout import with_layout
 from megatron.trainer.resilience.watchdog import exit_immediately
-from megatron.trainer.train.job import Job
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +67,10 @@ class InProcessResharder:
         self._store = dist.PrefixStore(_launch_name(), _store_of_launch())
         # Not one of megatron-core's, so that taking those down leaves it.
         self._group: Any = dist.new_group()
-        self._plans: ReshardPlanCache | None = None
         self._count = 0
         self._context = ReshardContext(
             group=lambda: self._group,
             renew_group=self._renew_group,
-            plan=self.plan,
             store=GroupStore(prebuild),
             note=note,
             fault=fault,
@@ -98,37 +92,26 @@ class InProcessResharder:
         self._close_group()
         self._group = dist.new_group()
 
-    def build_ahead(self, config: Config, layouts: Iterable[Layout]) -> int:
+    def build_ahead(self, host: LayoutHost, layouts: Iterable[Layout]) -> int:
         """Builds the groups of layouts that may come next, most likely first. Skips those that the
         model cannot have. All ranks, at a step boundary.
 
         Returns:
             How many layouts were built.
         """
-        others = []
+        others: dict[Layout, Callable[[], Any]] = {}
         for layout in layouts:
-            with contextlib.suppress(UsageError):
-                others.append(with_layout(config, layout))
-        return self._context.store.build_ahead(config, others)
-
-    def plan(self, config: Config, layout: Layout) -> ReshardPlan:
-        """The plan of a change to a layout. Pure arithmetic; kept for the change.
-
-        Raises:
-            ValueError: the model cannot be laid out so.
-        """
-        if self._plans is None:
-            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
-            self._plans = ReshardPlanCache(shape_of(config), ranks_per_node=per_node)
-        return self._plans.between(config.layout, layout)
+            with contextlib.suppress(ValueError):
+                others[layout] = functools.partial(host.build_groups, host.target(layout))
+        return self._context.store.build_ahead(host.layout, others)
 
     def move(
-        self, job: Job, layout: Layout, settings: StepSettings, *, predicted_s: float = 0.0
+        self, host: LayoutHost, layout: Layout, settings: StepSettings, *, predicted_s: float = 0.0
     ) -> ReshardResult:
         """Changes the layout. All ranks take part, at a step boundary.
 
         Args:
-            job: at a boundary: gradients applied, no evaluation and no save under way.
+            host: the job, at a boundary.
             layout: to change to.
             settings: of the steps after the change.
             predicted_s: expected seconds of the change.
@@ -156,7 +139,7 @@ class InProcessResharder:
             on_expire=self._exit_immediately,
         )
         with deadline:
-            change = Change(self._context, job, layout, settings, consensus, deadline)
+            change = Change(self._context, host, layout, settings, consensus, deadline)
             try:
                 return change.run()
             except NoAnswer as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from copus_ext.reshard.plan import ReshardPlan
 from copus_ext.reshard.transfer import BUCKET_BYTES, BUFFERS, gather_in_place
-from megatron.trainer.config import Config
-from megatron.trainer.model.gpt import Model
-from megatron.trainer.model.shards import Shards, is_expert, parts_of
-from megatron.trainer.train.job import Job
+from megatron.trainer.model.shards import HasChunks, Shards, is_expert, parts_of
+
+if TYPE_CHECKING:
+    from megatron.trainer.config import Config
+    from megatron.trainer.train.job import Job
 
 _PAGE_ELEMENTS = 1024
 """fp32 elements of a page."""
@@ -29,8 +30,8 @@ _WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 class SavedState:
     """The state that differs between ranks or that only the optimizer has."""
 
-    config: Config
-    """Of the old layout."""
+    target: Any
+    """The old layout as the trainer configures it."""
     shards: Shards
     """Master weights and moments; read only."""
     step: int
@@ -103,19 +104,20 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
 
 
-def extract(job: Job, shards: Shards) -> SavedState:
+def extract(target: Any, optimizer: Any, shards: Shards) -> SavedState:
     """Takes what must outlive the old layout and leaves the job as it is. At a step boundary; not
     collective.
 
     Args:
-        job: under the old layout.
+        target: the old layout as the trainer configures it.
+        optimizer: under it.
         shards: all of this rank's.
     """
     return SavedState(
-        config=job.config,
+        target=target,
         shards=Shards(records=shards.records, tensors=_alone(shards.tensors)),
-        step=adam_steps(job.optimizer) or 0,
-        scaler=scaler_state(job.optimizer),
+        step=adam_steps(optimizer) or 0,
+        scaler=scaler_state(optimizer),
     )
 
 
@@ -136,22 +138,33 @@ def _alone(shards: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor
 
 
 def adam_steps(optimizer: Any) -> int | None:
-    """Updates of Adam; None if no group with parameters on this rank counts them.
+    """Updates of Adam; None if nothing with parameters on this rank counts them.
 
     Raises:
         ValueError: groups differ.
     """
-    found = {
-        int(group.get("step", 0))
-        for part in parts_of(optimizer)
-        if part.optimizer is not None
-        for group in part.optimizer.param_groups
-        # Muon does not count, and not every Adam does in a group that is empty on this rank.
-        if group["params"] and "betas" in group
-    }
+    found: set[int] = set()
+    for part in parts_of(optimizer):
+        if part.optimizer is None:
+            continue
+        for group in part.optimizer.param_groups:
+            # Muon does not count, and not every Adam does in a group that is empty on this rank.
+            if not group["params"] or "betas" not in group:
+                continue
+            if _counts_by_weight(part.optimizer):
+                states = (part.optimizer.state[p] for p in group["params"])
+                found |= {int(state.get("step", 0)) for state in states}
+            else:
+                found.add(int(group.get("step", 0)))
     if len(found) > 1:
         raise ValueError(f"the optimizer's groups count different steps: {sorted(found)}")
     return found.pop() if found else None
+
+
+def _counts_by_weight(optimizer: Any) -> bool:
+    """Whether an Adam is torch's own, which counts in the state of each weight, and which cannot
+    start without a count where the moments exist."""
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any] | None:
@@ -169,10 +182,14 @@ def restore_counts(optimizer: Any, *, step: int, scaler: dict[str, Any] | None) 
         scaler: state of the loss scaler; None without one.
     """
     for part in parts_of(optimizer):
-        if part.optimizer is not None and step:
-            for group in part.optimizer.param_groups:
-                if "betas" in group:
-                    group["step"] = step
+        own = part.optimizer
+        state = getattr(own, "state", {})
+        for group in getattr(own, "param_groups", ()):
+            if "betas" in group and _counts_by_weight(own):
+                for weight in group["params"]:
+                    state[weight]["step"] = torch.tensor(float(step))
+            elif "betas" in group and step:
+                group["step"] = step
         if scaler is not None:
             part.grad_scaler.load_state_dict(scaler)
 
@@ -210,13 +227,12 @@ def masters_to_weights(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def share_weights(config: Config, model: Model, groups: Any, *, timeout_s: float) -> None:
+def share_weights(config: Any, model: HasChunks, *, timeout_s: float) -> None:
     """Gives every replica all weights. Collective, after `masters_to_weights` on all ranks.
 
     Args:
         config: of the layout.
         model: this rank's chunks.
-        groups: of the layout.
         timeout_s: for each message, where the backend does not keep the time itself.
     """
     if not config.parallel.use_distributed_optimizer:

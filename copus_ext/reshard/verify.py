@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.trainer.distributed.sharding import Record
-from megatron.trainer.model.gpt import Model
-from megatron.trainer.model.shards import ALL_KINDS, Shards, is_expert, weights_of
+from megatron.trainer.model.shards import ALL_KINDS, HasChunks, Shards, is_expert, weights_of
 
 _SAMPLED = 16
 """With `sample` one of so many tensors is summed."""
@@ -156,7 +155,7 @@ def compare(before: dict[str, int], after: dict[str, int]) -> None:
 
 @torch.no_grad()
 def check_weights(
-    model: Model, shards: Shards, groups: Any, keys: Collection[str] | None = None
+    model: HasChunks, shards: Shards, groups: Any, keys: Collection[str] | None = None
 ) -> None:
     """Checks, where this rank holds both, that the model's weights are its rounded masters.
 
@@ -193,7 +192,7 @@ def check_weights(
 
 
 @torch.no_grad()
-def weight_sum(model: Model, groups: Any, keys: Collection[str] | None = None) -> torch.Tensor:
+def weight_sum(model: HasChunks, groups: Any, keys: Collection[str] | None = None) -> torch.Tensor:
     """Numbers for the weights of this rank's chunks, those of `keys` or all: [2] of the dense ones
     and of the experts; 0 where there are no copies to compare with. Not collective."""
     total = torch.zeros(2, dtype=torch.int64, device=torch.cuda.current_device())

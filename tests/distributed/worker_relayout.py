@@ -204,6 +204,7 @@ def main(output: Path, *names: str) -> Any:
     import torch.distributed as dist
 
     from copus_ext.reshard.inprocess import InProcessResharder
+    from copus_ext.reshard.trainer_host import TrainerHost
     from megatron.trainer.common.step_settings import Request, StepSettings
     from megatron.trainer.train.callbacks import Callback, CallbackContext
 
@@ -238,8 +239,8 @@ def main(output: Path, *names: str) -> Any:
             for place in self.path:
                 to = layout_of(place, dist.get_world_size())
                 start = str(job.config.layout)
-                built = self.mover.build_ahead(job.config, [to])
-                outcome = self.mover.move(job, to, job.state.settings)
+                built = self.mover.build_ahead(TrainerHost(job), [to])
+                outcome = self.mover.move(TrainerHost(job), to, job.state.settings)
                 after, local, now = state_of(job)
                 was = visited.setdefault(to, local)
                 self.rows.append(

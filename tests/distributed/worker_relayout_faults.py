@@ -97,6 +97,7 @@ def wandering(
     import torch.distributed as dist
 
     from copus_ext.reshard.inprocess import InProcessResharder
+    from copus_ext.reshard.trainer_host import TrainerHost
     from megatron.trainer.common.step_settings import Request
     from megatron.trainer.train.callbacks import Callback, CallbackContext
     from tests.distributed.worker_relayout import equal, state_of
@@ -127,7 +128,7 @@ def wandering(
             for number, case in enumerate(cases):
                 to = layout_of(layouts[number % len(layouts)], dist.get_world_size())
                 with attempt(case):
-                    outcome = self.mover.move(job, to, job.state.settings)
+                    outcome = self.mover.move(TrainerHost(job), to, job.state.settings)
                 after, now_own, now = state_of(job)
                 self.rows.append(
                     {
@@ -246,8 +247,8 @@ def spoiled(name: str) -> Iterator[None]:
             group["step"] += 1
         done.append("counts")
 
-    def weights(config: Any, model: Any, groups: Any, **how: Any) -> None:
-        share_weights(config, model, groups, **how)
+    def weights(config: Any, model: Any, **how: Any) -> None:
+        share_weights(config, model, **how)
         if name in ("weight", "replica") and "weights" not in done:
             # Rank 1 holds the masters of all, or of the first parameters.
             params = list(model.chunks[0].parameters())
@@ -295,6 +296,7 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
     prepare()
     from copus_ext.commands import pretrain
     from copus_ext.reshard.inprocess import InProcessResharder
+    from copus_ext.reshard.trainer_host import TrainerHost
     from megatron.trainer.common.step_settings import Request
     from megatron.trainer.train.callbacks import Callback, CallbackContext
 
@@ -332,7 +334,7 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
             assert self.mover is not None
             size = job.config.layout.world_size
             to = layout_of({**TO, **TO_EXPERTS}[case["to"]], size)
-            outcome = self.mover.move(job, to, job.state.settings)
+            outcome = self.mover.move(TrainerHost(job), to, job.state.settings)
             (output / f"outcome-{rank}.json").write_text(json.dumps(outcome.to_json()))
 
     pretrain._PATIENCE_S = 1

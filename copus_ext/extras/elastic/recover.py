@@ -117,7 +117,7 @@ def _restore(
     transfer.exchange()
     restore_counts(optimizer, step=found.step, scaler=found.scaler)
     masters_to_weights(optimizer)
-    share_weights(config, model, groups, timeout_s=_MESSAGE_S)
+    share_weights(config, model, timeout_s=_MESSAGE_S)
 
 
 def _sources(found: Found, shape: ModelShape) -> list[list[Record]]:

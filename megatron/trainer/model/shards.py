@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.trainer.distributed.sharding import Record, records_of_block
-from megatron.trainer.model.gpt import Model
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 """Names of the tensors of a shard under Adam: fp32 master weight, first and second moment."""
@@ -31,6 +30,9 @@ class Shards:
     """Rectangles of global tensors; each names its shard."""
     tensors: list[dict[str, torch.Tensor]]
     """By shard: those of `ALL_KINDS` that it has, flat, fp32; the tensors of the live optimizer."""
+
+
+_Held = tuple[torch.Tensor, int, int, dict[str, torch.Tensor], bool]
 
 
 class HasChunks(Protocol):
@@ -48,24 +50,33 @@ def is_expert(key: str) -> bool:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+    """The optimizers that a chain is made of, or of chains of chains; else the one."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [x for part in chained for x in parts_of(part)]
 
 
-def local_shards(model: HasChunks, optimizer: Any, groups: Any) -> Shards:
+def local_shards(
+    model: HasChunks, optimizer: Any, groups: Any, *, with_the_rest: bool = False
+) -> Shards:
     """This rank's shards of the live model; nothing is copied. Not collective.
 
     Args:
         model: this rank's chunks.
         optimizer: megatron-core's, its moments allocated.
         groups: process groups of the layout.
+        with_the_rest: also buffers that are saved and frozen parameters, as shards with a `param`
+            alone. Without it a buffer is an error, but for the biases of experts, which every rank
+            of our trainer knows (`TrainState.expert_biases`).
 
     Raises:
         UnknownState: naming the tensor.
     """
-    entries = _entries(model, {"dp_cp_group": groups.dp_cp})
+    entries = _entries(model, {"dp_cp_group": groups.dp_cp}, with_the_rest=with_the_rest)
     records: list[Record] = []
     tensors: list[dict[str, torch.Tensor]] = []
-    for param, start, stop, held, is_sharded in _held(model, optimizer):
+    of_optimizer = list(_held(model, optimizer))
+    rest = _rest(entries, of_optimizer) if with_the_rest else []
+    for param, start, stop, held, is_sharded in (*of_optimizer, *rest):
         entry = entries.get(id(param))
         if entry is None:
             raise UnknownState(f"a parameter of shape {tuple(param.shape)} has no global name")
@@ -91,9 +102,11 @@ def local_shards(model: HasChunks, optimizer: Any, groups: Any) -> Shards:
     return Shards(records=records, tensors=tensors)
 
 
-def weights_of(model: Model, groups: Any) -> Iterator[tuple[Record, torch.Tensor]]:
+def weights_of(model: HasChunks, groups: Any) -> Iterator[tuple[Record, torch.Tensor]]:
     """This rank's model parameters, each as the rectangle of a global tensor. Not collective."""
-    for entry in _entries(model, {"dp_cp_group": groups.dp_cp}).values():
+    entries = _entries(model, {"dp_cp_group": groups.dp_cp}, with_the_rest=True)
+    params = {id(p) for chunk in model.chunks for p in chunk.parameters()}
+    for entry in (entry for number, entry in entries.items() if number in params):
         for part, _ in _pieces(entry):
             size = part.data.numel()
             (record,) = records_of_block(
@@ -110,19 +123,20 @@ def weights_of(model: Model, groups: Any) -> Iterator[tuple[Record, torch.Tensor
             yield record, part.data.detach()
 
 
-def _entries(model: HasChunks, metadata: dict[str, Any]) -> dict[int, Any]:
-    """The global name and place of every parameter, by its identity."""
+def _entries(model: HasChunks, metadata: dict[str, Any], *, with_the_rest: bool) -> dict[int, Any]:
+    """The global name and place of every parameter, and of what else is saved, by its identity."""
     params = {id(p) for chunk in model.chunks for p in chunk.parameters()}
     entries: dict[int, Any] = {}
     for chunk in model.chunks:
         for value in nested_values(chunk.module.sharded_state_dict(metadata=metadata)):  # pyright: ignore[reportCallIssue]
             if isinstance(value, ShardedObject) and value.key.rpartition(".")[2] == "_extra_state":
                 continue  # Transformer Engine's; holds nothing without fp8
-            if getattr(value, "key", "").endswith(".router.expert_bias"):
-                continue  # every rank knows those of all layers (`TrainState.expert_biases`)
+            is_bias = getattr(value, "key", "").endswith(".router.expert_bias")
+            if is_bias and not with_the_rest:
+                continue
             if not isinstance(value, (ShardedTensor, ShardedTensorFactory)):
                 raise UnknownState(f"state of type {type(value).__name__} is not known")
-            if id(value.data) not in params:
+            if id(value.data) not in params and not with_the_rest:
                 raise UnknownState(f"{value.key} is no parameter")
             entries[id(value.data)] = value
     return entries
@@ -138,9 +152,7 @@ def _pieces(entry: Any) -> list[tuple[Any, int]]:
     return [(entry, 0)]
 
 
-def _held(
-    model: HasChunks, optimizer: Any
-) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torch.Tensor], bool]]:
+def _held(model: HasChunks, optimizer: Any) -> Iterator[_Held]:
     """Parameter, first and one past the last of its elements whose state is here, that state, and
     whether replicas share the state out among them."""
     holders: dict[int, Any] = {}
@@ -160,6 +172,22 @@ def _held(
         main = getattr(param, "main_param", param)
         if (holder := holders.get(id(main))) is not None:
             yield param, 0, param.numel(), _flat({"param": main, **holder.state[main]}), False
+
+
+def _rest(entries: dict[int, Any], held: list[_Held]) -> Iterator[_Held]:
+    """What no optimizer changes. A parameter that other replicas hold the state of is no such.
+
+    Raises:
+        UnknownState: it is not fp32, in which state moves.
+    """
+    known = {id(param) for param, *_ in held}
+    for number, entry in entries.items():
+        tensor = entry.data
+        if number in known or tensor.requires_grad:
+            continue
+        if tensor.dtype != torch.float32:
+            raise UnknownState(f"{entry.key} is {tensor.dtype}, and no optimizer has it in fp32")
+        yield tensor, 0, tensor.numel(), {"param": tensor.detach().view(-1)}, False
 
 
 def _flat(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -164,6 +164,7 @@ def moves(output: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     from copus_ext.reshard.inprocess import InProcessResharder
+    from copus_ext.reshard.trainer_host import TrainerHost
     from megatron.trainer.common.step_settings import Request
     from megatron.trainer.config.layout import Layout
     from megatron.trainer.train.callbacks import Callback, CallbackContext
@@ -187,7 +188,7 @@ def moves(output: Path) -> dict[str, Any]:
 
         def move(self, job: Any) -> None:
             self.result["before"] = self.rest(job.context)
-            outcome = self.mover.move(job, Layout(tp=2, dp=2), job.state.settings)
+            outcome = self.mover.move(TrainerHost(job), Layout(tp=2, dp=2), job.state.settings)
             self.result |= {"kind": outcome.kind, "reason": outcome.reason}
             self.result["after"] = self.rest(job.context)
 
