@@ -201,7 +201,9 @@ class ThroughputTable:
         is_known = any(_uncut(row.layout) == _uncut(self.config.layout) for row in rows)
         if not rows or (now.layout.layer_partition and not is_known):
             # The planner ranks even stages only; it has none where the layers do not divide.
-            rows = [*rows, *self._assumed(batches, now, measured)]
+            assumed = self._assumed(batches, now, measured)
+            # An invented speed cannot stand beside predicted ones.
+            rows = [*rows, *(row for row in assumed if not rows or measured(now))]
         at = next((i for i, row in enumerate(rows) if _is(row, now)), None)
         if at is None:
             # It runs, whatever is predicted for it.
@@ -294,16 +296,11 @@ class ThroughputTable:
         return self._known.get(_uncut(layout), _uncut(layout))
 
     def _can_be(self, layout: Layout) -> bool:
-        """Whether the run's own flags allow a layout; the planner knows the model alone. Another
-        trainer's flags cannot be asked."""
-        if layout == self.config.layout or not hasattr(self.config, "replace"):
+        """Whether the run's own flags allow a layout; the planner knows the model alone."""
+        if layout == self.config.layout:
             return True
         if layout not in self._legal:
-            try:
-                with_layout(self.config, layout)
-                self._legal[layout] = True
-            except UsageError:
-                self._legal[layout] = False
+            self._legal[layout] = _is_legal(self.config, layout)
         return self._legal[layout]
 
     def _has_room(self, c: Configuration, layout: Layout) -> bool:
@@ -317,21 +314,34 @@ class ThroughputTable:
         now: Configuration,
         measured: Callable[[Configuration], tuple[float, float, int] | None],
     ) -> list[ConfigThroughput]:
-        """Without a planner: the throughput of now, for every batch that it can cut."""
-        known = measured(now)
-        if known is None:
-            return []
-        rows = []
-        for batch in batches:
-            c = self._configuration(now.micro_batch_size, batch)
-            micro, uneven = now.micro_batch_size, self.config.batch.allow_uneven_micro_batches
-            if batch_problems(self.config.layout, micro, batch, uneven=uneven):
-                continue
-            own = measured(c)
-            speed = batch / own[0] if own else now.global_batch_size / known[0]
-            sd = _MEASURED_SD if own else _ASSUMED_SD
-            rows.append(_row(c, speed, sd, "measured" if own else "assumed"))
-        return rows
+        """Without a planner: the throughput of now, for every batch that it can cut. Before it is
+        known, as right after a resume, that of another batch, or one sample a second for all."""
+        micro, uneven = now.micro_batch_size, self.config.batch.allow_uneven_micro_batches
+        cut = [
+            self._configuration(micro, batch)
+            for batch in batches
+            if not batch_problems(self.config.layout, micro, batch, uneven=uneven)
+        ]
+        known = {c.global_batch_size: found for c in (now, *cut) if (found := measured(c))}
+        speeds = {batch: batch / usual for batch, (usual, *_) in known.items()}
+        usual = speeds.get(now.global_batch_size) or next(iter(speeds.values()), 1.0)
+        return [
+            _row(c, speeds[c.global_batch_size], _MEASURED_SD, "measured")
+            if c.global_batch_size in speeds
+            else _row(c, usual, _ASSUMED_SD, "assumed")
+            for c in cut
+        ]
+
+
+def _is_legal(config: Config, layout: Layout) -> bool:
+    """Whether a run can have a layout. A Megatron-LM checkout says so itself."""
+    if (problems := getattr(config, "layout_problems", None)) is not None:
+        return not problems(layout)
+    try:
+        with_layout(config, layout)
+    except UsageError:
+        return False
+    return True
 
 
 def _row(c: Configuration, samples_per_s: float, sd: float, source: str) -> ConfigThroughput:
@@ -393,17 +403,17 @@ def configuration_of_run(
 
 
 def _is_sequence_parallel(config: Config, layout: Layout) -> bool:
-    """An older Megatron-LM has one layout, and knows what it does there."""
+    """A Megatron-LM checkout does what its flag says, wherever it has an effect."""
     if hasattr(config, "explicit"):
         return is_sequence_parallel(config, layout)
-    return config.parallel.sequence_parallel
+    return layout.tp > 1 and _wants_sequence_parallel(config)
 
 
 def _wants_sequence_parallel(config: Config) -> bool:
     """The same, wherever there is tensor parallelism."""
     if hasattr(config, "explicit"):
         return wants_sequence_parallel(config)
-    return config.parallel.sequence_parallel
+    return getattr(config, "wants_sequence_parallel", config.parallel.sequence_parallel)
 
 
 def _exchange(config: Config) -> str:
