@@ -6,13 +6,15 @@ torchrun ... -m copus_ext.megatron_lm pretrain_gpt.py FLAGS OF MEGATRON-LM --cop
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.errors import Relaunch, UsageError
 from megatron.trainer.common.program import tell
+from megatron.trainer.resilience.watchdog import exit_immediately
 
 _PROG = "copus_ext.megatron_lm"
 
@@ -21,7 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     """Takes the controller's flags off the command line, wraps the loop and runs the script.
 
     Returns:
-        Exit code 2 for wrong usage; else the script's own way out is taken.
+        Exit code 2 for wrong usage, of the flags or of the run; else the script's own way out is
+        taken. A change of layout that cannot go back leaves with 85.
     """
     words = sys.argv[1:] if argv is None else argv
     try:
@@ -35,7 +38,15 @@ def main(argv: list[str] | None = None) -> int:
         from copus_ext.megatron_lm.host import install
 
         install(flags=flags)
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
+            tell(_PROG, f"error: {error}")
+        return 2
+    except Relaunch as error:
+        tell(_PROG, f"{error}; start the same command again, which goes on from --load")
+        exit_immediately(Relaunch.exit_code)
     return 0
 
 

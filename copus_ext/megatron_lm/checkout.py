@@ -6,6 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from copus_ext.megatron_lm.layouts import blocks_layouts
+from megatron.trainer.common.errors import UsageError
+
 if TYPE_CHECKING:
     from copus_ext.controller.flags import CopusConfig
 
@@ -13,15 +16,11 @@ if TYPE_CHECKING:
 _OPTIMIZERS = ("adam", "muon", "dist_muon")
 
 
-class UnsuitableRun(ValueError):
-    """Flags of the checkout that the controller cannot work with; names flag and fix."""
-
-
 def check(args: Any, flags: CopusConfig) -> None:
     """Checks the checkout's flags and the controller's.
 
     Raises:
-        UnsuitableRun: one does not go with the controller.
+        UsageError: one does not go with the controller.
     """
     wrong = [
         (
@@ -44,9 +43,27 @@ def check(args: Any, flags: CopusConfig) -> None:
             "drop --decrease-batch-size-if-needed",
         ),
     ]
+    if flags.copus_layouts == "all" and flags.copus_mode == "act":
+        wrong += [
+            (flags.copus_relayout != "inprocess", "use --copus-relayout inprocess"),
+            (
+                flags.copus_relayout_checkpoint_tokens is not None,
+                "drop --copus-relayout-checkpoint-tokens, as --save-interval says when to save",
+            ),
+            *((True, f"use --copus-layouts current, because of {x}") for x in blocks_layouts(args)),
+        ]
     fixes = [fix for is_wrong, fix in wrong if is_wrong]
     if fixes:
-        raise UnsuitableRun("--copus in Megatron-LM: " + "; ".join(fixes))
+        raise UsageError("--copus in Megatron-LM: " + "; ".join(fixes))
+
+
+def keeps_micro_batch(args: Any) -> bool:
+    """Whether the loss depends on the size of micro-batches, as that of a balanced load does: the
+    mean over all of them is the same under every batch and layout, if their size is."""
+    kinds = getattr(args, "moe_router_load_balancing_type", None)
+    return bool(getattr(args, "num_experts", None)) and "aux_loss" in (
+        kinds if isinstance(kinds, (list, tuple)) else [kinds]
+    )
 
 
 def shared(loss_dict: Any, seconds: float) -> tuple[float, float]:
@@ -69,7 +86,7 @@ def ramp_of(args: Any) -> tuple[int, ...] | None:
     return tuple(int(number) for number in ramp) if ramp else None
 
 
-def _config_of(args: Any, first_batch: int, train_samples: int, scheduler: Any) -> Any:
+def config_of(args: Any, first_batch: int, train_samples: int, scheduler: Any) -> Any:
     """That trainer's arguments in the groups of ours."""
     import torch
 
@@ -99,9 +116,11 @@ def _config_of(args: Any, first_batch: int, train_samples: int, scheduler: Any) 
         "normalization": getattr(args, "normalization", "LayerNorm"),
         **{name: getattr(args, name, False) for name in grads},
         "train_samples": train_samples,
+        "moe_balance": "micro_batch",  # see `keeps_micro_batch`
     }
     return SimpleNamespace(
         layout=layout,
+        checkpoint=SimpleNamespace(save=getattr(args, "save", None)),
         batch=groups,
         optim=groups,
         model=groups,
@@ -110,14 +129,16 @@ def _config_of(args: Any, first_batch: int, train_samples: int, scheduler: Any) 
         parallel=groups,
         recompute=groups,
         precision=SimpleNamespace(
-            bf16=getattr(args, "bf16", False), fp16=getattr(args, "fp16", False)
+            bf16=getattr(args, "bf16", False),
+            fp16=getattr(args, "fp16", False),
+            fp8=getattr(args, "fp8", None),
         ),
         runtime=SimpleNamespace(device="cuda" if torch.cuda.is_available() else "cpu"),
         flat=lambda: dict(flat),
     )
 
 
-def context_of(context: Any, args: Any, first_batch: int, train_samples: int) -> Any:
+def context_of(context: Any, args: Any) -> Any:
     """What our controller is given, made of that trainer's objects and arguments."""
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -140,7 +161,7 @@ def context_of(context: Any, args: Any, first_batch: int, train_samples: int) ->
         optimizer=context.optimizer,
         scheduler=context.scheduler,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
-        config=_config_of(args, first_batch, train_samples, context.scheduler),
+        config=None,
         state=state,
         run_dir=run_dir,
         step=None,

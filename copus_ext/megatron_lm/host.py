@@ -6,9 +6,8 @@ core 0.17 an edit of the script does, too:
     install()
     pretrain(..., extra_args_provider=add_copus_args)
 
-The batch changes through megatron-core's micro-batch calculator, between two segments of that loop;
-the micro-batch and the layout stay. The controller's own state lies beside the checkpoints in
-`copus_state.jsonl`, as a checkpoint of that trainer has no place for it.
+Batch, micro-batch and layout change between two segments of that loop. The controller's own state
+goes into that trainer's checkpoints, as one of its arguments.
 """
 
 from __future__ import annotations
@@ -18,23 +17,25 @@ import importlib
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from copus_ext.megatron_lm.checkout import (
-    UnsuitableRun,
     check,
+    config_of,
     context_of,
+    keeps_micro_batch,
     ramp_of,
     shared,
 )
+from copus_ext.megatron_lm.layouts import CheckoutHost
+from copus_ext.megatron_lm.record import RunRecord
+from copus_ext.megatron_lm.recorded import Recorded
 from copus_ext.megatron_lm.segments import train_in_segments
+from megatron.trainer.common.errors import UsageError
 
 if TYPE_CHECKING:
     from copus_ext.controller.flags import CopusConfig
-
-STATE_FILE = "copus_state.jsonl"
 
 
 def add_copus_args(parser: Any) -> Any:
@@ -60,14 +61,19 @@ class CopusCallback:
     """What `install` calls at each event of the loop.
 
     Args:
+        recorded: the calls of the launch.
         args: the checkout's arguments; None reads them when training starts.
         flags: the controller's; None finds them among the checkout's arguments.
     """
 
-    def __init__(self, args: Any = None, flags: CopusConfig | None = None) -> None:
-        self._args, self._given = args, flags
+    def __init__(
+        self, recorded: Recorded, args: Any = None, flags: CopusConfig | None = None
+    ) -> None:
+        self._recorded, self._args, self._given = recorded, args, flags
         self._controller: Any = None
-        self._is_cut = self.is_later = False
+        self._host: Any = None
+        self._move: Callable[[Any], Any] | None = None
+        self._is_cut = self._is_rebuilt = self.is_later = False
 
     def on_train_start(self, context: Any) -> None:
         if self._args is None:
@@ -81,28 +87,55 @@ class CopusCallback:
         from copus_ext.controller.callback import Controller
 
         class _Controller(Controller):
-            changes_micro_batch = False
-            changes_layout = False
+            changes_micro_batch = not keeps_micro_batch(args)
 
         check(args, flags)
         self._first_batch = args.global_batch_size
         # Iterations become samples once, at the first batch.
         self._train_samples = args.train_samples or args.train_iters * self._first_batch
-        self._inner = context_of(context, args, self._first_batch, self._train_samples)
+        self._inner = inner = context_of(context, args)
         self._load()
-        self._inner.config.batch.initial_global_batch_size = self._first_batch
+
+        def configured(args: Any) -> Any:
+            lengths = self._first_batch, self._train_samples
+            return config_of(args, *lengths, context.scheduler)
+
+        self._host = CheckoutHost(
+            self._recorded, args, inner, config_of=configured, events=self._on_layout
+        )
         controller = _Controller(flags)
+        controller.host_of = lambda job: self._host
         controller.on_setup_start(self._inner)
         self._controller = controller
         self._between_reduction_and_step(context.optimizer)
         self._set_rates()
         self._set_batch(at_start=True)
+        self._recorded.state_of = self._state
+        self._record = RunRecord(
+            inner.run_dir,
+            args,
+            layout=str(inner.config.layout),
+            train_samples=self._train_samples,
+            flags=dataclasses.asdict(flags),
+        )
+
+    def _on_layout(self, event: str) -> None:
+        """The present layout is released, or another one installed."""
+        inner = self._inner
+        if event == "released":
+            self._controller.on_relayout_start(inner)
+            self._undo()
+            return
+        self._is_rebuilt = True
+        self._between_reduction_and_step(inner.optimizer)
+        self._controller.on_relayout_end(inner)
+        self._record.layout(str(inner.config.layout))
 
     def _between_reduction_and_step(self, optimizer: Any) -> None:
         """Reads the reduced gradients when the optimizer is about to use them."""
         step = optimizer.step
         if getattr(step, "is_watched", False):
-            raise UnsuitableRun("--copus is attached twice: call install() once")
+            raise UsageError("--copus is attached twice: call install() once")
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._controller is not None:
@@ -171,18 +204,23 @@ class CopusCallback:
             elapsed_s=seconds,
         )
         request = self._controller.on_train_step_end(inner)
+        self._record.step(
+            inner.step,
+            iterations=args.train_iters,
+            scalars=inner.scalars,
+            fields=inner.step_fields,
+        )
         inner.step_fields.clear()
         inner.scalars.clear()
         changed = request is not None and request.settings is not None
         if request is not None and request.settings is not None:
             state.settings = request.settings
+        self._move = request.move if request is not None else None
         self._set_rates()
-        if changed and self._wanted() != batch:
+        other_sizes = changed and self._wanted() != (batch, args.micro_batch_size)
+        if other_sizes or self._move is not None:
             # That loop leaves after what is due behind this step, and is called again.
             args.train_iters, self._is_cut = state.iteration, True
-        interval = getattr(args, "save_interval", None)
-        if changed or (interval and state.iteration % interval == 0):
-            self._save()
 
     def on_log(self, context: Any) -> None:
         """Adds lines to the log after a decision, the noise scale first, since the log line of that
@@ -219,26 +257,59 @@ class CopusCallback:
     def on_train_end(self, context: Any) -> None:
         """No step follows."""
         if self._controller is not None:
-            self._save()
             self._controller.on_train_end(self._inner)
             self._controller = None
             self._undo()
+            done = self._inner.state.iteration >= self._args.train_iters
+            self._record.end("done" if done else "that trainer has left early")
 
-    def goes_on(self) -> bool:
-        """Whether a segment has ended before the run; sets the batch of the next one if so."""
+    def on_train_error(self, error: BaseException) -> None:
+        """Nothing of the run is touched any more."""
+        if self._controller is not None:
+            lines = str(error).splitlines() or [""]
+            self._record.end("", fault=f"{type(error).__name__}: {lines[0]}")
+
+    def goes_on(self, given: dict[str, Any]) -> bool:
+        """Whether a segment has ended before the run; if so it brings the layout and the sizes of
+        the next one about.
+
+        Args:
+            given: arguments of `train` by name; those of the next call afterwards.
+        """
         was_cut, self._is_cut = self._is_cut, False
         self.is_later |= was_cut
-        if was_cut:
-            self._inner.state.iteration = self._args.curr_iteration + 1
-            self._inner.state.consumed_samples = self._args.consumed_train_samples
-            self._set_batch()
-        return was_cut and self._args.train_iters > self._inner.state.iteration
+        if not was_cut:
+            return False
+        args, state = self._args, self._inner.state
+        state.iteration = args.curr_iteration + 1
+        state.consumed_samples = args.consumed_train_samples
+        move, self._move = self._move, None
+        if move is not None:
+            move(self._host)
+        self._set_batch()
+        self.renew(given)
+        return args.train_iters > state.iteration
 
-    def _wanted(self) -> int:
+    def renew(self, given: dict[str, Any]) -> None:
+        """Gives the next call of `train` the iterators and the configuration that it needs now."""
+        from megatron.core.utils import get_model_config
+
+        is_new, self._is_rebuilt = self._is_rebuilt, False
+        if not (is_new or self._micro_has_changed):
+            return
+        iterators = self._recorded.iterators(self._args, is_new_layout=is_new)
+        given["train_data_iterator"], given["valid_data_iterator"] = iterators
+        given["config"] = get_model_config(given["model"][0])
+        self._set_rates()
+
+    def _wanted(self) -> tuple[int, int]:
+        """Global batch and micro-batch of the next step."""
         from megatron.core import num_microbatches_calculator as calculator
 
+        settings = self._inner.state.settings
         now = calculator.get_current_global_batch_size()
-        return self._inner.state.settings.global_batch_size or now
+        batch = settings.global_batch_size or now
+        return batch, settings.micro_batch_size or self._args.micro_batch_size
 
     def _set_rates(self) -> None:
         """Sets the rates of the next step. Under a ramp factors return to 1, too."""
@@ -256,11 +327,13 @@ class CopusCallback:
 
         args, state = self._args, self._inner.state
         now = calculator.get_current_global_batch_size()
-        wanted, ramp = state.settings.global_batch_size, ramp_of(args)
-        if wanted is None and ramp:
+        ramp, self._micro_has_changed = ramp_of(args), False
+        if state.settings.global_batch_size is None and ramp:
             return
-        wanted, ends_ramp = wanted or now, at_start and ramp is not None
-        if wanted != now or ends_ramp:
+        (wanted, micro), ends_ramp = self._wanted(), at_start and ramp is not None
+        self._micro_has_changed = micro != args.micro_batch_size
+        if wanted != now or ends_ramp or self._micro_has_changed:
+            args.micro_batch_size = micro
             calculator.reconfigure_num_microbatches_calculator(
                 rank=args.rank,
                 rampup_batch_size=None,
@@ -268,56 +341,35 @@ class CopusCallback:
                 micro_batch_size=args.micro_batch_size,
                 data_parallel_size=args.data_parallel_size,
             )
-        if wanted != now or at_start:
-            # That loop counts steps; the run's length is in samples.
-            left = self._train_samples - state.consumed_samples
-            args.train_iters = state.iteration + left // wanted
+        # That loop counts steps; the run's length is in samples.
+        left = self._train_samples - state.consumed_samples
+        args.train_iters = state.iteration + left // wanted
 
-    def _save(self) -> None:
-        """Appends where the controller stands, on rank 0."""
-        inner = self._inner
-        if inner.run_dir is None:
-            return
-        state = inner.state
+    def _state(self) -> str:
+        """Where the controller stands, for a checkpoint."""
+        state = self._inner.state
         record = {
-            "iteration": state.iteration,
             "first_batch": self._first_batch,
             "settings": dataclasses.asdict(state.settings),
             "callbacks": state.callbacks,
         }
-        with (inner.run_dir / STATE_FILE).open("a") as file:
-            file.write(json.dumps(record, default=dataclasses.asdict) + "\n")
+        return json.dumps(record, default=dataclasses.asdict)
 
     def _load(self) -> None:
-        """Takes over the last state not beyond the checkpoint, on every rank."""
-        from megatron.trainer.common.collectives import broadcast_from_rank0
+        """Takes over the state of the checkpoint."""
         from megatron.trainer.common.outside import parse_json
         from megatron.trainer.common.step_settings import StepSettings
 
-        found, inner, args = None, self._inner, self._args
-        folders = [getattr(args, "load", None), inner.run_dir]
-        for folder in folders if inner.run_dir and inner.state.iteration else []:
-            file = folder and Path(folder) / STATE_FILE
-            if found is not None or not file or not file.exists():
-                continue
-            for line in file.read_bytes().splitlines():
-                try:
-                    record = parse_json(line)
-                    parts = record["callbacks"], StepSettings(**record["settings"])
-                    # A later launch may have gone back: what it wrote last counts.
-                    if isinstance(parts[0], dict) and record["iteration"] <= inner.state.iteration:
-                        found = *parts, record["first_batch"]
-                except (ValueError, TypeError, KeyError):  # cut short by a kill, or of others
-                    continue
-        found = broadcast_from_rank0(found)
-        if found is not None:
-            inner.state.callbacks, settings, self._first_batch = found
-            if (
-                self._given is not None and self._given.copus_mode == "act"
-            ):  # else batch and rates are those of the flags
-                inner.state.settings = settings
-        elif inner.run_dir and inner.state.iteration:
-            print(f"copus: no {STATE_FILE} beside the checkpoint: it starts afresh", flush=True)
+        state, saved = self._inner.state, self._recorded.loaded_state
+        if saved is None:
+            if state.iteration and self._inner.run_dir:
+                print("copus: the checkpoint is of a run without --copus: it starts afresh")
+            return
+        record = parse_json(saved.encode())
+        state.callbacks, self._first_batch = record["callbacks"], record["first_batch"]
+        # Else batch and rates are those of the flags.
+        if self._given is not None and self._given.copus_mode == "act":
+            state.settings = StepSettings(**record["settings"])
 
 
 def _flags_among(args: Any) -> CopusConfig | None:
@@ -341,7 +393,10 @@ def install(training: Any = None, *, flags: CopusConfig | None = None) -> Callab
         What takes the wrappers off again.
     """
     module: Any = training or importlib.import_module("megatron.training.training")
-    callback = CopusCallback(flags=flags)
+    # Before any group is there, whose names it keeps empty.
+    importlib.import_module("megatron.trainer.distributed.process_groups")
+    recorded = Recorded(module)
+    callback = CopusCallback(recorded, flags=flags)
     context = SimpleNamespace(loss_dict=None, grad_norm=None, skipped_iter=None, log_fragments=[])
     train, train_step, training_log = module.train, module.train_step, module.training_log
 
@@ -353,11 +408,17 @@ def install(training: Any = None, *, flags: CopusConfig | None = None) -> Callab
         given = forward_step_func, model, optimizer, scheduler, *more
         try:
             if callback.is_on:
-                return train_in_segments(train, callback.args, callback.goes_on, *given, **named)
-            return train(*given, **named)
-        finally:
-            # That loop leaves by an exception of its own where it stops early.
+                result = train_in_segments(train, callback, *given, **named)
+            else:
+                result = train(*given, **named)
+        except SystemExit:  # that loop's own way out where it stops early
             callback.on_train_end(context)
+            raise
+        except BaseException as error:
+            callback.on_train_error(error)
+            raise
+        callback.on_train_end(context)
+        return result
 
     def watched_step(*args: Any, **named: Any) -> Any:
         callback.on_train_step_start(context)
@@ -380,6 +441,7 @@ def install(training: Any = None, *, flags: CopusConfig | None = None) -> Callab
         return result
 
     def undo() -> None:
+        recorded.undo()
         module.train, module.train_step, module.training_log = train, train_step, training_log
 
     module.train, module.train_step, module.training_log = watched_train, watched_step, watched_log

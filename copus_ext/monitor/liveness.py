@@ -79,7 +79,12 @@ def liveness(run: RunHistory, *, t: float) -> RunLiveness:
         for event in since
         if event.kind == "fault" and event.about.get("fault") != _HARMLESS_FAULT
     ]
-    if locked is None:  # whoever writes here holds it, and removes it on every way out but a kill
+    starts = [event for event in since if event.kind == "run.start"]
+    has_lock = not starts or starts[-1].about.get("has_lock", True) is not False
+    if not has_lock and faults:
+        return told("failed", faults[-1])
+    # Our own trainer holds it, and removes it on every way out but a kill.
+    if locked is None and has_lock:
         unknown = "it ended without a last record; its output says why"
         return told("failed", faults[-1] if faults else unknown)
     if silent_s is None or silent_s > STALE_S:

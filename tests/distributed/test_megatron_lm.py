@@ -11,8 +11,9 @@ import pytest
 
 from copus_ext.commands import replay
 from copus_ext.controller.flags import CopusConfig
-from copus_ext.megatron_lm.checkout import UnsuitableRun, check
+from copus_ext.megatron_lm.checkout import check
 from megatron.trainer.common.core_version import since
+from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.batch_schedule import make_schedule
 from tests.helpers.launch import run_ranks
 
@@ -25,14 +26,9 @@ pytestmark = pytest.mark.timeout(480)
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("megatron_lm")
     found: dict[str, Any] = {"folder": folder}
-    # What resumes knows nothing but the files.
-    for kinds in (
-        ["plain", "new", "shrinking", *RAMPS],
-        ["resumed", "watched", "ramp_resumed"],
-    ):
-        run_ranks([WORKER, folder, *kinds], 2, timeout_s=220).check()
-        found |= {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in kinds}
-    return found
+    kinds = ["plain", "new", "shrinking", *RAMPS]
+    run_ranks([WORKER, folder, *kinds], 2, timeout_s=220).check()
+    return found | {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in kinds}
 
 
 def batches(run: dict[str, Any]) -> list[int]:
@@ -100,28 +96,6 @@ def test_a_rate_that_needs_no_factor_any_more_is_the_schedules(runs: dict[str, A
     assert set(rates[-5:]) == {1e-3}, "both are at 16"
 
 
-def test_a_resumed_ramp_goes_on_as_it_would_have(runs: dict[str, Any]) -> None:
-    whole, again = runs["ramp"]["log"][18:], runs["ramp_resumed"]["log"]
-    assert [(row[1], row[3]) for row in again] == [(row[1], row[3]) for row in whole]
-    assert runs["ramp_resumed"]["read"] == list(range(80, 256))
-
-
-def test_a_resumed_run_goes_on_with_the_batch_it_had(runs: dict[str, Any]) -> None:
-    # From step 10 on, in the middle of the first ramp; the model is not loaded by the fake.
-    whole, again = runs["new"]["log"][10:], runs["resumed"]["log"]
-    assert [row[:2] for row in again] == [row[:2] for row in whole]
-    assert [row[3] for row in again] == [row[3] for row in whole]
-    assert runs["resumed"]["read"] == list(range(96, 256))
-
-
-def test_a_run_that_is_watched_from_now_on_has_the_batch_and_rates_of_its_flags(
-    runs: dict[str, Any],
-) -> None:
-    run = runs["watched"]
-    assert batches(run) == [8] * 20 and run["read"] == list(range(96, 256))
-    assert {row[3] for row in run["log"]} == {1e-3}
-
-
 def test_the_journal_can_be_decided_again(
     runs: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,5 +117,5 @@ def test_the_journal_can_be_decided_again(
 def test_what_does_not_go_with_it_is_said(change: dict[str, Any], words: str) -> None:
     good, flags = {"train_samples": 100}, CopusConfig(copus=True)
     check(SimpleNamespace(**good), flags)
-    with pytest.raises(UnsuitableRun, match=words):
+    with pytest.raises(UsageError, match=words):
         check(SimpleNamespace(**{**good, **change}), flags)

@@ -1,11 +1,10 @@
 """Trains in a fake of a Megatron-LM checkout, whose functions are wrapped.
 
-worker_megatron_lm.py OUTPUT_DIR plain|new|resumed|watched|shrinking...
-worker_megatron_lm.py OUTPUT_DIR ramp_plain|ramp_off|ramp_observed|ramp|ramp_resumed...
+worker_megatron_lm.py OUTPUT_DIR plain|new|shrinking...
+worker_megatron_lm.py OUTPUT_DIR ramp_plain|ramp_off|ramp_observed|ramp...
 
 `shrinking` has the default policy, and a first batch far above what it asks for early. Those of a
-ramp have `--rampup-batch-size`; `ramp_off` is wrapped but lacks `--copus`. `resumed` and `watched`
-go on with `new`, the latter in observe mode.
+ramp have `--rampup-batch-size`; `ramp_off` is wrapped but lacks `--copus`.
 """
 
 from __future__ import annotations
@@ -78,6 +77,7 @@ def arguments(output: Path, more: list[str]) -> argparse.Namespace:
         "train_iters": 32,
         "iteration": 0,
         "consumed_train_samples": 0,
+        "num_floating_point_operations_so_far": 0,
         "lr": 1e-3,
         "min_lr": 7e-4,
         "lr_decay_samples": 6400,
@@ -119,7 +119,7 @@ def main(output: Path, kinds: list[str]) -> None:
 
 
 def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
-    """Trains, in a folder of its own unless it goes on with that of `new`."""
+    """Trains, in a folder of its own."""
     import torch.distributed as dist
     from megatron.core import num_microbatches_calculator
 
@@ -127,10 +127,9 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
     from megatron.trainer.config.batch_schedule import make_schedule
 
     is_ramp = kind.startswith("ramp")
-    folder = output / {"resumed": "new", "watched": "new", "ramp_resumed": "ramp"}.get(kind, kind)
+    folder = output / kind
     folder.mkdir(exist_ok=True)
-    watches = "--copus-mode observe"
-    own = {"shrinking": "", "ramp_observed": watches, "watched": watches}
+    own = {"shrinking": "", "ramp_observed": "--copus-mode observe"}
     words = own.get(kind)
     if words is None:
         settings = folder / f"{kind}.{os.environ['RANK']}.yaml"
@@ -138,8 +137,6 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
         words = f"{RAMP_FLAGS if is_ramp else FLAGS} --copus-config {settings}"
     is_off = kind in ("plain", "ramp_plain", "ramp_off")
     args = arguments(folder, [] if is_off else ["--copus", *words.split()])
-    if kind.endswith("resumed") or kind == "watched":
-        args.iteration, args.consumed_train_samples = (18, 80) if is_ramp else (10, 96)
     if is_ramp:
         args.rampup_batch_size, args.global_batch_size = list(RAMP), RAMP_SIZE
         schedule = make_schedule(
@@ -159,7 +156,8 @@ def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
         model,
         optimizer,
         scheduler,
-        training.samples(args.consumed_train_samples),
+        training.build_train_valid_test_data_iterators(lambda sizes: sizes)[0],
+        None,
         log,
         model[0].config,
     )

@@ -52,6 +52,9 @@ class _Nothing:
     def query(self) -> bool:
         return True
 
+    def record_event(self, *_: Any) -> Any:
+        return _Nothing()
+
 
 class _Properties:
     major, minor, name = 9, 0, "cpu"
@@ -67,13 +70,18 @@ def _constant(value: Any) -> Any:
     return lambda *_, **__: value
 
 
-def _tensor_of(dtype: torch.dtype) -> Any:
-    def make(*sizes: Any, **more: Any) -> Any:
-        if sizes and isinstance(sizes[0], (list, tuple)):
-            return torch.tensor(*sizes, dtype=dtype)
-        return torch.empty(*sizes, dtype=dtype)
+class _TensorType(type):
+    """A type of tensors on a GPU: nothing is one, and what is made with it lies on the CPU."""
 
-    return make
+    dtype: torch.dtype
+
+    def __instancecheck__(cls, _: Any) -> bool:
+        return False
+
+    def __call__(cls, *sizes: Any, **more: Any) -> Any:
+        if sizes and isinstance(sizes[0], (list, tuple)):
+            return torch.tensor(*sizes, dtype=cls.dtype)
+        return torch.empty(*sizes, dtype=cls.dtype)
 
 
 def install() -> None:
@@ -125,4 +133,31 @@ def install() -> None:
         "Byte": torch.uint8,
         "Double": torch.double,
     }.items():
-        setattr(cuda, f"{name}Tensor", _tensor_of(dtype))
+        setattr(cuda, f"{name}Tensor", _TensorType(f"{name}Tensor", (), {"dtype": dtype}))
+    _for_megatron_core()
+
+
+def _for_megatron_core() -> None:
+    """What megatron-core leaves out on a CPU: counts of tokens, which lie there already, stay
+    tensors where it wants arrays; and the norm of torch, which computes the same on a part of the
+    sequence, refuses sequence parallelism."""
+    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = counts
+    plain = torch_norm.WrappedTorchNorm.__new__
+
+    def norm(cls: Any, config: Any, *args: Any, **more: Any) -> Any:
+        is_parallel, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            made = plain(cls, config, *args, **more)
+        finally:
+            config.sequence_parallel = is_parallel
+        for weight in made.parameters():
+            weight.sequence_parallel = is_parallel  # type: ignore[attr-defined]
+        return made
+
+    torch_norm.WrappedTorchNorm.__new__ = norm  # type: ignore[method-assign]

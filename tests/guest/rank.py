@@ -1,6 +1,6 @@
 """One rank of Megatron-LM's own program on CPU: alone, or under `copus_ext.megatron_lm`.
 
-rank.py plain|copus FLAGS...
+rank.py plain|copus|moving=CHANGES FLAGS...
 """
 
 from __future__ import annotations
@@ -22,4 +22,8 @@ if __name__ == "__main__":
     else:
         from copus_ext.megatron_lm.__main__ import main
 
+        if kind != "copus":
+            from tests.guest.moving import follow
+
+            follow(kind.removeprefix("moving="))
         sys.exit(main([script, *flags]))

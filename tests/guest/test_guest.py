@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +12,24 @@ import pytest
 
 from copus_ext.commands import replay
 from megatron.trainer.common.core_version import since
-from tests.helpers.launch import ROOT, run_ranks
-from tests.helpers.text import text_prefix
+from tests.guest.program import SPLIT, steps, train
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not since("0.19"), reason="PYTHONPATH lacks the newest megatron-core"),
 ]
-RANK = ROOT / "tests" / "guest" / "rank.py"
-MODEL = """--num-layers 4 --hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4
---seq-length 32 --max-position-embeddings 32 --swiglu --normalization RMSNorm
---position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
---attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --lr 2e-3
---min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --tokenizer-type NullTokenizer
---vocab-size 127 --split 95,4,1 --eval-iters 1 --eval-interval 20 --log-interval 1
---save-interval 1000 --train-iters 64"""
-ON_CPU = """--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
---no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
---no-bias-dropout-fusion --no-rope-fusion"""
-SPLIT = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TP2 = "--tensor-model-parallel-size 2"
 # Grows at 128 samples and at 256, and a batch of the flags that is too large shrinks.
 GROWS = "--copus-policy doubling --copus-max-global-batch-size 32"
 SETTINGS = "doubling_first_tokens: 4096\ndoubling_ratio: 2\n"
-LINE = re.compile(
-    r"iteration +(\d+)/ *\d+ \| consumed samples: +(\d+) \|.*learning rate: (\S+) \| "
-    r"global batch size: +(\d+) \| lm loss: (\S+) \|.*grad norm: (\S+) \|"
-)
+# Without Transformer Engine and Apex its distributed optimizer cannot load what it has saved.
+RESUMED = {"resumed": f"--copus {GROWS}", "watched": "--copus --copus-mode observe"}
 RUNS = {
     "plain": ("plain", SPLIT),
     "observed": ("copus", f"{SPLIT} --copus --copus-mode observe"),
     "off": ("copus", SPLIT),
-    "grown": ("copus", f"{SPLIT} --copus {GROWS}"),
+    "grown": ("copus", f"--copus {GROWS} --save-interval 20"),
     "adaptive": ("copus", f"{TP2} --global-batch-size 32 --train-iters 12 --copus"),
 }
 
@@ -56,13 +41,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     settings.write_text(SETTINGS)
     found: dict[str, Any] = {"folder": folder}
     for name, (kind, flags) in RUNS.items():
-        places = f"--data-path {text_prefix()} --data-cache-path {folder / 'cache'}"
-        words = f"{MODEL} {ON_CPU} {places} --save {folder / name} {flags}".split()
-        if GROWS in flags:
-            words += ["--copus-config", str(settings)]
-        done = run_ranks([RANK, kind, *words], 2, timeout_s=300).check()
-        found[name] = [tuple(map(float, row)) for row in LINE.findall(done.stdout)]
+        more = ["--copus-config", str(settings)] if GROWS in flags else []
+        found[name] = steps(train(folder, name, kind, flags, *more, ranks=2).stdout)
+    for name, flags in RESUMED.items():
+        _resume_from(folder / "grown", folder / name)
+        flags = f"--load {folder / name} {flags}"
+        done = train(folder, name, "copus", flags, "--copus-config", str(settings), ranks=2)
+        found[name] = steps(done.stdout)
     return found
+
+
+def _resume_from(run: Path, copy: Path) -> None:
+    """A folder with what a run had saved at step 20, under its second batch."""
+    shutil.copytree(run / "iter_0000020", copy / "iter_0000020")
+    (copy / "latest_checkpointed_iteration.txt").write_text("20")
 
 
 def test_observing_changes_no_digit(runs: dict[str, Any]) -> None:
@@ -76,6 +68,24 @@ def test_the_batch_grows_at_its_samples_and_every_sample_counts(runs: dict[str, 
     assert rows[:15] == runs["plain"][:15] and rows[15][3:] == runs["plain"][15][3:]
     assert [row[3] for row in rows] == [8] * 16 + [16] * 8 + [32] * 8
     assert rows[-1][1] == 512
+
+
+def test_a_resumed_run_goes_on_with_its_batch_its_rates_and_its_losses(
+    runs: dict[str, Any],
+) -> None:
+    own, whole = runs["resumed"], runs["grown"][20:]
+    # That loop prints the mean of two losses at the second step of a launch.
+    assert [row[:4] for row in own] == [row[:4] for row in whole]
+    assert own[:1] + own[2:] == whole[:1] + whole[2:]
+
+
+def test_a_run_that_is_watched_from_now_on_has_the_batch_and_rates_of_its_flags(
+    runs: dict[str, Any],
+) -> None:
+    rows, plain = runs["watched"], runs["plain"]
+    assert {row[3] for row in rows} == {8} and rows[-1][1] == 512
+    at = {row[1]: row[2] for row in plain}
+    assert all(row[2] == at[row[1]] for row in rows)
 
 
 def test_the_default_policy_shrinks_a_batch_that_is_too_large(runs: dict[str, Any]) -> None:

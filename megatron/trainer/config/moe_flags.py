@@ -269,7 +269,8 @@ def changed_by_batch_or_layout(arguments: Mapping[str, Any]) -> list[str]:
     layout, so that no controller may change any of them.
 
     Args:
-        arguments: flags by field name, derived; also those of Megatron-LM.
+        arguments: flags by field name, derived; also those of Megatron-LM, which may have
+            `moe_balance` "micro_batch": it counts micro-batches whose size stays.
 
     Returns:
         A line for each reason, with the fix; empty for a dense model.
@@ -283,7 +284,7 @@ def changed_by_batch_or_layout(arguments: Mapping[str, Any]) -> list[str]:
     weight = dict(zip(kinds, weights * len(kinds) if len(weights) == 1 else weights))
     balance = arguments.get("moe_balance") or "megatron"
     found = []
-    if weight.get("aux_loss") and balance != "lagged":
+    if weight.get("aux_loss") and balance not in ("lagged", "micro_batch"):
         counts = "micro-batches" if balance == "megatron" else "the samples of a batch together"
         found.append(f"--moe-balance {balance} counts {counts}; use --moe-balance lagged")
     if weight.get("global_aux_loss"):

@@ -23,6 +23,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import transformer_config
+from megatron.core.utils import get_model_config as get_model_config
 from megatron.training.global_vars import get_args, get_timers
 
 
@@ -114,6 +115,7 @@ def train(
     optimizer: Any,
     opt_param_scheduler: Any,
     train_data_iterator: Any,
+    valid_data_iterator: Any,
     log: list[Any],
     config: Any,
 ) -> tuple[int, int]:
@@ -156,13 +158,38 @@ def _loss(output: Any) -> tuple:
     return loss, {"lm loss": loss.detach()}
 
 
+def get_train_valid_test_num_samples() -> tuple[int, int, int]:
+    """Samples of the three data sets."""
+    return get_args().train_samples, 0, 0
+
+
+def build_train_valid_test_datasets(provider: Any) -> Any:
+    """The data sets of the script's provider."""
+    return provider(get_train_valid_test_num_samples())
+
+
+def build_train_valid_test_data_iterators(provider: Any) -> tuple[Any, None, None]:
+    """Iterators that go on where the arguments stand."""
+    build_train_valid_test_datasets(provider)
+    return samples(get_args().consumed_train_samples), None, None
+
+
+def save_checkpoint() -> None:
+    """Nothing is saved here."""
+
+
+def evaluate_and_print_results(prefix: str, data_iterator: Any, model: Any, config: Any) -> None:
+    """Nothing is evaluated here."""
+
+
 def samples(start: int) -> Any:
     """Micro-batches of this replica, one after the other: a sequential sampler."""
     args = get_args()
     rank, size = parallel_state.get_data_parallel_rank(), args.data_parallel_size
     at = start + rank * args.micro_batch_size
+    micro = args.micro_batch_size
     while True:
-        numbers = range(at, at + args.micro_batch_size)
+        numbers = range(at, at + micro)
         rows = []
         for number in numbers:
             generator = torch.Generator().manual_seed(number)
@@ -170,4 +197,4 @@ def samples(start: int) -> Any:
             row[0] = number * 100
             rows.append(row)
         yield torch.stack(rows)
-        at += args.micro_batch_size * size
+        at += micro * size

@@ -1,0 +1,79 @@
+"""Makes the controller follow a list of changes in place of its own decisions."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+
+def follow(text: str) -> None:
+    """Puts the list in place, before the run starts.
+
+    Args:
+        text: `STEP:LAYOUTS:BATCH:MICRO_BATCH`, separated by commas: what the steps after one have.
+            Several layouts with `>` between them come one after the other at the same boundary; one
+            with `!PHASE` behind it fails on rank 1 in that phase.
+    """
+    from copus_ext.controller.callback import Controller
+    from copus_ext.controller.layout_changes import LayoutChange
+    from megatron.trainer.common.step_settings import Request, StepSettings
+    from megatron.trainer.config.layout import Layout
+
+    wanted = {int(row.split(":")[0]): row.split(":")[1:] for row in text.split(",")}
+
+    def apply(self: Any, decision: Any, context: Any) -> Request | None:
+        if context.state.iteration not in wanted:
+            return None
+        layouts, batch, micro = wanted[context.state.iteration]
+        sizes = StepSettings(global_batch_size=int(batch), micro_batch_size=int(micro))
+        if layouts == str(context.config.layout):
+            return Request(kind="change", reason="as listed", settings=sizes)
+        requests = [
+            (fault, self.layout_changes.request, _change(LayoutChange, Layout, to, sizes))
+            for to, _, fault in (item.partition("!") for item in layouts.split(">"))
+        ]
+
+        def moves(host: Any) -> None:
+            for fault, request, change in requests:
+                self.layout_changes.fault = _breaker(fault)
+                request(change, context).move(host)
+
+        return Request(kind="change", reason="as listed", move=moves)
+
+    plain: Any = Controller
+    plain._is_due = lambda self, context: False
+    plain._apply = apply
+
+
+def _change(kind: Any, layout: Any, to: str, settings: Any) -> Any:
+    about = {"number": 1, "reason": "as listed", "done": _told}
+    return kind(to=layout.from_text(to), settings=settings, **about)
+
+
+def _breaker(fault: str) -> Any:
+    def strike(topic: str) -> None:
+        if topic == fault and dist.get_rank() == 1:
+            raise RuntimeError("broken on purpose")
+
+    return strike
+
+
+def _told(outcome: Any) -> None:
+    if dist.get_rank() == 0:
+        found = {"kind": outcome.kind, "reason": outcome.reason, "pause_s": outcome.pause_s}
+        print("MOVE " + json.dumps(found | resources()), flush=True)
+
+
+def resources() -> dict[str, int]:
+    """What a process must not have more of after each change."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+    }

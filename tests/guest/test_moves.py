@@ -1,0 +1,117 @@
+"""Megatron-LM's own program, unmodified, changes its layout while it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.trainer.common.core_version import since
+from tests.guest.program import SPLIT, evaluations, steps, tensors, train
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not since("0.19"), reason="PYTHONPATH lacks the newest megatron-core"),
+]
+HOME = "tp2.pp1.dp2"
+AWAY = ("tp1.pp2.dp2", "tp1.pp1.dp4", "tp4.pp1.dp1", "tp1.pp4.dp1", "tp2.pp2.dp1")
+AWAY += ("tp1.pp2.vpp2.dp2", "tp2.pp2.vpp2.dp1")
+BROKEN = ("prepare", "extract", "tear down", "groups", "copy", "verify")
+ROUND_TRIPS = [f"{i}:{to}>{HOME}:8:1" for i, to in enumerate(AWAY, 2)]
+ROUND_TRIPS += [f"{i}:tp1.pp2.dp2!{phase}:8:1" for i, phase in enumerate(BROKEN, 9)]
+DENSE = (
+    "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 4 --bf16 "
+    # The other format also saves what lies between the weights in a buffer, which nobody sets.
+    f"--train-iters 17 --dist-ckpt-optim-fully-reshardable {SPLIT}"
+)
+EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2
+--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+--moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64 --sequence-parallel
+--moe-router-enable-expert-bias --moe-router-score-function sigmoid --use-distributed-optimizer
+--train-iters 24"""
+SIZES = {3: (16, 1), 9: (8, 1)}
+LAYOUTS = {3: "tp1.pp2.ep2.dp2", 6: "tp2.pp1.ep2.etp1.dp2", 9: "tp1.pp1.ep4.dp4"}
+LAYOUTS[12] = STAYS = "tp1.pp1.ep2.dp4"
+MOVES = "--copus --copus-layouts all"
+MOVE = re.compile(r"^MOVE (.*)$", re.MULTILINE)
+
+
+def listed(layouts: dict[int, str]) -> str:
+    """The changes of sizes, under some layouts."""
+    rows, batch, micro = [], 8, 1
+    for step in sorted({*SIZES, *layouts}):
+        batch, micro = SIZES.get(step, (batch, micro))
+        rows.append(f"{step}:{layouts.get(step, STAYS)}:{batch}:{micro}")
+    return ",".join(rows)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("moves")
+    found: dict[str, Any] = {"folder": folder}
+    for name, kind, flags in (
+        ("plain", "plain", DENSE),
+        ("there and back", "moving=" + ",".join(ROUND_TRIPS), f"{DENSE} {MOVES}"),
+        ("stayed", "moving=" + listed({}), f"{EXPERTS} {MOVES}"),
+        ("moved", "moving=" + listed(LAYOUTS), f"{EXPERTS} {MOVES}"),
+    ):
+        output = train(folder, name.replace(" ", "_"), kind, flags, ranks=4).stdout
+        found[name] = {
+            "steps": steps(output),
+            "evaluations": evaluations(output),
+            "moves": [json.loads(row) for row in MOVE.findall(output)],
+        }
+    return found
+
+
+def test_a_layout_that_comes_back_leaves_every_bit(runs: dict[str, Any]) -> None:
+    plain, moved = runs["plain"], runs["there and back"]
+    assert len(plain["steps"]) == 17 and moved["steps"] == plain["steps"]
+    assert len(plain["evaluations"]) == 2 and moved["evaluations"] == plain["evaluations"]
+    own, theirs = (
+        tensors(runs["folder"] / name / "iter_0000017") for name in ("there_and_back", "plain")
+    )
+    assert own.keys() == theirs.keys() and len(own) > 30
+    assert any("exp_avg_sq" in name for name in own)
+    assert [name for name in own if not own[name].equal(theirs[name])] == []
+
+
+def test_every_layout_was_there_and_what_fails_goes_back(runs: dict[str, Any]) -> None:
+    kinds = [move["kind"] for move in runs["there and back"]["moves"]]
+    assert kinds[:14] == ["moved"] * 14
+    assert kinds[14:] == ["cancelled"] * 2 + ["rolled_back"] * 4
+    for move, phase in zip(runs["there and back"]["moves"][14:], BROKEN, strict=True):
+        assert move["reason"] == f"{phase}: rank 1: RuntimeError: broken on purpose"
+
+
+def test_experts_and_batches_move_as_on_a_layout_that_stays(runs: dict[str, Any]) -> None:
+    stayed, moved = runs["stayed"], runs["moved"]
+    assert [move["kind"] for move in moved["moves"]] == ["moved"] * 4 and stayed["moves"] == []
+    assert [row[3] for row in moved["steps"]] == [8] * 3 + [16] * 6 + [8] * 9
+    for own, fixed in zip(moved["steps"], stayed["steps"], strict=True):
+        assert own[:4] == fixed[:4]
+        assert own[4] == pytest.approx(fixed[4], rel=1e-5)
+        assert own[5] == pytest.approx(fixed[5], rel=1e-3), "printed with three digits"
+    for (name, own), (of, fixed) in zip(moved["evaluations"], stayed["evaluations"], strict=True):
+        assert name == of and own == pytest.approx(fixed, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["there and back", "moved"])
+def test_a_process_holds_no_more_after_many_changes(runs: dict[str, Any], name: str) -> None:
+    moves = runs[name]["moves"]
+    assert {move["groups"] for move in moves} == {moves[0]["groups"]}
+    # gloo's own threads and sockets of a layout come with its groups, and go with them.
+    assert max(move["threads"] for move in moves) <= moves[0]["threads"] + 10
+    assert max(move["descriptors"] for move in moves) <= moves[0]["descriptors"] + 100
+
+
+def test_the_journal_has_every_change(runs: dict[str, Any]) -> None:
+    file: Path = runs["folder"] / "moved" / "journal.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    found = [(row["start"], row["to"]) for row in rows if row["kind"] == "relayout"]
+    ends = list(LAYOUTS.values())
+    assert found == list(zip([STAYS, *ends], ends))
