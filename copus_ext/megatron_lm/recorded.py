@@ -7,6 +7,7 @@ Nothing here knows what these functions take beyond the names that it changes.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import inspect
 from collections.abc import Callable
@@ -96,6 +97,9 @@ class Recorded:
         def recorded(*args: Any, **named: Any) -> Any:
             plain = self._plain_of(module, name)
             if name not in self._calls:
+                if module is self._groups:
+                    gc.collect()
+                    gc.freeze()  # what imports have made; a change of layout collects
                 self._calls[name] = call = inspect.signature(plain).bind(*args, **named)
                 if (container := call.arguments.get("cfg_container")) is not None:
                     self._note_configuration(container)
