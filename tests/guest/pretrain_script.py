@@ -1,9 +1,13 @@
-"""A script as users of Megatron-LM 0.19 have one: its own `pretrain`, with data and a loss."""
+"""A script as users of Megatron-LM have one: its own `pretrain`, with data, a model and a loss.
+
+The releases differ in who parses the flags and who builds the model, and are asked for it.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -40,6 +44,37 @@ def data_sets(num_samples: Any, vp_stage: int | None = None) -> Any:
 data_sets.is_distributed = True  # type: ignore[attr-defined]
 
 
+def model_of(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """The provider of a model that releases up to 0.18 want."""
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+
+    args = training.get_args()
+    config = config or arguments.core_transformer_config_from_args(args)
+    if args.num_experts:
+        block: Any = gpt_layer_specs.get_gpt_decoder_block_spec
+        layers = block(config, use_transformer_engine=False, vp_stage=vp_stage)
+    else:
+        layers = gpt_layer_specs.get_gpt_layer_local_spec(normalization=args.normalization)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
 def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
     mask = mask.reshape(-1)
     total, count = (output.view(-1).float() * mask).sum(), mask.sum().to(torch.int)
@@ -54,9 +89,24 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
     return output, functools.partial(loss_of, batch["loss_mask"])
 
 
-if __name__ == "__main__":
+def container() -> Any:
+    """All configurations, of the flags, where `pretrain` wants them."""
     args = arguments.parse_and_validate_args(args_defaults={})
-    config = containers.pretrain_cfg_container_from_args(
-        args, containers.gpt_config_from_args(args)
-    )
-    training.pretrain(config, data_sets, ModelType.encoder_or_decoder, forward_step)
+    if hasattr(containers, "gpt_config_from_args"):
+        model = containers.gpt_config_from_args(args)
+        return containers.pretrain_cfg_container_from_args(args, model)
+    return containers.pretrain_cfg_container_from_args(args)
+
+
+if __name__ == "__main__":
+    wanted = inspect.signature(training.pretrain).parameters
+    given: dict[str, Any] = {
+        "train_valid_test_dataset_provider": data_sets,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    if "cfg_container" in wanted:
+        given["cfg_container"] = container()
+    if wanted["model_provider"].default is inspect.Parameter.empty:
+        given["model_provider"] = model_of
+    training.pretrain(**given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
 from tests.helpers.text import text_prefix
 
+HAS_PROGRAM = importlib.util.find_spec("megatron.training") is not None
+"""Whether `PYTHONPATH` has it; see `versions.py`."""
 RANK = ROOT / "tests" / "guest" / "rank.py"
 MODEL = """--num-layers 4 --hidden-size 32 --ffn-hidden-size 128 --num-attention-heads 4
 --seq-length 32 --max-position-embeddings 32 --swiglu --normalization RMSNorm

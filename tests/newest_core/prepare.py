@@ -2,7 +2,9 @@
 
     PYTHONPATH=$PWD:$(python -m tests.newest_core.prepare) python -m pytest tests/unit
 
-Both wheels need Python 3.12. They are pure Python but for one module, which the installed release
+A release behind the command is unpacked in place of the newest, without the optimizers.
+
+The wheels need Python 3.12. They are pure Python but for one module, which the installed release
 has as well. They are unpacked as they are, but that imports of Triton without a guard get a
 stand-in. This is for tests: an installation comes from `scripts/setup_env.sh` under Python 3.12.
 """
@@ -26,17 +28,20 @@ GUEST = "guest"
 _DONE = "done with its program"
 
 
-def prepare(target: Path) -> None:
+def prepare(target: Path, version: str) -> None:
     """Unpacks the wheels.
 
     Args:
         target: folder that is made.
+        version: of megatron-core.
 
     Raises:
         subprocess.CalledProcessError: pip cannot get a wheel.
+        FileNotFoundError: the wheel has no `megatron.training`, as those up to 0.16.
     """
-    _unpack(f"megatron-core=={VERSION}", target)
-    _unpack(f"emerging-optimizers=={EMERGING_OPTIMIZERS}", target)
+    _unpack(f"megatron-core=={version}", target)
+    if version == VERSION:
+        _unpack(f"emerging-optimizers=={EMERGING_OPTIMIZERS}", target)
     # Megatron-LM's own program, for tests that run it; elsewhere its name would be in the way.
     (target / GUEST / "megatron").mkdir(parents=True)
     shutil.move(target / "megatron" / "training", target / GUEST / "megatron")
@@ -67,14 +72,15 @@ def _unpack(requirement: str, target: Path) -> None:
             archive.extractall(target)
 
 
-def main() -> None:
-    """Prints what PYTHONPATH needs."""
-    target = Path(sys.prefix) / f"megatron-core-{VERSION}-{EMERGING_OPTIMIZERS}"
+def python_path(version: str) -> str:
+    """What PYTHONPATH needs for a release of megatron-core and Megatron-LM's program of it."""
+    with_optimizers = f"-{EMERGING_OPTIMIZERS}" if version == VERSION else ""
+    target = Path(sys.prefix) / f"megatron-core-{version}{with_optimizers}"
     if not (target / _DONE).exists():
         shutil.rmtree(target, ignore_errors=True)
-        prepare(target)
-    print(f"{SITE}:{target}:{target / GUEST}")
+        prepare(target, version)
+    return f"{SITE}:{target}:{target / GUEST}"
 
 
 if __name__ == "__main__":
-    main()
+    print(python_path(*sys.argv[1:] or [VERSION]))
