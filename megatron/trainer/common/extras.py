@@ -58,6 +58,10 @@ class Extra:
     batch_problems: str | None = None
     """Reference to a function (arguments, layout, micro_batch_size, global_batch_size) -> list of
     sentences: why a layout cannot cut a batch so."""
+    schedule_problems: str | None = None
+    """Reference to a function (arguments, layout) -> list of sentences: why a launch on a layout
+    refuses the batches that the extra plans for a run. Of stored flags, without torch. Only what
+    a launch must keep counts."""
     segment: str | None = None
     """Reference to a function (config) -> the `Segment` that the run is in, or None where the extra
     does not divide it."""

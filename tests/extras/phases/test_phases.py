@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.trainer.checkpoint.convert.describe import loads_under
+from megatron.trainer.checkpoint.convert.target import batch_problems_of
 from megatron.trainer.checkpoint.load import Stored
 from megatron.trainer.checkpoint.resume import merge_resume_config, resume_step_settings
 from megatron.trainer.common.errors import UsageError
@@ -18,6 +20,7 @@ from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config import Config
 from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.trainer.config.batch_schedule import BatchSchedule
+from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.lengths import TrainingLengths
 from megatron.trainer.extras.phases.feature import settings_in
 from megatron.trainer.extras.phases.flags import flags_of, in_phase, number_at, phase_of, phases_of
@@ -473,3 +476,31 @@ def test_a_resumed_controller_without_batch_takes_that_of_the_phase() -> None:
     config = resumed(300)
     settings, notes = resume_step_settings(StepSettings(lr_factor=0.5), config, keep=True)
     assert settings.lr_factor == 0.5 and not notes
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--global-batch-size 64",
+        "--global-batch-size 64 --micro-batch-size-schedule 50%:4",
+        "--global-batch-size 64 --rampup-batch-size 32 32 80",
+    ],
+)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_checkpoint_names_the_replicas_with_which_a_launch_begins(
+    flags: str, number: int
+) -> None:
+    """In whatever phase it was saved: the flags of a launch are those of the first."""
+    schedule, flags = "0:64 50%:256", f"{flags} --train-samples 640"
+    stored = in_phase(config_of(flags, schedule), number).flat() | {"padded_vocab_size": 128}
+    named, problems = loads_under(stored)["dp"], []
+    for size in range(1, 65):
+        try:
+            config_of(flags, schedule, size)
+        except UsageError as error:
+            problems = str(error).splitlines()
+            assert size not in named, f"a launch with {size} says: {problems}"
+        else:
+            assert size in named
+    assert 1 in named and 32 not in named and problems
+    assert batch_problems_of(stored, Layout(dp=32)), "a conversion refuses it, too"

@@ -89,6 +89,9 @@ def loads_under(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
     def is_legal(layout: Layout) -> bool:
         return not problems_of(arguments, layout, vocab)
 
+    def cuts_batches(layout: Layout) -> bool:
+        return not batch_problems_of(arguments, layout, keeps_extras=True)
+
     heads = arguments["num_attention_heads"]
     pipelines = [(1, 1), *((p, v) for p in range(2, layers + 1) for v in range(1, layers + 1))]
     batch = arguments.get("global_batch_size") or 0
@@ -97,9 +100,9 @@ def loads_under(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
         "pp": [
             str(p) if v == 1 else f"{p}x{v}"
             for p, v in pipelines
-            if p * v <= layers and is_legal(Layout(pp=p, vpp=v))
+            if p * v <= layers and is_legal(at := Layout(pp=p, vpp=v)) and cuts_batches(at)
         ],
-        "dp": [n for n in range(1, batch + 1) if not batch_problems_of(arguments, Layout(dp=n))],
+        "dp": [n for n in range(1, batch + 1) if cuts_batches(Layout(dp=n))],
     }
     experts = arguments.get("num_experts") or 0
     if experts:

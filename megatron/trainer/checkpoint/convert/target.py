@@ -14,8 +14,8 @@ import torch
 from megatron.trainer.checkpoint.convert import contents
 from megatron.trainer.checkpoint.convert.checks import Contents, optimizers_of
 from megatron.trainer.checkpoint.files import OUR_KEY
+from megatron.trainer.common import extras
 from megatron.trainer.common.errors import Refused, UsageError
-from megatron.trainer.common.extras import without_extras
 from megatron.trainer.config.batch_schedule import make_schedule
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.layout_rules import layout_problems
@@ -109,7 +109,7 @@ def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> lis
     """Why a model cannot be laid out this way; the sentences of a launch. A launch may choose other
     kernels, another way to exchange keys and values, and no extras, so the stored ones do not
     count."""
-    arguments = without_extras(arguments) | {"cp_comm_type": None, "transformer_impl": None}
+    arguments = extras.without_extras(arguments) | {"cp_comm_type": None, "transformer_impl": None}
     return layout_problems(
         layout,
         {**arguments, "padded_vocab_size": vocab},
@@ -124,8 +124,12 @@ def _sequence_parallel(arguments: Mapping[str, Any], layout: Layout) -> bool:
     return bool(asked) and layout.tp > 1
 
 
-def batch_problems_of(arguments: Mapping[str, Any], layout: Layout) -> list[str]:
-    """Why the stored batches cannot be cut this way; empty where the flags name none."""
+def batch_problems_of(
+    arguments: Mapping[str, Any], layout: Layout, *, keeps_extras: bool = False
+) -> list[str]:
+    """Why the stored batches cannot be cut this way; empty where the flags name none. Batches that
+    an extra plans for the run count always, other rules of extras if a launch `keeps_extras`."""
+    arguments = extras.as_given(arguments, arguments)
     batch, micro = arguments.get("global_batch_size"), arguments.get("micro_batch_size")
     if not batch or not micro:
         return []
@@ -135,12 +139,14 @@ def batch_problems_of(arguments: Mapping[str, Any], layout: Layout) -> list[str]
         step_batch_size_schedule=arguments.get("step_batch_size_schedule"),
         seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
     )
-    return schedule.problems(
+    found = schedule.problems(
         layout,
         micro,
         uneven=bool(arguments.get("allow_uneven_micro_batches")),
         group_size=arguments.get("microbatch_group_size_per_vp_stage"),
+        arguments=arguments if keeps_extras else {},
     )
+    return found or extras.problems_of("schedule_problems", arguments, layout)
 
 
 def target_of(arguments: Mapping[str, Any], found: Contents, changes: Changes) -> Target:

@@ -6,6 +6,7 @@ EXTRA = Extra(
     title="phases of longer samples",
     flags="flags:PhaseConfig",
     check="schedule:check_phases",
+    schedule_problems="schedule:schedule_problems",
     segment="flags:segment_of",
     as_given="resume:as_given",
     settle="resume:settle",

@@ -31,6 +31,15 @@ _DERIVED = (
     "phase_micro_batch_sizes",
     "phase_layouts",
 )
+_BATCH_FIELDS = (
+    "global_batch_size",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+    "seq_length",
+    "train_samples",
+    "allow_uneven_micro_batches",
+    "microbatch_group_size_per_vp_stage",
+)
 _PHASE = re.compile(r"(\d+):")
 
 
@@ -163,6 +172,20 @@ def planned_starts(arguments: Mapping[str, Any]) -> dict[int, int]:
     with contextlib.suppress(UsageError):
         asked = [samples for samples, _ in _phases_asked(draft)] if starts else []
     return dict(zip(asked, starts, strict=True)) if len(asked) == len(starts) else {}
+
+
+def schedule_problems(arguments: Mapping[str, Any], layout: Layout) -> list[str]:
+    """See `Extra.schedule_problems`. Phases from the first change of --layout-schedule on do not
+    count: a launch gives it for its own number of ranks."""
+    starts = arguments.get("phase_starts") or ()
+    if not has_lengths(arguments.get("seq_length_schedule")) or len(starts) < 2:
+        return []
+    given = arguments.get("phase_layouts") or [None] * len(starts)
+    same = list(itertools.takewhile(lambda text: text == given[0], given))
+    values = {name: arguments.get(name) for name in (*_BATCH_FIELDS, *_DERIVED)}
+    draft = Draft(values=values, explicit=frozenset())
+    _check_batches(draft, schedule_of(draft), [layout] * len(same))
+    return list(dict.fromkeys(draft.problems))
 
 
 def with_planned_starts(config: Config, known: Mapping[int, int]) -> Config:
@@ -395,12 +418,18 @@ def _layouts(draft: Draft, words: Mapping[int, str], count: int) -> list[Layout]
 
 
 def _check_batches(draft: Draft, schedule: BatchSchedule, layouts: Sequence[Layout]) -> None:
-    """Checks that every batch of every phase is whole samples, and divides over its layout."""
+    """Checks that every batch of the phases is whole samples, and divides over the layout.
+
+    Args:
+        draft: with the derived fields.
+        schedule: of the batch.
+        layouts: of the first phases; the others are not checked.
+    """
     starts, total = draft["phase_starts"], draft["train_samples"]
     lengths, ends = draft["phase_seq_lengths"], [*starts[1:], total]
-    for number, (start, end) in enumerate(zip(starts, ends)):
+    for number, (start, end, layout) in enumerate(zip(starts, ends, layouts, strict=False)):
         ratio = lengths[number] // lengths[0]
-        micro, layout = draft["phase_micro_batch_sizes"][number], layouts[number]
+        micro = draft["phase_micro_batch_sizes"][number]
         for size in schedule.sizes_between(start, end):
             if size % ratio != 0:
                 draft.problem(
