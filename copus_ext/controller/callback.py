@@ -88,7 +88,7 @@ class Controller(Callback):
         self.failed, self.keeps_settings = False, self._acts
         self._flag_layout: Layout | None = None
         self._ratio = 1
-        self._key, self._log_text, self._begun_at = "", UNDECIDED, 0
+        self._key, self._log_text, self._num_before = "", UNDECIDED, 0
 
     @property
     def _acts(self) -> bool:
@@ -118,7 +118,7 @@ class Controller(Callback):
         timings = time_machine(config.runtime.device)
         self.link = link_of(timings, config)
         self._restore(context)
-        self._begun_at = context.state.iteration
+        self._num_before = self.state.num_changes_before
         self.state.begin_launch(timings)
         # Sinks of a new launch know of none before it.
         self.log.count(decisions=self.state.num_decisions, changes=self.state.num_changes)
@@ -575,6 +575,8 @@ class Controller(Callback):
         context.scalars.update(self.log.take_scalars())
         if dist.get_rank() == 0:
             changes, mode = self.state.changes, self.flags.copus_mode
+            total = self.state.num_changes - (self.state.open_change is not None)
             if not goes_on:
                 self.log.note("end", iteration=context.state.iteration, changes=len(changes))
-            print(summary(changes, mode=mode, begun_at=self._begun_at), flush=True)
+            told = summary(changes, mode=mode, num_before=self._num_before, total=total)
+            print(told, flush=True)

@@ -38,20 +38,23 @@ def length_line(total_samples: int, *, before: int, after: int) -> str:
     )
 
 
-def summary(changes: list[ConfigChange], *, mode: str, begun_at: int = 0) -> str:
+def summary(
+    changes: list[ConfigChange], *, mode: str, num_before: int = 0, total: int | None = None
+) -> str:
     """The changes of a launch and their outcomes, a line for each.
 
     Args:
-        changes: of the run.
+        changes: the newest of the run.
         mode: `--copus-mode`.
-        begun_at: steps done when this launch began. What was changed before is only counted.
+        num_before: changes of earlier launches, which are only counted.
+        total: changes of the run; None: no more than are given.
     """
     if mode != "act":
         return "copus: observed only; the journal says what it would have done"
-    here = [c for c in changes if c.iteration >= begun_at]
-    num_earlier = len(changes) - len(here)
-    before = f" in this launch; {counted(num_earlier, 'change')} before" if num_earlier else ""
-    what = counted(len(here), "change") if here else "nothing was changed"
+    num_here = (len(changes) if total is None else total) - num_before
+    here = changes[-num_here:] if num_here > 0 else []
+    before = f" in this launch; {counted(num_before, 'change')} before" if num_before else ""
+    what = counted(num_here, "change") if here else "nothing was changed"
     lines = [f"copus: {what}{before}"]
     for c in here:
         sizes = f"{c.from_batch} -> {c.to_batch}"

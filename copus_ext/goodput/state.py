@@ -370,6 +370,14 @@ class ControllerState:
         """Steps since the last change; None before the first."""
         return self.steps_after_change if self.num_changes else None
 
+    @property
+    def num_changes_before(self) -> int:
+        """Changes that earlier launches made, asked as one begins. A change that this one was
+        started for is not among them."""
+        change, pending = self.open_change, self.layout_costs.pending_relaunch
+        is_ours = change is not None and pending is not None and change.decision == pending.number
+        return self.num_changes - is_ours
+
     def begin_annealing(
         self, share: float, *, batch: int, consumed_samples: int, total_samples: int
     ) -> None:

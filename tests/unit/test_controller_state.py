@@ -20,7 +20,7 @@ from copus_ext.cost_model.conditions import Timings
 from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.goodput.conditions import Conditions
 from copus_ext.goodput.config_change import ConfigChange
-from copus_ext.goodput.costs import MAX_FAILURES, LayoutChangeCosts
+from copus_ext.goodput.costs import MAX_FAILURES, LayoutChangeCosts, PendingRelaunch
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import summary
 from copus_ext.goodput.state import (
@@ -114,7 +114,7 @@ def test_the_outcome_of_a_change_is_measured_when_enough_steps_have_followed() -
     assert state.changes == [outcome]
     lines = summary(state.changes, mode="act").splitlines()
     assert lines[0] == "copus: 1 change" and len(lines) == 2
-    resumed = summary(state.changes, mode="act", begun_at=100)
+    resumed = summary(state.changes, mode="act", num_before=1)
     assert resumed == "copus: nothing was changed in this launch; 1 change before"
 
 
@@ -124,10 +124,38 @@ def test_a_change_whose_outcome_is_measured_after_a_resume_is_none_of_that_launc
     state = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
     filled(10, state=state, batch=16, loss=2.9, seconds=0.2)
     assert state.record_outcome(now=True) is not None
-    told = summary(state.changes, mode="act", begun_at=70)
+    told = summary(state.changes, mode="act", num_before=1)
     assert told == "copus: nothing was changed in this launch; 1 change before"
-    # One that a relaunch makes is made where that begins.
-    assert len(summary(state.changes, mode="act", begun_at=60).splitlines()) == 2
+    assert len(summary(state.changes, mode="act", num_before=0).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("pending", "line"),
+    [
+        (False, "copus: nothing was changed in this launch; 1 change before"),
+        (True, "copus: 1 change"),
+    ],
+)
+def test_a_change_belongs_to_the_launch_that_made_it_or_was_started_for_it(
+    pending: bool, line: str
+) -> None:
+    """A launch may begin at the very step before which another has changed and stopped."""
+    state = grown(filled(60), iteration=60)
+    if pending:
+        sizes = {"start": "tp1.pp1.dp2", "to": "tp2.pp1.dp1"}
+        state.layout_costs.pending_relaunch = PendingRelaunch(number=1, time=0.0, **sizes)
+    state = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
+    before = state.num_changes_before
+    filled(10, state=state, batch=16, loss=2.9, seconds=0.2)
+    state.record_outcome(now=True)
+    assert summary(state.changes, mode="act", num_before=before).splitlines()[0] == line
+
+
+def test_what_is_no_longer_kept_of_changes_still_counts() -> None:
+    state = grown(filled(60), iteration=60)
+    state.record_outcome(now=True)
+    told = summary(state.changes, mode="act", num_before=500, total=501).splitlines()
+    assert told[0] == "copus: 1 change in this launch; 500 changes before" and len(told) == 2
 
 
 def test_one_step_is_no_outcome() -> None:
