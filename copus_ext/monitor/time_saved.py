@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from copus_ext.goodput.step_records import MIN_TIMED_STEPS, WARM_UP_STEPS
-from copus_ext.monitor.journal import Account, DecisionHistory, DecisionRecord, Sizes
+from copus_ext.monitor.journal import Account, DecisionRecord, Sizes
 from copus_ext.monitor.run_files import END_BYTES, RunHistory, RunReader, Step
 from copus_ext.monitor.values import FOREIGN, whole
 
@@ -337,7 +337,7 @@ def so_far(run: RunHistory) -> tuple[str, TimeSaved | None]:
         return "not known: a record of the journal is damaged", None
     first = decisions.first
     if all(s.is_first for s in segments):
-        return _nothing(decisions, first if segments else None), None
+        return _nothing(run, has_begun=bool(segments)), None
     assert first is not None
     if decisions.has_ramp:
         return "not known: without the controller --rampup-batch-size would change the batch", None
@@ -364,13 +364,16 @@ def line_at_end(run_dir: Path) -> str:
     return f"copus: so far: {so_far(run)[0]}" if run.decisions.made else ""
 
 
-def _nothing(decisions: DecisionHistory, first: Sizes | None) -> str:
-    """Why nothing can have been gained, if all steps were made in one configuration."""
-    if decisions.mode == "observe":
+def _nothing(run: RunHistory, *, has_begun: bool) -> str:
+    """Why nothing can have been gained, if the controller has moved no step. Flags may have: steps
+    of several configurations are not those of one, and an earlier record may know changes."""
+    if run.decisions.mode == "observe":
         return "nothing: the controller only observes"
-    if first is None:
+    if not has_begun:
         return "nothing yet: the controller has only begun"
-    return f"nothing yet: every step was made in the first configuration, {first}"
+    last = run.decisions.first_at(run.steps[-1].iteration - 1, 1.0) or run.decisions.first
+    nothing = "nothing yet: no step follows a change that is recorded here"
+    return f"{nothing}; the last was made at {last}"
 
 
 def _percent(share: float) -> str:

@@ -38,6 +38,7 @@ AWAY = Segment(
     critical_batch_size=8.0,
     first_samples_per_s=4.0,
 )
+UNCHANGED = "nothing yet: no step follows a change that is recorded here; the last was made at "
 AT_FIRST = dataclasses.replace(
     AWAY,
     samples=40.0,
@@ -332,7 +333,7 @@ def test_another_run_in_the_same_directory_is_compared_with_its_own_start(
     run.speeds = {batch: (batch / 1.0, "measured")}
     run.decide()
     first = f"batch {batch} in micro-batches of 2 on {LAYOUT}"
-    assert run.line == f"nothing yet: every step was made in the first configuration, {first}"
+    assert run.line == f"{UNCHANGED}{first}"
     told = report_of(RunReader(tmp_path))
     assert any(first in fact for fact in told.facts.values())
     controller = read_status(tmp_path).controller
@@ -355,9 +356,20 @@ def test_flags_that_a_restart_changed_before_any_decision_stands_are_no_gain(
     run.step(10, 1.0)
     run.decide()
     assert all(s.is_first and s.first_batch == 8 for s in segments_of(run.history))
-    assert run.line.startswith(
-        "nothing yet: every step was made in the first configuration, batch 8"
-    )
+    assert run.line.startswith(f"{UNCHANGED}batch 8")
+
+
+def test_ranks_that_changed_without_the_controller_are_no_gain(tmp_path: Path) -> None:
+    """Steps of several configurations are not said to be of one."""
+    run = Run(tmp_path)
+    run.step(10, 1.0)
+    run.decide()
+    run.launch("job.0.1", layout="tp1.pp1.dp1")
+    line = run.line
+    assert line.startswith(UNCHANGED) and line.endswith(LAYOUT), "no step was made there yet"
+    run.step(10, 2.0)
+    run.decide()
+    assert run.line.startswith(UNCHANGED) and run.line.endswith(" on tp1.pp1.dp1")
 
 
 def test_a_last_step_of_what_is_left_is_no_change(tmp_path: Path) -> None:
@@ -553,7 +565,7 @@ def never_timed(path: Path) -> Run:
     [
         (
             unchanged,
-            f"nothing yet: every step was made in the first configuration, {FIRST}",
+            f"{UNCHANGED}{FIRST}",
         ),
         (observed, "nothing: the controller only observes"),
         (undecided, "nothing yet: the controller has only begun"),
