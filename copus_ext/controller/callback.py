@@ -25,7 +25,7 @@ from copus_ext.controller.first_step import (
     restored_state,
     tell_lengths,
 )
-from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.flags import CopusConfig, naming_the_file
 from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager, own_host
@@ -77,7 +77,8 @@ class Controller(Callback):
         Raises:
             UsageError: a value that makes no sense, or that is not built.
         """
-        rules.check(flags)
+        with naming_the_file(flags):
+            rules.check(flags)
         self.flags = self._given = flags
         self.gns = GradientNoiseCallback(flags)
         self.state = ControllerState()
@@ -111,7 +112,8 @@ class Controller(Callback):
         """Restores the state of the checkpoint; rank 0 opens throughput table and journal."""
         self._begin_segment(context)
         config = config_of(context)
-        rules.check_run(self.flags, config)
+        with naming_the_file(self._given):
+            rules.check_run(self.flags, config)
         if (note := rules.observe_note(self.flags, config)) and dist.get_rank() == 0:
             print(f"note: {note}", flush=True)
         self.gns.on_setup_start(context)

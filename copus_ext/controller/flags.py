@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,29 @@ def controller_flags(args: Any) -> CopusConfig:
     return CopusConfig(**values | {name: v for name, v in read.items() if name not in given})
 
 
+@contextlib.contextmanager
+def naming_the_file(flags: CopusConfig) -> Iterator[None]:
+    """Names the file of settings in a refusal of something that it sets."""
+    try:
+        yield
+    except UsageError as error:
+        if flags.copus_config is None:
+            raise
+        where, line = f"{FILE_FLAG} {flags.copus_config}", str(error)
+        if f"{FILE_FLAG}: " in line:
+            raise UsageError(line.replace(f"{FILE_FLAG}: ", f"{where}: ")) from None
+        read = read_settings(Path(flags.copus_config))
+        own = {spec.dest: spec.strings[0] for spec in option_specs(CopusConfig)}
+        of_file = [
+            own[name]
+            for name, value in read.items()
+            if value == getattr(flags, name) and re.search(rf"{own[name]}(?![-\w])", line)
+        ]
+        if not of_file:
+            raise
+        raise UsageError(f"{line}; {where} sets {' and '.join(of_file)}") from None
+
+
 def given_by_value(args: Any) -> set[str]:
     """The controller's fields whose values are not the default ones: those that were given, as far
     as the arguments of a parser that does not say it can tell. A switch that is off was not."""
@@ -206,6 +231,8 @@ def read_settings(path: Path) -> dict[str, Any]:
             near = nearest_flag(plain, list(known))
             fix = f"did you mean {near}?" if near else f"remove it; there are {', '.join(known)}"
             raise UsageError(f"{where}: unknown setting {name}; {fix}")
+        if known[plain].dest in read:
+            raise UsageError(f"{where}: {name} is {plain}, which stands there twice; keep one")
         try:
             read[known[plain].dest] = _value(known[plain], value)
         except ValueError as error:

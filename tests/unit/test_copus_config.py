@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from copus_ext.controller.callback import Controller
 from copus_ext.controller.flags import (
     CopusConfig,
     check_has_copus,
@@ -141,6 +142,8 @@ def test_the_documented_file_holds_every_setting_at_its_default() -> None:
         ("interval: {a: 1}", "interval: {'a': 1} is no float"),
         ("- prebuild", "write one `name: value` in each line"),
         ("a: b: c", "is not valid YAML"),
+        ("prebuild: 1\nprebuild: 2", "it has 'prebuild' twice; keep one of them"),
+        ("prebuild: 1\ncopus-prebuild: 2", "copus-prebuild is prebuild, which stands there twice"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
@@ -150,6 +153,40 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, words: str) -> None
         read_settings(path)
     assert words in str(raised.value) and str(raised.value).startswith(f"--copus-config {path}")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "line"),
+    [
+        ("doubling_ratio: 1", "", "{where}: doubling_ratio 1 must exceed 1 and be finite"),
+        (
+            "max_global_batch_size: 0",
+            "",
+            "--copus-max-global-batch-size 0 must be positive; {where} sets "
+            "--copus-max-global-batch-size",
+        ),
+        (
+            "max_global_batch_size: 8",
+            "--copus-min-global-batch-size 16",
+            "--copus-min-global-batch-size 16 is above --copus-max-global-batch-size 8; {where} "
+            "sets --copus-max-global-batch-size",
+        ),
+        (
+            "max_global_batch_size: 8",
+            "--copus-max-global-batch-size 0",
+            "--copus-max-global-batch-size 0 must be positive",
+        ),
+    ],
+)
+def test_a_value_that_the_controller_refuses_is_named_with_its_file(
+    tmp_path: Path, text: str, words: str, line: str
+) -> None:
+    path = tmp_path / "copus.yaml"
+    path.write_text(text)
+    flags = controller_flags(parse("--copus", "--copus-config", str(path), *words.split()))
+    with pytest.raises(UsageError) as raised:
+        Controller(flags)
+    assert str(raised.value) == line.format(where=f"--copus-config {path}")
 
 
 def test_a_file_that_is_not_there() -> None:

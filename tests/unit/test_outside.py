@@ -72,6 +72,8 @@ def test_each_text_is_a_value_or_a_value_error() -> None:
         "2001-99-99",
         "9" * 5000,
         "a: &a [1]\nb: *a",
+        "a: 1\nb: 2\na: 1",
+        "a: [{b: 1, b: 2}]",
         "!!python/object/apply:os.system [id]",
         "\x00",
         "x" * (1 << 21),

@@ -48,8 +48,9 @@ def parse_yaml(text: str) -> Any:
     """The value of a YAML text of plain values, lists and mappings.
 
     Raises:
-        ValueError: one line. It is not valid YAML, a value is none of its kind, it is nested deeper
-            than `MAX_NESTING`, or it has aliases, of which a short text can make an endless value.
+        ValueError: one line. It is not valid YAML, a value is none of its kind, a name stands twice
+            in a mapping, it is nested deeper than `MAX_NESTING`, or it has aliases, of which a
+            short text can make an endless value.
     """
     import yaml
 
@@ -64,12 +65,30 @@ def parse_yaml(text: str) -> Any:
                 raise ValueError("it is nested too deeply")
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("it has an alias; write the value out")
+        _check_names(yaml.compose(text, Loader=yaml.SafeLoader))
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     # Of a tag such as !!int or !!timestamp before something else.
     except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"a value is not of the kind that its tag names: {error!r}") from error
+
+
+def _check_names(node: Any) -> None:
+    """Raises:
+    ValueError: a name stands twice in a mapping, of which YAML would take the last.
+    """
+    left = [node]
+    while left:
+        node = left.pop()
+        if not isinstance(getattr(node, "value", None), list):
+            continue
+        names = [str(pair[0].value) for pair in node.value if isinstance(pair, tuple)]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"it has {twice[:40]!r} twice; keep one of them")
+        for item in node.value:
+            left += item if isinstance(item, tuple) else [item]
 
 
 def _finite(digits: str) -> float:
