@@ -129,6 +129,8 @@ class RunStatus:
     """Whether there may be more, before what was read of the record."""
     crashes: int
     """Launches that recorded no end and were followed by another."""
+    losses: int
+    """Times that launches went on with the ranks that were left."""
     iteration: int | None
     train_iterations: int | None
     """Of the whole run, as estimated at the last step."""
@@ -208,6 +210,7 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         launches=sum(not launch.entered for launch in run.launches),
         launches_at_least=not run.is_whole,
         crashes=_crashes(run),
+        losses=sum(launch.entered == "loss" for launch in run.launches),
         iteration=source and source.iteration,
         train_iterations=last and last.train_iterations,
         consumed_samples=consumed,

@@ -89,7 +89,8 @@ def _launches(status: RunStatus) -> str:
     least = "at least " if status.launches_at_least else ""
     crashes = "1 crash" if status.crashes == 1 else f"{status.crashes} crashes"
     again = counted(max(status.launches - 1, 0), "restart")
-    return f"{status.launch}, {least}{again}, {crashes}"
+    lost = f", ranks were lost {counted(status.losses, 'time')}" if status.losses else ""
+    return f"{status.launch}, {least}{again}, {crashes}{lost}"
 
 
 def _step(status: RunStatus) -> str:

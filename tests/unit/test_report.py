@@ -196,7 +196,7 @@ def test_ranks_of_an_elastic_run_are_told_over_time(tmp_path: Path) -> None:
             file.write(json.dumps({"v": 1, "t": 1000.0 + i, "m": float(i), **record}) + "\n")
     facts = report_of(RunReader(tmp_path)).facts
     assert facts["ranks"] == "4 then 3 after a loss then 4 after a join"
-    assert facts["launch"] == "c, 0 restarts, 0 crashes"
+    assert facts["launch"] == "c, 0 restarts, 0 crashes, ranks were lost 1 time"
     # Three of six seconds were steps that count; one step was done again.
     assert "3 s steps (50.0 %)" in facts["of this"]
     assert "1 s steps that a restart did again" in facts["of this"]
