@@ -75,21 +75,32 @@ class CopusCallback:
         self._move: Callable[[Any], Any] | None = None
         self._is_cut = self._is_rebuilt = self.is_later = False
 
-    def on_train_start(self, context: Any) -> None:
+    def check_flags(self) -> None:
+        """Refuses flags of the checkout and of the controller that do not go together.
+
+        Raises:
+            UsageError: naming them.
+        """
+        args, flags = self._args_and_flags()
+        if flags is not None:
+            check(args, flags)
+
+    def _args_and_flags(self) -> tuple[Any, CopusConfig | None]:
         if self._args is None:
             self._args = importlib.import_module("megatron.training.global_vars").get_args()
-        args = self._args
-        self._flags = flags = self._given or _flags_among(args)
+        self._given = self._given or _flags_among(self._args)
+        return self._args, self._given
+
+    def on_train_start(self, context: Any) -> None:
+        args, flags = self._args_and_flags()
         if flags is None:
             return
-        self._given = flags
 
         from copus_ext.controller.callback import Controller
 
         class _Controller(Controller):
             changes_micro_batch = not keeps_micro_batch(args)
 
-        check(args, flags)
         self._first_batch = args.global_batch_size
         # Iterations become samples once, at the first batch.
         self._train_samples = args.train_samples or args.train_iters * self._first_batch
@@ -316,7 +327,7 @@ class CopusCallback:
         from megatron.trainer.common.step_settings import set_rates
 
         inner = self._inner
-        if self._flags is not None and self._flags.copus_mode == "act":
+        if self._given is not None and self._given.copus_mode == "act":
             beta2 = self._args.adam_beta2
             set_rates(inner.optimizer, inner.scheduler, inner.state.settings, beta2=beta2)
 
@@ -397,6 +408,7 @@ def install(training: Any = None, *, flags: CopusConfig | None = None) -> Callab
     importlib.import_module("megatron.trainer.distributed.process_groups")
     recorded = Recorded(module)
     callback = CopusCallback(recorded, flags=flags)
+    recorded.before_groups = callback.check_flags
     context = SimpleNamespace(loss_dict=None, grad_norm=None, skipped_iter=None, log_fragments=[])
     train, train_step, training_log = module.train, module.train_step, module.training_log
 

@@ -58,6 +58,8 @@ class Recorded:
         self.valid_iterator: Any = None
         """Since the first change: what stands for the one that `pretrain` holds."""
         self.test_iterator: Any = None
+        self.before_groups: Callable[[], None] = lambda: None
+        """Called once the arguments are known, before anything is built."""
         self.state_of: Callable[[], str] | None = None
         """What the controller wants to be saved with the next checkpoint."""
         self.loaded_state: str | None = None
@@ -98,6 +100,7 @@ class Recorded:
             plain = self._plain_of(module, name)
             if name not in self._calls:
                 if module is self._groups:
+                    self.before_groups()
                     gc.collect()
                     gc.freeze()  # what imports have made; a change of layout collects
                 self._calls[name] = call = inspect.signature(plain).bind(*args, **named)
