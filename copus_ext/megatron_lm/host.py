@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import json
 import time
 from collections.abc import Callable
@@ -416,8 +417,10 @@ def install(training: Any = None, *, flags: CopusConfig | None = None) -> Callab
         forward_step_func: Any, model: Any, optimizer: Any, scheduler: Any, *more: Any, **named: Any
     ) -> Any:
         context.model, context.optimizer, context.scheduler = model, optimizer, scheduler
-        callback.on_train_start(context)
         given = forward_step_func, model, optimizer, scheduler, *more
+        call = inspect.signature(train).bind(*given, **named)
+        recorded.has_own_groups = call.arguments.get("pg_collection") is not None
+        callback.on_train_start(context)
         try:
             if callback.is_on:
                 result = train_in_segments(train, callback, *given, **named)

@@ -139,6 +139,8 @@ class CheckoutHost:
         problems = layout_problems(
             layout, flat, seq_length=args.seq_length, sequence_parallel=parallel
         )
+        if self._recorded.has_own_groups:
+            problems.append("the script gives process groups of its own to pretrain")
         if layout.vpp > 1 and not self._recorded.takes_virtual_stages:
             problems.append("the script's provider of data takes no vp_stage")
         evaluated = getattr(args, "eval_global_batch_size", None) or args.global_batch_size

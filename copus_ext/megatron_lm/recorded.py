@@ -64,6 +64,8 @@ class Recorded:
         """What the controller wants to be saved with the next checkpoint."""
         self.loaded_state: str | None = None
         """That of the checkpoint that the run goes on with."""
+        self.has_own_groups = False
+        """Whether the script gives process groups of its own to `pretrain`."""
         self.has_changed = False
         """Whether the iterators are others than those of `pretrain`."""
         self._wrap()
