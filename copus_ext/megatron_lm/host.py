@@ -130,6 +130,7 @@ class CopusCallback:
             train_samples=self._train_samples,
             flags=dataclasses.asdict(flags),
         )
+        self._recorded.on_saved = self._record.saved
 
     def _on_layout(self, event: str) -> None:
         """The present layout is released, or another one installed."""

@@ -97,8 +97,12 @@ class RunRecord:
         """Records that training goes on under a layout."""
         self._tracker.event("layout", *self._at, layout=layout)
 
+    def saved(self) -> None:
+        """Records a checkpoint. The last one comes after the end."""
+        self._tracker.event("checkpoint.commit", *self._at, durable=False)
+
     def end(self, why: str, *, fault: str = "") -> None:
-        """Records the end.
+        """Records the end of training.
 
         Args:
             why: `done`, or what ended it; not used where it failed.
@@ -108,8 +112,6 @@ class RunRecord:
             self._tracker.event("fault", *self._at, fault="error", line=fault, durable=True)
         else:
             self._tracker.event("run.end", *self._at, why=why)
-        self._tracker.close()
-        self._tracker = NullTracker()
         if self._beat is not None:
             self._beat.close()
 

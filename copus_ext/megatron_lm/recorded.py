@@ -62,6 +62,8 @@ class Recorded:
         """Called once the arguments are known, before anything is built."""
         self.state_of: Callable[[], str] | None = None
         """What the controller wants to be saved with the next checkpoint."""
+        self.on_saved: Callable[[], None] = lambda: None
+        """Called when a checkpoint is written, or begun where it is written meanwhile."""
         self.loaded_state: str | None = None
         """That of the checkpoint that the run goes on with."""
         self.has_own_groups = False
@@ -121,7 +123,9 @@ class Recorded:
         """The arguments are a part of every checkpoint, and so is what stands among them."""
         if self.state_of is not None:
             self._training.get_args().copus_state = self.state_of()
-        return self._plain_of(self._training, "save_checkpoint")(*args, **named)
+        result = self._plain_of(self._training, "save_checkpoint")(*args, **named)
+        self.on_saved()
+        return result
 
     def _loaded(self, saved: Any, *more: Any, **named: Any) -> Any:
         self.loaded_state = getattr(saved, "copus_state", None)

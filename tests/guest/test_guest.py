@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from copus_ext.commands import replay
+from megatron.trainer.logging.metrics import read_metrics
 from tests.guest.program import HAS_PROGRAM, SPLIT, steps, train
 
 pytestmark = [
@@ -103,6 +104,17 @@ def test_the_journal_can_be_decided_again(
     lines = map(json.loads, (run / "journal.jsonl").read_text().splitlines())
     measured = [r for r in lines if r["kind"] == "decision"][-1]["situation"]["noise"]
     assert measured["grad_norm_sq"] is not None
+
+
+def test_the_record_has_every_step_and_checkpoint(runs: dict[str, Any]) -> None:
+    rows = read_metrics(runs["folder"] / "grown")
+    steps_of = [row for row in rows if row["kind"] == "step"]
+    own = [
+        (row["iteration"], row["consumed_samples"], row["global_batch_size"]) for row in steps_of
+    ]
+    assert own == [(row[0], row[1], row[3]) for row in runs["grown"]]
+    assert [r["iteration"] for r in rows if r["kind"] == "checkpoint.commit"] == [20, 32]
+    assert [r["why"] for r in rows if r["kind"] == "run.end"] == ["done"]
 
 
 def test_the_program_is_that_of_the_wheel() -> None:
