@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -86,6 +87,8 @@ class Controller(Callback):
         self.headroom_notice = HeadroomNotice()
         self.table: ThroughputTable | None = None
         self.layout_changes: LayoutChangeManager | None = None
+        self.host_of: Callable[[Any], LayoutHost] = own_host
+        """Makes of the trainer's job what a change of layout sees."""
         self.failed, self.keeps_settings = False, self._acts
         self._flag_layout: Layout | None = None
         self._ratio = 1
@@ -94,10 +97,6 @@ class Controller(Callback):
     @property
     def _acts(self) -> bool:
         return self.flags.copus_mode == "act"
-
-    def host_of(self, job: Any) -> LayoutHost:
-        """The trainer's job as a change of layout sees it."""
-        return own_host(job)
 
     def settings(self) -> dict[str, Any]:
         return dataclasses.asdict(self._given)

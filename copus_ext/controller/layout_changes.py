@@ -84,7 +84,7 @@ class LayoutChangeManager:
         log: DecisionLog,
         *,
         prior_s: Callable[[Layout], float],
-        host_of: Callable[[Any], LayoutHost] = lambda job: own_host(job),
+        host_of: Callable[[Any], LayoutHost] = own_host,
     ) -> None:
         self.flags, self._state, self._log, self._prior_s = flags, state, log, prior_s
         self._host_of = host_of

@@ -199,11 +199,10 @@ class ThroughputTable:
         now = self._configuration(micro_batch_size, global_batch_size)
         rows = self._predicted(batches, now, measured, end_share, visited, earlier_s or {})
         is_known = any(_uncut(row.layout) == _uncut(self.config.layout) for row in rows)
-        if not rows or (now.layout.layer_partition and not is_known):
-            # The planner ranks even stages only; it has none where the layers do not divide.
-            assumed = self._assumed(batches, now, measured)
-            # An invented speed cannot stand beside predicted ones.
-            rows = [*rows, *(row for row in assumed if not rows or measured(now))]
+        # The planner ranks even stages only; it has none where the layers do not divide. Before the
+        # present speed is known, an invented one cannot stand beside those predicted.
+        if not rows or (now.layout.layer_partition and not is_known and measured(now)):
+            rows = [*rows, *self._assumed(batches, now, measured)]
         at = next((i for i, row in enumerate(rows) if _is(row, now)), None)
         if at is None:
             # It runs, whatever is predicted for it.

@@ -58,12 +58,13 @@ def check(args: Any, flags: CopusConfig) -> None:
 
 
 def keeps_micro_batch(args: Any) -> bool:
-    """Whether the loss depends on the size of micro-batches, as that of a balanced load does: the
-    mean over all of them is the same under every batch and layout, if their size is."""
+    """Whether micro-batches must keep their size. The loss depends on it where the load of experts
+    is balanced; the mean over all of them is the same under every batch and layout else. Up to 0.17
+    evaluations take it, too, and a larger one could leave them without any micro-batch."""
     kinds = getattr(args, "moe_router_load_balancing_type", None)
-    return bool(getattr(args, "num_experts", None)) and "aux_loss" in (
-        kinds if isinstance(kinds, (list, tuple)) else [kinds]
-    )
+    is_balanced = "aux_loss" in (kinds if isinstance(kinds, (list, tuple)) else [kinds])
+    has_experts = bool(getattr(args, "num_experts", None))
+    return (has_experts and is_balanced) or not hasattr(args, "eval_micro_batch_size")
 
 
 def shared(loss_dict: Any, seconds: float) -> tuple[float, float]:

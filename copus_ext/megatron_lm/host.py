@@ -273,14 +273,19 @@ class CopusCallback:
             self._controller.on_train_end(self._inner)
             self._controller = None
             self._undo()
+            self._record.numbers(self._inner.scalars)
             done = self._inner.state.iteration >= self._args.train_iters
             self._record.end("done" if done else "that trainer has left early")
 
     def on_train_error(self, error: BaseException) -> None:
         """Nothing of the run is touched any more."""
-        if self._controller is not None:
-            lines = str(error).splitlines() or [""]
-            self._record.end("", fault=f"{type(error).__name__}: {lines[0]}")
+        if self._controller is None:
+            return
+        if isinstance(error, KeyboardInterrupt):
+            self._record.end("SIGINT")
+            return
+        lines = str(error).splitlines() or ["without a message"]
+        self._record.end("", fault=f"{type(error).__name__}: {lines[0]}")
 
     def goes_on(self, given: dict[str, Any]) -> bool:
         """Whether a segment has ended before the run; if so it brings the layout and the sizes of
@@ -317,12 +322,9 @@ class CopusCallback:
 
     def _wanted(self) -> tuple[int, int]:
         """Global batch and micro-batch of the next step."""
-        from megatron.core import num_microbatches_calculator as calculator
-
-        settings = self._inner.state.settings
-        now = calculator.get_current_global_batch_size()
-        batch = settings.global_batch_size or now
-        return batch, settings.micro_batch_size or self._args.micro_batch_size
+        settings, args = self._inner.state.settings, self._args
+        batch = settings.global_batch_size or args.global_batch_size
+        return batch, settings.micro_batch_size or args.micro_batch_size
 
     def _set_rates(self) -> None:
         """Sets the rates of the next step. Under a ramp factors return to 1, too."""
@@ -346,14 +348,7 @@ class CopusCallback:
         (wanted, micro), ends_ramp = self._wanted(), at_start and ramp is not None
         self._micro_has_changed = micro != args.micro_batch_size
         if wanted != now or ends_ramp or self._micro_has_changed:
-            args.micro_batch_size = micro
-            calculator.reconfigure_num_microbatches_calculator(
-                rank=args.rank,
-                rampup_batch_size=None,
-                global_batch_size=wanted,
-                micro_batch_size=args.micro_batch_size,
-                data_parallel_size=args.data_parallel_size,
-            )
+            self._host.set_sizes(wanted, micro)
         # That loop counts steps; the run's length is in samples.
         left = self._train_samples - state.consumed_samples
         args.train_iters = state.iteration + left // wanted

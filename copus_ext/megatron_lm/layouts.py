@@ -71,9 +71,9 @@ class CheckoutHost:
         recorded: the calls of the launch.
         args: the checkout's.
         context: of the controller; its model, optimizer, groups and configuration follow a change.
+            The list of chunks and the optimizer in it are those that `pretrain` goes on with.
         config_of: makes a configuration of arguments.
-        model: `pretrain`'s list of chunks, which it goes on with.
-        events: called at the ends of a change, with `released` and `installed`.
+        events: called with `released` before a layout goes, and with `installed` once one is there.
     """
 
     def __init__(
@@ -202,7 +202,8 @@ class CheckoutHost:
         kept += ("num_floating_point_operations_so_far",)
         before = {name: getattr(args, name) for name in kept if hasattr(args, name)}
         args.load = args.pretrained_checkpoint = None
-        self.set_batch()
+        # One that every layout can cut: that of the next step is set once the layout is there.
+        self.set_sizes(args.micro_batch_size * args.data_parallel_size, args.micro_batch_size)
         try:
             model.chunks, optimizer = self._recorded.set_up(groups)
         finally:
@@ -224,17 +225,17 @@ class CheckoutHost:
         self.is_released = False
         self._events("installed")
 
-    def set_batch(self) -> None:
-        """Sets batch and micro-batch of the steps that follow, for the layout of the arguments."""
+    def set_sizes(self, global_batch_size: int, micro_batch_size: int) -> None:
+        """Sets the sizes of the steps that follow, for the layout of the arguments. A ramp ends."""
         from megatron.core import num_microbatches_calculator as calculator
 
-        args, settings = self._args, self.state.settings
-        args.micro_batch_size = settings.micro_batch_size or args.micro_batch_size
+        args = self._args
+        args.micro_batch_size = micro_batch_size
         calculator.reconfigure_num_microbatches_calculator(
             rank=args.rank,
             rampup_batch_size=None,
-            global_batch_size=settings.global_batch_size or args.global_batch_size,
-            micro_batch_size=args.micro_batch_size,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
             data_parallel_size=args.data_parallel_size,
         )
 
@@ -323,16 +324,14 @@ def _allocate(optimizer: Any) -> None:
 
 def _forget_trackers() -> None:
     """Frees groups in what megatron-core remembers between steps for its log."""
-    for module, name, empty in (
-        ("megatron.core.transformer.moe.moe_logging", "_MOE_METRICS_TRACKER", None),
-        ("megatron.core.transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER", {}),
-        ("megatron.core.parallel_state", "_MOE_LAYER_WISE_LOGGING_TRACKER", {}),
-    ):
-        with contextlib.suppress(ImportError):
-            found: Any = importlib.import_module(module)
+    further: Any = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    further.MTPLossLoggingHelper.tracker = {}
+    of_experts: dict[str, tuple[str, Any]] = {
+        "megatron.core.transformer.moe.moe_logging": ("_MOE_METRICS_TRACKER", None),
+        "megatron.core.transformer.moe.moe_utils": ("_MOE_LAYER_WISE_LOGGING_TRACKER", {}),
+    }
+    for module, (name, empty) in of_experts.items():
+        with contextlib.suppress(ImportError):  # the first is of 0.18 and later
+            found = importlib.import_module(module)
             if hasattr(found, name):
-                setattr(found, name, empty if empty is None else {})
-    with contextlib.suppress(ImportError):
-        further: Any = importlib.import_module("megatron.core.transformer.multi_token_prediction")
-        if hasattr(further, "MTPLossLoggingHelper"):
-            further.MTPLossLoggingHelper.tracker = {}
+                setattr(found, name, empty)

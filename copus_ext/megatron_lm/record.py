@@ -97,6 +97,12 @@ class RunRecord:
         """Records that training goes on under a layout."""
         self._tracker.event("layout", *self._at, layout=layout)
 
+    def numbers(self, scalars: dict[str, float]) -> None:
+        """Records what is known only after the last step, by tag."""
+        if scalars:
+            iteration, samples = self._at
+            self._tracker.numbers(scalars, iteration=iteration, consumed_samples=samples)
+
     def saved(self) -> None:
         """Records a checkpoint. The last one comes after the end."""
         self._tracker.event("checkpoint.commit", *self._at, durable=False)

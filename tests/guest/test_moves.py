@@ -35,6 +35,8 @@ EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2
 SIZES = {3: (16, 1), 9: (8, 1)}
 LAYOUTS = {3: "tp1.pp2.ep2.dp2", 6: "tp2.pp1.ep2.etp1.dp2", 9: "tp1.pp1.ep4.dp4"}
 LAYOUTS[12] = STAYS = "tp1.pp1.ep2.dp4"
+# Each layout can cut its own batch alone: 8 in 1 on two replicas, 3 in 3 on one.
+CUT_ANEW = "4:tp2.pp1.dp1:3:3,8:tp1.pp1.dp2:8:1"
 MOVES = "--copus --copus-layouts all"
 MOVE = re.compile(r"^MOVE (.*)$", re.MULTILINE)
 
@@ -57,8 +59,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("there and back", "moving=" + ",".join(ROUND_TRIPS), f"{DENSE} {MOVES}"),
         ("stayed", "moving=" + listed({}), f"{EXPERTS} {MOVES}"),
         ("moved", "moving=" + listed(LAYOUTS), f"{EXPERTS} {MOVES}"),
+        ("cut anew", f"moving={CUT_ANEW}", f"--train-iters 16 {MOVES}"),
     ):
-        output = train(folder, name.replace(" ", "_"), kind, flags, ranks=4).stdout
+        ranks = 2 if name == "cut anew" else 4
+        output = train(folder, name.replace(" ", "_"), kind, flags, ranks=ranks).stdout
         found[name] = {
             "steps": steps(output),
             "evaluations": evaluations(output),
@@ -97,6 +101,13 @@ def test_experts_and_batches_move_as_on_a_layout_that_stays(runs: dict[str, Any]
         assert own[5] == pytest.approx(fixed[5], rel=1e-3), "printed with three digits"
     for (name, own), (of, fixed) in zip(moved["evaluations"], stayed["evaluations"], strict=True):
         assert name == of and own == pytest.approx(fixed, rel=1e-5)
+
+
+def test_a_layout_need_not_cut_the_batch_before_it(runs: dict[str, Any]) -> None:
+    run = runs["cut anew"]
+    assert [(move["kind"], move["reason"]) for move in run["moves"]] == [("moved", "")] * 2
+    assert [row[3] for row in run["steps"]] == [8] * 4 + [3] * 4 + [8] * 10
+    assert run["steps"][-1][1] == 124, "a rest smaller than the batch is dropped"
 
 
 @pytest.mark.parametrize("name", ["there and back", "moved"])

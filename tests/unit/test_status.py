@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from copus_ext.commands import status
 from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
+from copus_ext.megatron_lm.record import RunRecord
 from copus_ext.monitor import run_status
 from copus_ext.monitor.explain import time_left
 from copus_ext.monitor.report import report_of
@@ -26,6 +28,7 @@ from copus_ext.monitor.run_status import RunStatus, read_status
 from copus_ext.monitor.terminal import screen
 from megatron.trainer.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
 from megatron.trainer.common.errors import TrainingFailure
+from megatron.trainer.common.step_settings import StepInfo
 from megatron.trainer.logging.metrics import METRICS_FILE, encode, read_metrics
 from megatron.trainer.logging.tracker import Tracker
 from megatron.trainer.resilience.lock import Lock
@@ -243,6 +246,41 @@ def test_a_run_is_over_as_soon_as_it_lets_go_of_its_directory(
     assert now.state == {"done": "done", "SIGINT": "stopped", None: "failed"}[why]
     told = report_of(RunReader(tmp_path)).facts["state"]
     assert now.left_s is None and told.startswith(now.state)
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "why"),
+    [
+        (lambda record: record.end("done"), "done", ""),
+        (lambda record: record.end("", fault="RuntimeError: no memory"), "failed", "no memory"),
+    ],
+)
+def test_a_run_of_a_megatron_lm_checkout_lives_without_a_lock(
+    end: Callable[[RunRecord], None], state: str, why: str, tmp_path: Path
+) -> None:
+    args = SimpleNamespace(iteration=0, consumed_train_samples=0, load=None)
+    record = RunRecord(tmp_path, args, layout=LAYOUT, train_samples=320, flags={})
+    taken = StepInfo(
+        iteration=1,
+        consumed_samples=16,
+        global_batch_size=16,
+        micro_batch_size=2,
+        num_microbatches=8,
+        loss=5.5,
+        grad_norm=1.0,
+        num_zeros=None,
+        learning_rate=1e-3,
+        updated=True,
+        elapsed_s=0.5,
+    )
+    record.step(taken, iterations=20, scalars={}, fields={})
+    record.saved()
+    alive, later = read_status(tmp_path), read_status(tmp_path, t=time.time() + 200)
+    assert (alive.state, later.state) == ("training", "lost")
+    assert alive.iteration == 1 and alive.saved is not None and alive.saved.iteration == 1
+    end(record)
+    now = read_status(tmp_path)
+    assert now.state == state and why in now.why
 
 
 @pytest.mark.parametrize(
