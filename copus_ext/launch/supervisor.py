@@ -48,7 +48,7 @@ from megatron.trainer.checkpoint import files
 from megatron.trainer.common.control import SIGNALLED, STACKS, STOP_FILE, write_stop
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.program import tell
-from megatron.trainer.common.signals import leave_on_interrupt
+from megatron.trainer.common.signals import SAME_S, leave_on_interrupt
 from megatron.trainer.logging import metrics
 from megatron.trainer.resilience.lock import Lock
 
@@ -72,8 +72,9 @@ class StopSignals:
 
     Args:
         run_dir: directory of the run, whose stop file all ranks and nodes see.
-        margin_s: seconds that saving may take. A second signal counts only after them, but a second
-            Ctrl-C counts at once.
+        margin_s: seconds that saving may take. A second signal counts only after them. A second
+            Ctrl-C counts at once, but not as long as it may be the first one, handed on by a
+            wrapper such as `timeout`.
     """
 
     def __init__(self, run_dir: Path, margin_s: float) -> None:
@@ -117,7 +118,12 @@ class StopSignals:
                 self._write()
                 if workers is not None:
                     workers.ask_to_stop()
-            elif number == signal.SIGINT or now_s - self._since_s >= self._margin_s:
+                continue
+            after_s = now_s - self._since_s
+            if after_s <= SAME_S:
+                continue
+            if number == signal.SIGINT or after_s >= self._margin_s:
+                say(f"{signal.Signals(number).name} again: ends the ranks at once")
                 self.is_final = True
                 if workers is not None:
                     workers.end()

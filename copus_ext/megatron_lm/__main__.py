@@ -30,8 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         script, flags, rest = split(words)
     except UsageError as error:
-        tell(_PROG, f"error: {error}")
-        return 2
+        return _refused(error)
     sys.argv = [str(script), *rest]
     sys.path.insert(0, str(script.resolve().parent))
     if flags is not None:
@@ -41,13 +40,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         runpy.run_path(str(script), run_name="__main__")
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":
-            tell(_PROG, f"error: {error}")
-        return 2
+        return _refused(error)
     except Relaunch as error:
         tell(_PROG, f"{error}; start the same command again, which goes on from --load")
         exit_immediately(Relaunch.exit_code)
     return 0
+
+
+def _refused(error: UsageError) -> int:
+    if os.environ.get("RANK", "0") == "0":
+        tell(_PROG, f"error: {error}")
+    return 2
 
 
 def split(words: list[str]) -> tuple[Path, Any, list[str]]:

@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from copus_ext.commands.main import COMMANDS, first_line, main, module_of, names
 from copus_ext.controller.decision_log import VERSION
 from megatron.trainer.common import program
 from megatron.trainer.common.program import (
+    ending_at_interrupts,
     held_back,
     other_command,
     program_name,
@@ -57,6 +59,28 @@ def test_a_script_is_the_command_under_its_own_name(
         runpy.run_path(str(script), run_name="__main__")
     assert left.value.code == 0
     assert usage_of(capsys).startswith(f"usage: {script.name} ")
+
+
+def test_ctrl_c_that_comes_twice_leaves_time_to_clear_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cleared: list[int] = []
+
+    def run() -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+            cleared.append(1)
+        return 0
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert ending_at_interrupts("copus", run, sigterm=True) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert cleared == [1] and capsys.readouterr().err == "copus: interrupted\n"
 
 
 def test_every_command_has_a_script_and_a_module() -> None:

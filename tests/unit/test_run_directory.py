@@ -75,6 +75,14 @@ def test_where_none_can_be_made_the_line_names_the_flag(config: Config) -> None:
         pass
 
 
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--run-dir"])
+def test_the_line_names_the_flag_that_was_given(config: Config, flag: str) -> None:
+    Path("file").touch()
+    named = resolve(parse_args([*TINY.split(), "--train-iters", "1", flag, "file"]), 1)
+    with pytest.raises(UsageError, match=f"give another {flag}"), hold_run(named):
+        pass
+
+
 def test_a_named_directory_is_taken_as_it_is(config: Config, tmp_path: Path) -> None:
     named = resolve(parse_args([*TINY.split(), "--train-iters", "1", "--run-dir", "here"]), 1)
     Path("here").mkdir()

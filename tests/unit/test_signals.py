@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megatron.trainer.common.control import TIME_LIMIT
 from megatron.trainer.common.signals import (
-    _SAME_S,
+    SAME_S,
     STOP_SIGNALS,
     StopReason,
     StopSignals,
@@ -94,7 +94,7 @@ def test_a_second_ctrl_c_leaves_at_once_wherever_the_process_is(second: str) -> 
         assert process.stderr is not None
         process.send_signal(signal.SIGINT)
         assert "finishes the step" in process.stderr.readline()
-        time.sleep(2 * _SAME_S)
+        time.sleep(2 * SAME_S)
         process.send_signal(signal.Signals[second])
         assert process.wait(60) == 130
         assert process.stderr.read().splitlines() == [
@@ -192,7 +192,7 @@ def test_the_first_ctrl_c_may_come_twice() -> None:
 def test_what_a_child_gets_does_not_count() -> None:
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGINT)
-        time.sleep(2 * _SAME_S)
+        time.sleep(2 * SAME_S)
         pid = os.fork()
         if pid == 0:
             signal.raise_signal(signal.SIGTERM)

@@ -401,18 +401,30 @@ class Ranks:
 
 
 @pytest.mark.parametrize(
-    ("margin_s", "numbers", "asked"),
+    ("margin_s", "apart_s", "numbers", "asked"),
     [
-        (600, [signal.SIGTERM], ["stop"]),
-        (600, [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM], ["stop"]),
-        (600, [signal.SIGINT, signal.SIGINT], ["stop", "end"]),
-        (0, [signal.SIGTERM, signal.SIGTERM], ["stop", "end"]),
+        (600, 1, [signal.SIGTERM], ["stop"]),
+        (600, 1, [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM], ["stop"]),
+        (600, 1, [signal.SIGINT, signal.SIGINT], ["stop", "end"]),
+        (0, 1, [signal.SIGTERM, signal.SIGTERM], ["stop", "end"]),
+        # `timeout` hands a terminal's Ctrl-C on once more.
+        (600, 0.1, [signal.SIGINT, signal.SIGINT], ["stop"]),
+        (600, 0.1, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ["stop"]),
+        (0, 0.1, [signal.SIGTERM, signal.SIGTERM], ["stop"]),
     ],
     ids=str,
 )
 def test_a_second_signal_ends_the_ranks_after_the_margin(
-    tmp_path: Path, margin_s: float, numbers: list[signal.Signals], asked: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    margin_s: float,
+    apart_s: float,
+    numbers: list[signal.Signals],
+    asked: list[str],
 ) -> None:
+    moments = itertools.count(100.0, apart_s)
+    monkeypatch.setattr("copus_ext.launch.supervisor.time.monotonic", lambda: next(moments))
     before = {number: signal.getsignal(number) for number in numbers}
     stops, ranks = StopSignals(tmp_path, margin_s), Ranks()
     workers: Any = ranks
@@ -427,6 +439,7 @@ def test_a_second_signal_ends_the_ranks_after_the_margin(
             signal.signal(number, handler)
     assert ranks.asked == asked and stops.asked == numbers[0]
     assert (tmp_path / STOP_FILE).exists() and stops.is_final == ("end" in asked)
+    assert ("again: ends the ranks at once" in capfd.readouterr().err) == stops.is_final
     later = StopSignals(tmp_path, margin_s)
     assert later.asked == 0, "by the file alone"
     later.clear()

@@ -169,20 +169,20 @@ def test_tokens_around_a_text_are_found_in_a_vocabulary_without_latin_letters(tm
 
 def test_gpt2_files_give_the_ids_of_transformers(tmp_path):
     vocab, merges = gpt2_files(tmp_path)
-    ours = build_tokenizer(
-        tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges)
-    )
+    files = {"vocab_file": str(vocab), "merge_file": str(merges)}
+    ours = build_tokenizer(tokenizer_type="GPT2BPETokenizer", **files)
     theirs = transformers.GPT2TokenizerFast(vocab=str(vocab), merges=str(merges))
-    for text in TEXTS:
-        # Megatron-LM's class knows no special token in a text.
-        assert (
-            ours.tokenize(text.replace("<|endoftext|>", ""))
-            == theirs(text.replace("<|endoftext|>", "")).input_ids
-        )
-    assert ours.tokenize("<|endoftext|>") == theirs("<").input_ids + theirs("|").input_ids + (
-        theirs("endoftext").input_ids + theirs("|").input_ids + theirs(">").input_ids
-    )
+    for text in (*TEXTS, "one.<|endoftext|>Two", "<|endoftext|>"):
+        assert ours.tokenize(text) == theirs(text).input_ids
+    assert ours.tokenize("<|endoftext|>") == [ours.eod]
+    assert ours.detokenize([ours.eod]) == "<|endoftext|>"
     assert (ours.eod, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
+    # Megatron-LM's legacy class knows no special token in a text.
+    legacy = build_tokenizer(tokenizer_type="GPT2BPETokenizer", **files, legacy_tokenizer=True)
+    parts = ("<", "|", "endoftext", "|", ">")
+    ids = [token for part in parts for token in theirs(part).input_ids]
+    assert legacy.tokenize("<|endoftext|>") == ids
+    assert (legacy.eod, legacy.vocab_size) == (ours.eod, ours.vocab_size)
 
 
 @pytest.fixture(scope="module", params=["usual", "no_bos", "unigram", "own_special"])

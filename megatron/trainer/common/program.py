@@ -14,10 +14,13 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from megatron.trainer.common.signals import SAME_S
 
 _given: str | None = None
 _NEAR = 0.7
@@ -184,8 +187,8 @@ class _Output:
         return getattr(self._real, name)
 
 
-_interrupted_by = 0
-"""The signal that has interrupted the running command; 0 if none has."""
+_interrupted_by, _interrupted_s = 0, 0.0
+"""The signal that has interrupted the running command, 0 if none has, and when it did."""
 
 
 def was_interrupted() -> bool:
@@ -229,8 +232,11 @@ def ending_at_interrupts(script: str, run: Callable[[], int], *, sigterm: bool =
 
 
 def _interrupt(number: int, _: object) -> None:
-    global _interrupted_by
-    _interrupted_by = number
+    global _interrupted_by, _interrupted_s
+    now_s = time.monotonic()
+    if _interrupted_by and now_s - _interrupted_s <= SAME_S:
+        return  # the same one, which must not cut off what clears up
+    _interrupted_by, _interrupted_s = number, now_s
     raise KeyboardInterrupt(number)
 
 

@@ -21,7 +21,7 @@ FROM_TERMINAL = ("SIGINT", "SIGHUP")
 """What a terminal sends when a person types Ctrl-C or closes it."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that Ctrl-C ended at once."""
-_SAME_S = 0.5
+SAME_S = 0.5
 """Within so many seconds a signal is the first one once more, by way of a launcher."""
 
 Kind = Literal[
@@ -201,7 +201,7 @@ class StopSignals:
                 is_typed = signal.SIGINT in (first, number)
                 if not self._defers:
                     self._leave_early(number)
-                elif first and is_typed and now_s - first_s > _SAME_S:
+                elif first and is_typed and now_s - first_s > SAME_S:
                     self._leave("Ctrl-C again: leaves at once, without a checkpoint of this step")
                 elif not first:
                     first, first_s = number, now_s

@@ -61,5 +61,5 @@ class DataConfig:
     )
     """Text without what the post-processor of HuggingFaceTokenizer adds, such as BOS."""
     legacy_tokenizer: bool = option(False)
-    """Names of special tokens in a text are text for TikTokenizer, too. The other types have
-    Megatron-LM's legacy tokens in any case."""
+    """Names of special tokens in a text are text for TikTokenizer and GPT2BPETokenizer, too. The
+    other types have Megatron-LM's legacy tokens in any case."""

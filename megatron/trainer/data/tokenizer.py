@@ -143,8 +143,9 @@ def build_tokenizer(
         tiktoken_special_tokens: Special tokens by name.
         tokenizer_hf_include_special_tokens: Whether HuggingFaceTokenizer adds what its
             post-processor adds, such as BOS.
-        legacy_tokenizer: TikTokenizer reads the names of special tokens in a text as text, and
-            HuggingFaceTokenizer always adds special tokens, as with this flag of Megatron-LM.
+        legacy_tokenizer: TikTokenizer and GPT2BPETokenizer read the names of special tokens in a
+            text as text, and HuggingFaceTokenizer always adds special tokens, as with this flag of
+            Megatron-LM.
 
     Raises:
         UsageError: A flag, a file or an optional package is missing, or a file cannot be read.
@@ -159,7 +160,7 @@ def build_tokenizer(
             )
         return NullTokenizer(vocab_size)
     if kind == "GPT2BPETokenizer":
-        return _gpt2_bpe(vocab_file, merge_file)
+        return _gpt2_bpe(vocab_file, merge_file, reads_names=not legacy_tokenizer)
     if kind == "HuggingFaceTokenizer":
         return _hugging_face(
             tokenizer_model, adds=tokenizer_hf_include_special_tokens or legacy_tokenizer
@@ -337,7 +338,7 @@ class _CoreTokenizer:
         return str(self._backend.ids_to_tokens([token])[0])
 
 
-def _gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> Tokenizer:
+def _gpt2_bpe(vocab_file: str | None, merge_file: str | None, *, reads_names: bool) -> Tokenizer:
     kind, end = "GPT2BPETokenizer", "<|endoftext|>"
     vocab = _existing_file(vocab_file, "--vocab-file", kind)
     merges = _existing_file(merge_file, "--merge-file", kind)
@@ -348,6 +349,8 @@ def _gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> Tokenizer:
         "--vocab-file",
     )
     eod = backend.token_to_id(end)
+    if reads_names and eod is not None:
+        backend.add_special_tokens([end])
     return LibraryTokenizer(
         kind=kind,
         source=str(vocab),

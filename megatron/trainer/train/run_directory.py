@@ -80,14 +80,11 @@ def hold_run(config: Config) -> Iterator[RunDirectory]:
 
 def _directory_of(config: Config, stack: contextlib.ExitStack) -> tuple[Path, str]:
     """The run directory, made if no flag names it, and the flag that did or could name it."""
-    named = {
-        "--run-dir": config.runtime.run_dir,
-        "--save": config.checkpoint.save,
-        "--tensorboard-dir": config.logging.tensorboard_dir,
-    }
-    for flag, path in named.items():
-        if path:
-            return Path(path), flag
+    path = config.runtime.run_dir
+    if path:
+        # By default it is one of these.
+        of = {config.checkpoint.save: "--save", config.logging.tensorboard_dir: "--tensorboard-dir"}
+        return Path(path), of.get(path, "--run-dir")
     return stack.enter_context(_new_directory()), "--run-dir"
 
 
