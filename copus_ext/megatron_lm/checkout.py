@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from copus_ext.megatron_lm.layouts import blocks_layouts
 from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.batch_schedule import BatchSchedule, make_schedule, parse_steps
 
 if TYPE_CHECKING:
     from copus_ext.controller.flags import CopusConfig
@@ -43,6 +44,10 @@ def check(args: Any, flags: CopusConfig) -> None:
             "drop --decrease-batch-size-if-needed",
         ),
     ]
+    if flags.copus_mode == "act":
+        schedule = getattr(args, "step_batch_size_schedule", None)
+        fix = "drop --step-batch-size-schedule, as both set the batch, or use --copus-mode observe"
+        wrong.append((schedule is not None, fix))
     if flags.copus_layouts == "all" and flags.copus_mode == "act":
         wrong += [
             (flags.copus_relayout != "inprocess", "use --copus-relayout inprocess"),
@@ -85,6 +90,15 @@ def ramp_of(args: Any) -> tuple[int, ...] | None:
     """`--rampup-batch-size` in numbers, which that trainer's parser leaves as words."""
     ramp = getattr(args, "rampup_batch_size", None)
     return tuple(int(number) for number in ramp) if ramp else None
+
+
+def schedule_of(args: Any) -> BatchSchedule:
+    """The batch that the flags ask for, by samples; of a ramp its end."""
+    text = getattr(args, "step_batch_size_schedule", None)
+    if text is None:
+        return make_schedule(global_batch_size=args.global_batch_size)
+    # That trainer's own size is that of one micro-batch then, and it takes commas, too.
+    return BatchSchedule(steps=parse_steps(text.replace(",", " "), args.seq_length))
 
 
 def config_of(args: Any, first_batch: int, train_samples: int, scheduler: Any) -> Any:

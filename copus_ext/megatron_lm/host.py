@@ -27,6 +27,7 @@ from copus_ext.megatron_lm.checkout import (
     context_of,
     keeps_micro_batch,
     ramp_of,
+    schedule_of,
     shared,
 )
 from copus_ext.megatron_lm.layouts import CheckoutHost
@@ -102,9 +103,10 @@ class CopusCallback:
         class _Controller(Controller):
             changes_micro_batch = not keeps_micro_batch(args)
 
-        self._first_batch = args.global_batch_size
-        # Iterations become samples once, at the first batch.
-        self._train_samples = args.train_samples or args.train_iters * self._first_batch
+        schedule = schedule_of(args)
+        self._first_batch = schedule.sizes[0]
+        # Iterations become samples once.
+        self._train_samples = args.train_samples or schedule.samples_after(args.train_iters)
         self._inner = inner = context_of(context, args)
         self._load()
 
@@ -337,13 +339,15 @@ class CopusCallback:
 
     def _set_batch(self, *, at_start: bool = False) -> None:
         """Sets the batch of the step that is about to start, and the length of the run with it. A
-        ramp of the flags ends when the controller sets the first batch; else it goes on."""
+        ramp of the flags ends when the controller sets the first batch; else it goes on, and so
+        does a schedule."""
         from megatron.core import num_microbatches_calculator as calculator
 
         args, state = self._args, self._inner.state
         now = calculator.get_current_global_batch_size()
         ramp, self._micro_has_changed = ramp_of(args), False
-        if state.settings.global_batch_size is None and ramp:
+        is_scheduled = ramp or getattr(args, "step_batch_size_schedule", None)
+        if state.settings.global_batch_size is None and is_scheduled:
             return
         (wanted, micro), ends_ramp = self._wanted(), at_start and ramp is not None
         self._micro_has_changed = micro != args.micro_batch_size

@@ -112,6 +112,7 @@ def test_the_journal_can_be_decided_again(
         ({"dataloader_type": "cyclic"}, "--dataloader-type single"),
         ({"context_parallel_size": 2}, "--context-parallel-size 1"),
         ({"use_megatron_fsdp": True}, "FSDP"),
+        ({"step_batch_size_schedule": "0:8 1K:16"}, "--step-batch-size-schedule"),
     ],
 )
 def test_what_does_not_go_with_it_is_said(change: dict[str, Any], words: str) -> None:
@@ -119,3 +120,8 @@ def test_what_does_not_go_with_it_is_said(change: dict[str, Any], words: str) ->
     check(SimpleNamespace(**good), flags)
     with pytest.raises(UsageError, match=words):
         check(SimpleNamespace(**{**good, **change}), flags)
+
+
+def test_a_schedule_of_the_batch_can_be_watched() -> None:
+    args = SimpleNamespace(step_batch_size_schedule="0:8 1K:16")
+    check(args, CopusConfig(copus=True, copus_mode="observe"))

@@ -39,11 +39,14 @@ def train(folder: Path, name: str, kind: str, flags: str, *more: str, ranks: int
         name: of that.
         kind: see `rank.py`.
         flags: behind those of the model.
-        more: flags with spaces in them.
+        more: flags with spaces in them; a schedule of the batch takes the place of its size.
         ranks: on this machine.
     """
     places = f"--data-path {text_prefix()} --data-cache-path {folder / 'cache'}"
-    words = f"{MODEL} {ON_CPU} {places} --save {folder / name} {flags}".split()
+    model = MODEL
+    if "--step-batch-size-schedule" in more:
+        model = model.replace("--global-batch-size 8", "")
+    words = f"{model} {ON_CPU} {places} --save {folder / name} {flags}".split()
     return run_ranks([RANK, kind, *words, *more], ranks, timeout_s=360).check()
 
 

@@ -30,6 +30,8 @@ RUNS = {
     "observed": ("copus", f"{SPLIT} --copus --copus-mode observe"),
     "off": ("copus", SPLIT),
     "grown": ("copus", f"--copus {GROWS} --save-interval 20"),
+    "scheduled": ("plain", f"{TP2} --train-iters 12"),
+    "scheduled observed": ("copus", f"{TP2} --train-iters 12 --copus --copus-mode observe"),
     "adaptive": ("copus", f"{TP2} --global-batch-size 32 --train-iters 12 --copus"),
 }
 
@@ -42,7 +44,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = {"folder": folder}
     for name, (kind, flags) in RUNS.items():
         more = ["--copus-config", str(settings)] if GROWS in flags else []
-        found[name] = steps(train(folder, name, kind, flags, *more, ranks=2).stdout)
+        more += ["--step-batch-size-schedule", "0:4 1K:8"] if "scheduled" in name else []
+        found[name] = steps(
+            train(folder, name.replace(" ", "_"), kind, flags, *more, ranks=2).stdout
+        )
     for name, flags in RESUMED.items():
         _resume_from(folder / "grown", folder / name)
         flags = f"--load {folder / name} {flags}"
@@ -60,6 +65,11 @@ def _resume_from(run: Path, copy: Path) -> None:
 def test_observing_changes_no_digit(runs: dict[str, Any]) -> None:
     assert len(runs["plain"]) == 64
     assert runs["observed"] == runs["off"] == runs["plain"]
+
+
+def test_a_schedule_of_the_batch_goes_on_when_it_is_watched(runs: dict[str, Any]) -> None:
+    assert [row[3] for row in runs["scheduled"]] == [4] * 8 + [8] * 4
+    assert runs["scheduled observed"] == runs["scheduled"]
 
 
 def test_the_batch_grows_at_its_samples_and_every_sample_counts(runs: dict[str, Any]) -> None:
