@@ -33,6 +33,7 @@ from tests.guest.program import SPLIT, evaluations, steps, tensors, train
 from tests.guest.test_moves import AWAY, HOME
 
 RESULT = ROOT / "docs" / "results" / "guest.json"
+WHAT = "the controller in Megatron-LM's own program; see bench/guest"
 SEEDS = (1, 2, 3)
 PAIRS = 7
 DENSE = "--tensor-model-parallel-size 2 --train-iters 24"
@@ -57,11 +58,10 @@ def main(sections: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             found = known[name](Path(folder))
         whole = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        what = {"what": "the controller in Megatron-LM's own program; see bench/guest"}
         versions = whole.get("versions", {})
         core = origin()["versions"]["megatron-core"]
         versions[core] = {**versions.get(core, {}), name: origin()}
-        whole = {**what, **whole, **found, "versions": versions}
+        whole = {"what": WHAT, **whole, **found, "versions": versions}
         RESULT.write_text(json.dumps(whole, indent=1) + "\n")
         print(json.dumps(found, indent=1), flush=True)
     return 0

@@ -139,10 +139,22 @@ def install() -> None:
 
 def _for_megatron_core() -> None:
     """What megatron-core leaves out on a CPU: counts of tokens, which lie there already, stay
-    tensors where it wants arrays; and the norm of torch, which computes the same on a part of the
-    sequence, refuses sequence parallelism."""
+    tensors where it wants arrays; the norm of torch, which computes the same on a part of the
+    sequence, refuses sequence parallelism; and plain attention, which takes the widths of what it
+    is given, refuses to be told them by latent attention."""
     from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.moe import token_dispatcher
+
+    attention: Any = DotProductAttention
+    plain_attention = attention.__init__
+
+    def init(
+        self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **more: Any
+    ) -> None:
+        plain_attention(self, *args, **more)
+
+    attention.__init__ = init
 
     def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -1,23 +1,63 @@
 """One rank of Megatron-LM's own program on CPU: alone, or under `copus_ext.megatron_lm`.
 
-rank.py plain|copus|moving=CHANGES FLAGS...
+rank.py [SCRIPT OF A CHECKOUT] plain|copus|moving=CHANGES FLAGS...
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import runpy
 import sys
+import sysconfig
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from multiprocessing import spawn
 from pathlib import Path
+from typing import Any
+
+
+def use_checkout(root: Path) -> None:
+    """Gives the core of a checkout what is compiled or missing here, and writes nothing into it:
+    the module of the installed core, and a stand-in where Triton is imported without a guard."""
+    datasets = Path(sysconfig.get_paths()["purelib"]) / "megatron" / "core" / "datasets"
+    _load("megatron.core.datasets.helpers_cpp", next(datasets.glob("helpers_cpp*.so")))
+    stash = "megatron.core.transformer.moe.ops.paged_stash"
+    if (file := root / f"{stash.replace('.', '/')}.py").exists() and not find_spec("triton"):
+        stand_in = {"triton": "triton_stand_in", "triton.language": "triton_stand_in.language"}
+        sys.modules |= {name: importlib.import_module(other) for name, other in stand_in.items()}
+        _load(stash, file)
+        for name in stand_in:  # else torch would take it for Triton
+            del sys.modules[name]
+    utils: Any = importlib.import_module("megatron.core.datasets.utils")
+    utils.compile_helpers = lambda: None
+    # Helpers of a save would import the script anew, without the stand-in.
+    spawn.get_preparation_data = functools.partial(_without_script, spawn.get_preparation_data)
+
+
+def _without_script(plain: Any, name: str) -> dict[str, Any]:
+    return {key: value for key, value in plain(name).items() if key != "init_main_from_path"}
+
+
+def _load(name: str, file: Path) -> None:
+    spec = spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     from tests.guest import cuda_on_cpu
 
+    script, words = str(Path(__file__).with_name("pretrain_script.py")), sys.argv[1:]
+    if words[0].endswith(".py"):
+        script = words.pop(0)
+        use_checkout(Path(script).parent)
     cuda_on_cpu.install()
-    script = str(Path(__file__).with_name("pretrain_script.py"))
-    kind, *flags = sys.argv[1:]
+    kind, *flags = words
     if kind == "plain":
         sys.argv = [script, *flags]
+        sys.path.insert(0, str(Path(script).parent))
         runpy.run_path(script, run_name="__main__")
     else:
         from copus_ext.megatron_lm.__main__ import main
