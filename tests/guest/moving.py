@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ def follow(text: str) -> None:
     Args:
         text: `STEP:LAYOUTS:BATCH:MICRO_BATCH`, separated by commas: what the steps after one have.
             Several layouts with `>` between them come one after the other at the same boundary; one
-            with `!PHASE` behind it fails on rank 1 in that phase.
+            with `!PHASE` behind it fails on rank 1 in that phase, and with `!!PHASE` rank 1 is
+            killed in it. In place of layouts `!!` kills rank 1 there.
     """
     from copus_ext.controller.callback import Controller
     from copus_ext.controller.layout_changes import LayoutChange
-    from megatron.trainer.common.step_settings import Request, StepSettings
+    from megatron.trainer.common.step_settings import Request
     from megatron.trainer.config.layout import Layout
 
     wanted = {int(row.split(":")[0]): row.split(":")[1:] for row in text.split(",")}
@@ -29,7 +32,9 @@ def follow(text: str) -> None:
         if context.state.iteration not in wanted:
             return None
         layouts, batch, micro = wanted[context.state.iteration]
-        sizes = StepSettings(global_batch_size=int(batch), micro_batch_size=int(micro))
+        if layouts == "!!":
+            _strike("!", "")
+        sizes = self._settings(int(batch), int(micro), None, context)
         if layouts == str(context.config.layout):
             return Request(kind="change", reason="as listed", settings=sizes)
         requests = [
@@ -39,7 +44,7 @@ def follow(text: str) -> None:
 
         def moves(host: Any) -> None:
             for fault, request, change in requests:
-                self.layout_changes.fault = _breaker(fault)
+                self.layout_changes.fault = functools.partial(_strike, fault)
                 request(change, context).move(host)
 
         return Request(kind="change", reason="as listed", move=moves)
@@ -54,12 +59,13 @@ def _change(kind: Any, layout: Any, to: str, settings: Any) -> Any:
     return kind(to=layout.from_text(to), settings=settings, **about)
 
 
-def _breaker(fault: str) -> Any:
-    def strike(topic: str) -> None:
-        if topic == fault and dist.get_rank() == 1:
-            raise RuntimeError("broken on purpose")
-
-    return strike
+def _strike(fault: str, topic: str) -> None:
+    if dist.get_rank() != 1:
+        return
+    if fault == f"!{topic}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if topic and topic == fault:
+        raise RuntimeError("broken on purpose")
 
 
 def _told(outcome: Any) -> None:

@@ -32,6 +32,11 @@ _EVALUATION = re.compile(r"(validation|test) set \| lm loss value: (\S+) \|")
 
 
 def train(folder: Path, name: str, kind: str, flags: str, *more: str, ranks: int) -> RanksResult:
+    """Runs the program to its end; see `launch`."""
+    return launch(folder, name, kind, flags, *more, ranks=ranks).check()
+
+
+def launch(folder: Path, name: str, kind: str, flags: str, *more: str, ranks: int) -> RanksResult:
     """Runs the program.
 
     Args:
@@ -47,7 +52,7 @@ def train(folder: Path, name: str, kind: str, flags: str, *more: str, ranks: int
     if "--step-batch-size-schedule" in more:
         model = model.replace("--global-batch-size 8", "")
     words = f"{model} {ON_CPU} {places} --save {folder / name} {flags}".split()
-    return run_ranks([RANK, kind, *words, *more], ranks, timeout_s=360).check()
+    return run_ranks([RANK, kind, *words, *more], ranks, timeout_s=360)
 
 
 def steps(output: str) -> list[tuple[float, ...]]:

@@ -1,6 +1,6 @@
 """One rank of Megatron-LM's own program on CPU: alone, or under `copus_ext.megatron_lm`.
 
-rank.py [SCRIPT OF A CHECKOUT] plain|copus|moving=CHANGES FLAGS...
+rank.py [SCRIPT OF A CHECKOUT] plain|copus|moving=CHANGES|per_sample=FILE FLAGS...
 """
 
 from __future__ import annotations
@@ -55,13 +55,22 @@ if __name__ == "__main__":
         use_checkout(Path(script).parent)
     cuda_on_cpu.install()
     kind, *flags = words
-    if kind == "plain":
+    if kind == "plain" or kind.startswith("per_sample="):
         sys.argv = [script, *flags]
         sys.path.insert(0, str(Path(script).parent))
+        if kind != "plain":
+            from tests.guest import per_sample
+
+            file = Path(kind.removeprefix("per_sample="))
+            per_sample.write(file, importlib.import_module("megatron.training.training"))
         runpy.run_path(script, run_name="__main__")
     else:
+        from copus_ext.controller import link_timing
         from copus_ext.megatron_lm.__main__ import main
 
+        # What a GPU is timed with would keep a core busy for half a minute.
+        for sizes in (link_timing._PRODUCT, link_timing._BYTES):
+            sizes["cuda"] = sizes["cpu"]
         if kind != "copus":
             from tests.guest.moving import follow
 

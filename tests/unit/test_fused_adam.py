@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -30,6 +32,27 @@ def test_steps_equal_torch(adam_w_mode: bool) -> None:
             b.grad = a.grad.clone()
         mine.step()
         reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_it_goes_on_from_a_state_of_torch() -> None:
+    ours, theirs = two_parameters(), two_parameters()
+    mine, reference = FusedAdam(ours, lr=0.01), torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(3)
+    for i in range(5):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad.clone()
+        reference.step()
+        if i > 2:
+            mine.step()
+            continue
+        for a, b in zip(ours, theirs, strict=True):
+            a.data.copy_(b.data)
+        mine.load_state_dict(copy.deepcopy(reference.state_dict()))
+        assert mine.param_groups[0]["step"] == i + 1
+        assert set(mine.state[ours[0]]) == {"exp_avg", "exp_avg_sq"}
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 

@@ -37,6 +37,8 @@ COMMON_STATE = "common_state"
 """The object that holds it from 0.19 on, in a file with tensors."""
 COMMON_FILE = "common.distcp"
 """Where a conversion puts that object."""
+OF_RANKS = ("rng_state", "rerun_state_machine_state")
+"""Objects that Megatron-LM saves for each rank, and that fit no other layout."""
 OUR_KEY = "copus"
 """Entry of the common state in every checkpoint that COPUS trained, and in no other."""
 MIN_ROOM = 3

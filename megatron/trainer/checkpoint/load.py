@@ -557,5 +557,6 @@ def _mismatch(missing: set[str], unexpected: set[str], with_optimizer: bool) -> 
 
 
 def _matters(key: str) -> bool:
-    """Whether a missing key is an error: Transformer Engine's extra state holds FP8 scales only."""
-    return "_extra_state" not in key
+    """Whether a missing key is an error. Transformer Engine's extra state holds FP8 scales only,
+    and what Megatron-LM saves for each rank is begun anew here."""
+    return "_extra_state" not in key and key not in files.OF_RANKS

@@ -16,6 +16,7 @@ import pickle
 import zipfile
 from argparse import Namespace
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megatron.trainer.checkpoint.files import (
     COMMON,
@@ -184,7 +186,7 @@ def read_common(folder: Path) -> dict[str, Any]:
         path, among = _common_among_tensors(folder) or (path, None)
     register_safe_globals()
     try:
-        with among or open_plain(path, follow=True) as file:
+        with among or open_plain(path, follow=True) as file, _stand_ins(file):
             common = torch.load(file, map_location="cpu", weights_only=True)
         if among is not None:
             (common,) = common
@@ -202,6 +204,27 @@ def read_common(folder: Path) -> dict[str, Any]:
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise Refused(f"{path} is damaged: {name} is a {type(value).__name__}")
     return common
+
+
+class _OfAnotherRelease:
+    """An object of megatron-core that this release does not know, such as a member of a new
+    enumeration. It does nothing."""
+
+    def __new__(cls, *_: Any) -> _OfAnotherRelease:
+        return super().__new__(cls)
+
+
+def _stand_ins(file: Any) -> AbstractContextManager[Any]:
+    """Lets torch's loader read what another release of megatron-core names in a file, without
+    looking for it."""
+    start = file.tell()
+    try:
+        names = get_unsafe_globals_in_checkpoint(file)
+    except Exception:  # of any kind, where the file is damaged: loading says so
+        names = []
+    file.seek(start)
+    unknown = [name for name in names if name.startswith("megatron.")]
+    return safe_globals([(_OfAnotherRelease, name) for name in unknown])
 
 
 def _manifest(folder: Path) -> Collection[str] | None:

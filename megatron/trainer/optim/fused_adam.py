@@ -35,9 +35,9 @@ class FusedAdam(torch.optim.Optimizer):
     """
 
     # torch wraps these to tell its compiler to leave them alone, and loads it to tell it so.
-    add_param_group, state_dict, load_state_dict, zero_grad = (
+    add_param_group, state_dict, zero_grad = (
         inspect.unwrap(getattr(torch.optim.Optimizer, name))
-        for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
+        for name in ("add_param_group", "state_dict", "zero_grad")
     )
 
     def __init__(
@@ -67,6 +67,16 @@ class FusedAdam(torch.optim.Optimizer):
             "bias_correction": bias_correction,
         }
         super().__init__(params, defaults)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of this class, of Transformer Engine's and apex' Adam, or of torch's,
+        which counts its steps for each parameter."""
+        inspect.unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)
+        for group in self.param_groups:
+            states = [self.state[p] for p in group["params"] if p in self.state]
+            counts = [int(state.pop("step")) for state in states if "step" in state]
+            if counts:
+                group.setdefault("step", max(counts))
 
     def _moments(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[param]

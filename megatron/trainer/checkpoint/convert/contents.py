@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from megatron.trainer.checkpoint import files
 from megatron.trainer.common.errors import Refused
 from megatron.trainer.config.model_shape import LatentShape
 from megatron.trainer.config.moe_flags import layers_with_experts
@@ -34,7 +35,7 @@ _NEEDED = (
 )
 _EXTRA_STATE = re.compile(r".+\._extra_state/shard_.+")
 _ONE_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_PER_LAYOUT = re.compile(r"(rng_state|rerun_state_machine_state)/shard_.+")
+_PER_LAYOUT = re.compile(rf"({'|'.join(files.OF_RANKS)})/shard_.+")
 
 
 def leading_axes(key: str) -> int:

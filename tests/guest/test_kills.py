@@ -1,0 +1,75 @@
+"""A run in Megatron-LM's own program that is killed goes on with the same samples."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.trainer.logging.metrics import read_metrics
+from tests.guest.program import HAS_PROGRAM, launch, steps, train
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not HAS_PROGRAM, reason="PYTHONPATH lacks Megatron-LM's own program"),
+]
+CHANGES = {4: "tp1.pp2.dp1:16:1", 8: "tp1.pp1.dp2:8:2", 12: "tp2.pp1.dp1:8:1"}
+# Where rank 1 is killed, launch by launch; the last one ends by itself.
+KILLS = (
+    {2: "!!:8:1"},
+    {4: "tp1.pp2.dp1!!copy:16:1"},
+    {7: "!!:16:1"},
+    {8: "tp1.pp1.dp2!!verify:8:2"},
+    {11: "!!:8:2"},
+    {},
+)
+STARTS = (0, 0, 3, 6, 6, 9)
+FLAGS = """--tensor-model-parallel-size 2 --train-iters 20 --save-interval 3 --copus
+--copus-layouts all"""
+
+
+def listed(kill: dict[int, str]) -> str:
+    rows = CHANGES | kill
+    return "moving=" + ",".join(f"{step}:{rows[step]}" for step in sorted(rows))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("kills")
+    found: dict[str, Any] = {"folder": folder}
+    found["whole"] = steps(train(folder, "whole", listed({}), FLAGS, ranks=2).stdout)
+    found["launches"] = []
+    for kill in KILLS:
+        flags = f"{FLAGS} --load {folder / 'killed'}"
+        found["launches"].append(launch(folder, "killed", listed(kill), flags, ranks=2))
+    return found
+
+
+def test_every_launch_but_the_last_one_is_killed(runs: dict[str, Any]) -> None:
+    codes = [run.codes[1] for run in runs["launches"]]
+    assert codes == [-signal.SIGKILL] * (len(KILLS) - 1) + [0]
+
+
+def test_it_goes_on_from_the_last_save_with_its_samples_and_losses(runs: dict[str, Any]) -> None:
+    whole = {row[0]: row for row in runs["whole"]}
+    assert len(whole) == 16 and runs["whole"][-1][1] == 160
+    for start, run in zip(STARTS, runs["launches"], strict=True):
+        rows = steps(run.stdout)
+        assert [row[0] for row in rows] == [start + i + 1 for i in range(len(rows))]
+        for i, row in enumerate(rows):
+            expected = whole[row[0]]
+            assert row[:4] == expected[:4]
+            # That loop prints the mean of two losses at the second step of a launch.
+            if i != 1 or not start:
+                assert row[4] == pytest.approx(expected[4], rel=1e-5)
+    assert rows[-1][0] == 16
+
+
+def test_the_record_counts_every_step_once(runs: dict[str, Any]) -> None:
+    run: Path = runs["folder"] / "killed"
+    rows = [r for r in read_metrics(run) if r["kind"] == "step"]
+    last = {row["iteration"]: row["consumed_samples"] for row in rows}
+    assert last == {row[0]: row[1] for row in runs["whole"]}
