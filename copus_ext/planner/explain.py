@@ -154,8 +154,13 @@ def timing_line(
     found = next((some for some in worth_timing if some), None)
     if not found:
         return ""
-    tool, shares = other_command("profile_layouts.py"), any(c.layout.cp > 1 for c in found)
-    lines = [f"to be surer of the others time {' and '.join(map(str, found))}:"]
+    world_size, shares = found[0].layout.world_size, any(c.layout.cp > 1 for c in found)
+    tool = other_command("profile_layouts.py")
+    if world_size > 1:
+        tool = f"torchrun --nproc-per-node {world_size} -m copus_ext.commands.main profile-layouts"
+    # One node rarely has more.
+    nodes = "; on several nodes by scripts/slurm/profile.sbatch" if world_size > 8 else ""
+    lines = [f"to be surer of the others time {' and '.join(map(str, found))}{nodes}:"]
     for c in found:
         layout = c.layout
         fixed = f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},micro_batch={c.micro_batch_size}"

@@ -467,7 +467,7 @@ def test_the_table_folds_chunks_that_hardly_differ_and_says_what_to_time(
     assert {int(rows[folded][5]), *map(int, rows[folded][6].strip("()").split(","))} <= chunks
     first, second = plan["worth_timing"]
     assert f"to be surer of the others time {first} and {second}" in text
-    told = [line for line in text.splitlines() if "profile_layouts.py" in line]
+    told = [line for line in text.splitlines() if " profile-layouts " in line]
     for name, line in zip((first, second), told, strict=True):
         words = line.split(" -- ")[0].split()
         args, _ = profile_layouts.parse([*words[words.index("--store") :], "--", "--bf16"])

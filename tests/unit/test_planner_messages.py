@@ -168,3 +168,7 @@ def test_commands_to_time_name_what_is_priced(cluster: ClusterSpec) -> None:
     worth = planner.worth_timing(planner.rank([BATCH])[0])
     text = timing_line([worth])
     assert worth and text.count("--logits-chunks 4") == 2
+    # A layout is timed on as many ranks as it is for.
+    count = cluster.world_size
+    started = f"torchrun --nproc-per-node {count} -m copus_ext.commands.main profile-layouts "
+    assert count > 1 and text.count(started) == 2
