@@ -7,7 +7,7 @@ text; see `tests/guest`. Each section replaces its own part of docs/results/gues
 
 * losses: three moves and two changes of the batch, against the same batches on a layout that stays.
 * round_trips: to seven layouts and back at step boundaries, against the plain run, bit by bit.
-* overhead: steps under `--copus-mode observe` against plain ones, in turn.
+* overhead: steps under `--copus-mode observe` against steps of the same run without it.
 * restarts: a move in the running job, and the same by save, exit, start and load, in turn.
 
 The last two need a core per rank and nothing else running.
@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.support import ROOT, origin, ratio_summary
+from copus_ext.gns.smoothing import LARGEST_INTERVAL
 from megatron.trainer.common.core_version import since
+from tests.guest.alternating import is_watched
 from tests.guest.program import SPLIT, evaluations, steps, tensors, train
 from tests.guest.test_moves import AWAY, HOME
 
@@ -36,6 +38,7 @@ RESULT = ROOT / "docs" / "results" / "guest.json"
 WHAT = "the controller in Megatron-LM's own program; see bench/guest"
 SEEDS = (1, 2, 3)
 PAIRS = 7
+TIMED_STEPS = 160
 DENSE = "--tensor-model-parallel-size 2 --train-iters 24"
 WALK = {3: ("tp1.pp2.dp2", 16), 6: ("tp1.pp1.dp4", 16), 9: (HOME, 8)}
 LARGER = """--hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 8 --seq-length 128
@@ -116,18 +119,30 @@ def round_trips(folder: Path) -> dict[str, Any]:
 
 
 def overhead(folder: Path) -> dict[str, Any]:
-    """What a step takes more while the noise is measured at each, and no change comes."""
-    rows: list[dict[str, dict[str, float]]] = []
-    for pair in range(PAIRS):
-        order = ("plain", "copus") if pair % 2 else ("copus", "plain")
-        row = {}
-        for kind in order:
-            more = "--copus --copus-mode observe" if kind == "copus" else ""
-            done = train(folder, f"{kind}{pair}", kind, f"{LARGER} {more}", ranks=2)
-            row[kind] = {"step_s": _usual_ms(done.stdout) / 1e3}
-        rows.append(row)
-    share = ratio_summary(rows, "step_s", of="copus", to="plain")
-    return {"segment_overhead": {"share": share["median_ratio"] - 1, **share, "rows": rows}}
+    """What a step takes more that is measured, and one that is not, while no change comes.
+
+    Every other pair of steps goes without the controller. The second steps of neighbouring pairs
+    are compared, as what is printed behind a step counts in the next one.
+    """
+    found: dict[str, Any] = {"num_pairs": 0, "seeds": SEEDS}
+    for name, interval in (("measured", 1), ("between", 4 * TIMED_STEPS)):
+        rows: list[dict[str, dict[str, float]]] = []
+        settings = folder / f"{name}.yaml"
+        settings.write_text(f"gns_interval: {interval}\n")
+        for seed in SEEDS:
+            flags = f"{LARGER} --train-iters {TIMED_STEPS} --copus --copus-mode observe"
+            flags = f"{flags} --save-interval {2 * TIMED_STEPS} --copus-config {settings}"
+            run = f"{name}{seed}"
+            done = train(folder, run, "alternating", _seeded(flags, seed), ranks=2)
+            took = {number: ms / 1e3 for number, _, ms in _moments(done.stdout)}
+            for step in range(10, TIMED_STEPS - 2, 4):
+                assert is_watched(step) and not is_watched(step + 2)
+                rows.append({"copus": {"step_s": took[step]}, "plain": {"step_s": took[step + 2]}})
+        found[name] = ratio_summary(rows, "step_s", of="copus", to="plain")
+        found["num_pairs"] = len(rows)
+    often, rarely = (found[name]["median_ratio"] - 1 for name in ("measured", "between"))
+    found["share"] = rarely + (often - rarely) / LARGEST_INTERVAL
+    return {"segment_overhead": {**found, "measured_one_step_in": LARGEST_INTERVAL}}
 
 
 def restarts(folder: Path) -> dict[str, Any]:
@@ -157,10 +172,6 @@ def _moments(output: str) -> list[tuple[int, datetime, float]]:
         (int(number), datetime.fromisoformat(moment), float(ms))
         for moment, number, ms in _MOMENT.findall(output)
     ]
-
-
-def _usual_ms(output: str) -> float:
-    return statistics.median(ms for number, _, ms in _moments(output) if number > 4)
 
 
 def _gap(moments: list[tuple[int, datetime, float]]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """One rank of Megatron-LM's own program on CPU: alone, or under `copus_ext.megatron_lm`.
 
-rank.py [SCRIPT OF A CHECKOUT] plain|copus|moving=CHANGES|per_sample=FILE FLAGS...
+rank.py [SCRIPT OF A CHECKOUT] plain|copus|alternating|moving=CHANGES|per_sample=FILE FLAGS...
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ if __name__ == "__main__":
         # What a GPU is timed with would keep a core busy for half a minute.
         for sizes in (link_timing._PRODUCT, link_timing._BYTES):
             sizes["cuda"] = sizes["cpu"]
-        if kind != "copus":
+        if kind == "alternating":
+            from tests.guest.alternating import alternate
+
+            alternate()
+        elif kind != "copus":
             from tests.guest.moving import follow
 
             follow(kind.removeprefix("moving="))
