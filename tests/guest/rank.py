@@ -69,6 +69,7 @@ if __name__ == "__main__":
         from copus_ext.megatron_lm.__main__ import main
 
         # What a GPU is timed with would keep a core busy for half a minute.
+        sizes: Any
         for sizes in (link_timing._PRODUCT, link_timing._BYTES):
             sizes["cuda"] = sizes["cpu"]
         if kind == "alternating":
