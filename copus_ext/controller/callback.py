@@ -71,6 +71,8 @@ class Controller(Callback):
 
     changes_micro_batch = True
     """Whether the trainer can take another micro-batch."""
+    takes_the_rest = True
+    """Whether its last step may be smaller; else it drops a rest that is less than a batch."""
 
     def __init__(self, flags: CopusConfig) -> None:
         """Checks the flags.
@@ -511,7 +513,7 @@ class Controller(Callback):
         )
         self.log.count(changes=self.state.num_changes)
         if dist.get_rank() == 0:
-            ends = before.text_of_length(context, to, takes_the_rest=self.changes_micro_batch)
+            ends = before.text_of_length(context, to, takes_the_rest=self.takes_the_rest)
             print(*filter(None, [f"copus: {decision.reason}", ends]), sep="\n", flush=True)
 
     def _ramp_to(self, batch: int, context: CallbackContext) -> Ramp | None:

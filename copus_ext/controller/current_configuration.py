@@ -40,8 +40,8 @@ class CurrentConfiguration:
         Args:
             context: after a step.
             to: what the run changes to.
-            takes_the_rest: whether the last step may be smaller. A loop that keeps its micro-batch
-                drops a rest that is less than a batch.
+            takes_the_rest: whether the last step may be smaller; else a rest that is less than a
+                batch is dropped.
         """
         step, total = context.step, context.config.batch.train_samples
         assert step is not None

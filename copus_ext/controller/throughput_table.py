@@ -136,7 +136,8 @@ class ThroughputTable:
         except SpecError as error:
             if flags.copus_cluster is not None:
                 raise UsageError(f"--copus-cluster {flags.copus_cluster}: {error}") from error
-            self.note = f"throughputs are not predicted: {error}"
+            why = str(error).replace("--cluster", "--copus-cluster")
+            self.note = f"throughputs are not predicted: {why}"
             if flags.copus_layouts == "all":
                 self.note += "; the layout stays"
 

@@ -583,6 +583,6 @@ def kind_of(name: str, memory_mib: float) -> str:
         if model in name and 0.85 < memory_mib / nominal < 1.15:
             return kind
     raise SpecError(
-        f"--cluster here: no preset describes {name} with {memory_mib:.0f} MiB; describe it in a "
-        "JSON file"
+        f"no preset describes {name} with {memory_mib:.0f} MiB; give --cluster a preset that is "
+        "like it, such as a100-80g:8, or a JSON file"
     )

@@ -6,6 +6,7 @@ torchrun ... -m copus_ext.megatron_lm pretrain_gpt.py FLAGS OF MEGATRON-LM --cop
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import runpy
 import sys
@@ -27,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
         taken. A change of layout that cannot go back leaves with 85.
     """
     words = sys.argv[1:] if argv is None else argv
+    if words[:1] in (["-h"], ["--help"]):
+        _parser().print_help()
+        return 0
     try:
         script, flags, rest = split(words)
     except UsageError as error:
@@ -60,7 +64,6 @@ def split(words: list[str]) -> tuple[Path, Any, list[str]]:
         UsageError: there is no such script, or a flag of the controller makes no sense.
     """
     from copus_ext.controller.flags import check_has_copus, controller_flags, given_by_value
-    from copus_ext.megatron_lm.host import add_copus_args
 
     script = Path(words[0]) if words else None
     if script is None or script.suffix != ".py":
@@ -69,11 +72,23 @@ def split(words: list[str]) -> tuple[Path, Any, list[str]]:
         )
     if not script.is_file():
         raise UsageError(f"{script} is not there; give the path of the script of your checkout")
-    parser = add_copus_args(_Parser(add_help=False, allow_abbrev=False))
+    parser = _parser()
     found, rest = parser.parse_known_args(words[1:])
+    ours = [flag for action in parser._actions for flag in action.option_strings]
+    for word in (word.partition("=")[0] for word in rest if word.startswith("--copus-")):
+        near = difflib.get_close_matches(word, ours, 1)
+        meant = f"; did you mean {near[0]}?" if near else "; --help lists those of the controller"
+        raise UsageError(f"there is no flag {word}{meant}")
     check_has_copus(given_by_value(found), is_on=found.copus)
     is_on = found.copus and found.copus_mode != "off"
     return script, controller_flags(found) if is_on else None, rest
+
+
+def _parser() -> argparse.ArgumentParser:
+    from copus_ext.megatron_lm.host import add_copus_args
+
+    usage = f"torchrun ... -m {_PROG} pretrain_gpt.py FLAGS OF MEGATRON-LM --copus ..."
+    return add_copus_args(_Parser(usage=usage, add_help=False, allow_abbrev=False))
 
 
 class _Parser(argparse.ArgumentParser):

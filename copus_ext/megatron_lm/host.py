@@ -102,6 +102,7 @@ class CopusCallback:
 
         class _Controller(Controller):
             changes_micro_batch = not keeps_micro_batch(args)
+            takes_the_rest = False
 
         schedule = schedule_of(args)
         self._first_batch = schedule.sizes[0]
@@ -277,7 +278,7 @@ class CopusCallback:
             self._undo()
             self._record.numbers(self._inner.scalars)
             done = self._inner.state.iteration >= self._args.train_iters
-            self._record.end("done" if done else "that trainer has left early")
+            self._record.end("done" if done else "Megatron-LM has ended it before its last step")
 
     def on_train_error(self, error: BaseException) -> None:
         """Nothing of the run is touched any more."""

@@ -244,4 +244,11 @@ class Recorded:
             call.arguments["data_iterator"] = self.test_iterator if is_test else self.valid_iterator
             model = call.arguments["model"]
             call.arguments["config"] = self._training.get_model_config(model[0])
-        return plain(*call.args, **call.kwargs)
+        # Tensor parallel ranks wait for micro-batches of the size in the arguments.
+        args = self._training.get_args()
+        micro = args.micro_batch_size
+        args.micro_batch_size = getattr(args, "eval_micro_batch_size", None) or micro
+        try:
+            return plain(*call.args, **call.kwargs)
+        finally:
+            args.micro_batch_size = micro

@@ -60,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("there and back", "moving=" + ",".join(ROUND_TRIPS), f"{DENSE} {MOVES}"),
         ("stayed", "moving=" + listed({}), f"{EXPERTS} {MOVES}"),
         ("moved", "moving=" + listed(LAYOUTS), f"{EXPERTS} {MOVES}"),
-        ("cut anew", f"moving={CUT_ANEW}", f"--train-iters 16 {MOVES}"),
+        ("cut anew", f"moving={CUT_ANEW}", f"--train-iters 16 --eval-interval 6 {MOVES}"),
     ):
         ranks = 2 if name == "cut anew" else 4
         output = train(folder, name.replace(" ", "_"), kind, flags, ranks=ranks).stdout

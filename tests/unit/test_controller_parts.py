@@ -415,7 +415,7 @@ def test_steps_of_uneven_micro_batches_are_only_themselves(micro: int, batch: in
 
 def test_a_table_without_a_planner_takes_other_batches_to_be_as_fast() -> None:
     table = ThroughputTable(config(), flags(), gpu=("Unheard-of GPU", 1000.0))
-    assert "no preset describes" in table.note
+    assert "no preset describes" in table.note and "give --copus-cluster" in table.note
     known = {8: (0.5, 0.0, 9)}
     rows, now = rows_of(table, [8, 16, 15], lambda c: known.get(c.global_batch_size))
     assert [(r.global_batch_size, r.source) for r in rows] == [(8, "measured"), (16, "assumed")]

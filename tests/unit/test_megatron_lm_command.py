@@ -55,3 +55,16 @@ def test_wrong_usage_is_one_line_with_a_way_on(
     assert names_a_way_on(str(found.value)), found.value
     assert main(words) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_help_lists_the_flags_of_the_controller(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--copus-layouts" in out and "pretrain_gpt.py" in out
+
+
+def test_a_misspelt_flag_of_the_controller_is_met_before_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(UsageError, match="did you mean --copus-mode"):
+        split([str(script), "--bf16", "--copus-moed=act", "--copus"])

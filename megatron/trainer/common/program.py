@@ -337,6 +337,8 @@ def _with_errors_told(
         code = getattr(error, "exit_code", None)
         if code is None and isinstance(error, (OSError, MemoryError)):
             code, text = 1, text or type(error).__name__
+        elif isinstance(error, ImportError):
+            code, text = 1, f"a package cannot be imported ({text[:200]}); see PYTHONPATH"
         elif code is None:
             code, kind = 3, type(error).__name__
             text = f"malformed, or of a kind that is not known ({kind}: {text[:200]})"
