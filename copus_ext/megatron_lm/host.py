@@ -118,6 +118,7 @@ class CopusCallback:
         self._host = CheckoutHost(
             self._recorded, args, inner, config_of=configured, events=self._on_layout
         )
+        self._tell_layout()
         controller = _Controller(flags)
         controller.host_of = lambda job: self._host
         controller.on_setup_start(self._inner)
@@ -134,6 +135,20 @@ class CopusCallback:
             flags=dataclasses.asdict(flags),
         )
         self._recorded.on_saved = self._record.saved
+
+    def _tell_layout(self) -> None:
+        """Says if a resumed run does not go on under the layout that it had."""
+        from megatron.trainer.config.layout import Layout
+
+        if not self._inner.run_dir or self._recorded.loaded_state is None:
+            return
+        before = Layout.of_arguments(vars(self._recorded.loaded_arguments))
+        if before != self._host.layout:
+            print(
+                f"copus: the run was on {before}; it starts on {self._host.layout}, as the flags "
+                "say",
+                flush=True,
+            )
 
     def _on_layout(self, event: str) -> None:
         """The present layout is released, or another one installed."""

@@ -66,6 +66,8 @@ class Recorded:
         """Called when a checkpoint is written, or begun where it is written meanwhile."""
         self.loaded_state: str | None = None
         """That of the checkpoint that the run goes on with."""
+        self.loaded_arguments: Any = None
+        """Those of that checkpoint."""
         self.has_own_groups = False
         """Whether the script gives process groups of its own to `pretrain`."""
         self.has_changed = False
@@ -129,6 +131,7 @@ class Recorded:
 
     def _loaded(self, saved: Any, *more: Any, **named: Any) -> Any:
         self.loaded_state = getattr(saved, "copus_state", None)
+        self.loaded_arguments = saved
         plain = self._plain_of(self._checkpointing, "check_checkpoint_args")
         return plain(saved, *more, **named)
 
@@ -245,10 +248,10 @@ class Recorded:
             model = call.arguments["model"]
             call.arguments["config"] = self._training.get_model_config(model[0])
         # Tensor parallel ranks wait for micro-batches of the size in the arguments.
-        args = self._training.get_args()
-        micro = args.micro_batch_size
-        args.micro_batch_size = getattr(args, "eval_micro_batch_size", None) or micro
+        own = self._training.get_args()
+        micro = own.micro_batch_size
+        own.micro_batch_size = getattr(own, "eval_micro_batch_size", None) or micro
         try:
             return plain(*call.args, **call.kwargs)
         finally:
-            args.micro_batch_size = micro
+            own.micro_batch_size = micro

@@ -68,6 +68,20 @@ def test_it_goes_on_from_the_last_save_with_its_samples_and_losses(runs: dict[st
     assert rows[-1][0] == 16
 
 
+def test_a_start_says_where_its_layout_is_another_one(runs: dict[str, Any]) -> None:
+    lines = [
+        [line for line in run.stdout.splitlines() if "as the flags say" in line]
+        for run in runs["launches"]
+    ]
+    was = {3: "tp2.pp1.dp1", 6: "tp1.pp2.dp1", 9: "tp1.pp1.dp2"}
+    for start, told in zip(STARTS, lines, strict=True):
+        if was.get(start) in (None, "tp2.pp1.dp1"):
+            assert told == []
+        else:
+            line = f"copus: the run was on {was[start]}; it starts on tp2.pp1.dp1, as the flags say"
+            assert told == [line]
+
+
 def test_the_record_counts_every_step_once(runs: dict[str, Any]) -> None:
     run: Path = runs["folder"] / "killed"
     rows = [r for r in read_metrics(run) if r["kind"] == "step"]
