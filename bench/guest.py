@@ -60,14 +60,20 @@ def main(sections: list[str]) -> int:
     for name in sections or known:
         with tempfile.TemporaryDirectory() as folder:
             found = known[name](Path(folder))
-        whole = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        versions = whole.get("versions", {})
-        core = origin()["versions"]["megatron-core"]
-        versions[core] = {**versions.get(core, {}), name: origin()}
-        whole = {"what": WHAT, **whole, **found, "versions": versions}
-        RESULT.write_text(json.dumps(whole, indent=1) + "\n")
+        keep(name, found)
         print(json.dumps(found, indent=1), flush=True)
     return 0
+
+
+def keep(section: str, found: dict[str, Any]) -> None:
+    """Puts what a section has found into the file of results, beside what other sections and other
+    releases have left there."""
+    whole = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    versions, about = whole.get("versions", {}), origin()
+    core = about["versions"]["megatron-core"]
+    versions[core] = {**versions.get(core, {}), section: about}
+    whole = {"what": WHAT, **whole, **found, "versions": versions}
+    RESULT.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def _with_newest_core(sections: list[str]) -> int:

@@ -134,9 +134,9 @@ class ThroughputTable:
             ]
             self.planner.retime(self.profiled, peaks=self._memory.peaks())
         except SpecError as error:
-            if flags.copus_cluster is not None:
-                raise UsageError(f"--copus-cluster {flags.copus_cluster}: {error}") from error
             why = str(error).replace("--cluster", "--copus-cluster")
+            if flags.copus_cluster is not None:
+                raise UsageError(f"--copus-cluster {flags.copus_cluster}: {why}") from error
             self.note = f"throughputs are not predicted: {why}"
             if flags.copus_layouts == "all":
                 self.note += "; the layout stays"

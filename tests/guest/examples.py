@@ -138,16 +138,10 @@ def row(name: str, found: dict[str, Any]) -> str:
 def write(checkout: Path, name: str, found: dict[str, Any]) -> None:
     """Puts a result under `examples` of the results of bench/guest."""
     use_checkout(checkout)
-    from bench.guest import RESULT, WHAT
-    from bench.support import origin
+    from bench.guest import RESULT, keep
 
-    whole = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    versions, about = whole.get("versions", {}), origin()
-    core = about["versions"]["megatron-core"]
-    versions[core] = {**versions.get(core, {}), "examples": about}
-    examples = {**whole.get("examples", {}), name: found}
-    whole = {"what": WHAT, **whole, "examples": examples, "versions": versions}
-    RESULT.write_text(json.dumps(whole, indent=1) + "\n")
+    before = json.loads(RESULT.read_text())["examples"] if RESULT.exists() else {}
+    keep("examples", {"examples": {**before, name: found}})
 
 
 def main() -> int:
