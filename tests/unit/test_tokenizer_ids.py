@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,13 @@ def test_tokens_around_a_text_are_found_in_a_vocabulary_without_latin_letters(tm
 
 def test_gpt2_files_give_the_ids_of_transformers(tmp_path):
     vocab, merges = gpt2_files(tmp_path)
-    files = {"vocab_file": str(vocab), "merge_file": str(merges)}
-    ours = build_tokenizer(tokenizer_type="GPT2BPETokenizer", **files)
+    build = functools.partial(
+        build_tokenizer,
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(vocab),
+        merge_file=str(merges),
+    )
+    ours = build()
     theirs = transformers.GPT2TokenizerFast(vocab=str(vocab), merges=str(merges))
     for text in (*TEXTS, "one.<|endoftext|>Two", "<|endoftext|>"):
         assert ours.tokenize(text) == theirs(text).input_ids
@@ -178,7 +184,7 @@ def test_gpt2_files_give_the_ids_of_transformers(tmp_path):
     assert ours.detokenize([ours.eod]) == "<|endoftext|>"
     assert (ours.eod, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
     # Megatron-LM's legacy class knows no special token in a text.
-    legacy = build_tokenizer(tokenizer_type="GPT2BPETokenizer", **files, legacy_tokenizer=True)
+    legacy = build(legacy_tokenizer=True)
     parts = ("<", "|", "endoftext", "|", ">")
     ids = [token for part in parts for token in theirs(part).input_ids]
     assert legacy.tokenize("<|endoftext|>") == ids
