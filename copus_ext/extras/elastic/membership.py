@@ -21,14 +21,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from copus_ext.extras.elastic.messages import FROM_LAUNCHER, Generation, JsonSocket, Member
 from megatron.trainer.common.control import GENERATION_VARIABLE
 from megatron.trainer.common.device import use_own_gpu
 from megatron.trainer.common.errors import Relaunch
-from megatron.trainer.distributed.process_groups import destroy_broken_world, destroy_groups
+from megatron.trainer.distributed import process_groups
 from megatron.trainer.resilience.watchdog import exit_immediately
 
 FIRST_S = 600.0
@@ -242,19 +241,17 @@ class Membership:
         self._is_out, self._out_s = True, time.monotonic()
         if wait and not self.has_lost:
             with contextlib.suppress(Exception):
-                destroy_groups()
+                process_groups.destroy_groups()
                 dist.destroy_process_group()
-        if dist.is_initialized():
-            destroy_broken_world()
+                return
+        process_groups.destroy_broken_world()
 
     def shut_connections(self) -> None:
         """Ends all waits of this process for other ranks: shuts down the TCP connections that were
         made since it entered its world. Needs no answer of anybody."""
+        process_groups.abort_world()  # first: NCCL takes shut connections for an error of its own
         for name in _connections() - self._before:
             _shut_down(name)
-        if torch.cuda.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
-            with contextlib.suppress(Exception):
-                dist.distributed_c10d._abort_process_group()
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import gc
 import hashlib
@@ -193,18 +192,54 @@ def await_closed() -> None:
         _closing.pop().join()
 
 
+def abort_world() -> None:
+    """Ends every wait of this process for NCCL; torch then knows no group any more. Not collective,
+    from any thread. Does nothing in a world of gloo. NCCL may itself wait for a lost peer: after
+    `_ABORT_S` this returns nevertheless."""
+    with _abort_lock:
+        if not _aborting:
+            if not dist.is_initialized() or dist.get_backend() != "nccl":
+                return
+            # torch forgets them, and their threads would never end.
+            _aborted.extend(_gloo_groups())
+            _aborting.append(threading.Thread(target=_abort, name="abort", daemon=True))
+            _aborting[0].start()
+        _aborting[0].join(_ABORT_S)
+        if not _aborting[0].is_alive():
+            _aborting.clear()
+
+
+def _abort() -> None:
+    try:
+        dist.distributed_c10d._abort_process_group()
+    except Exception as error:  # groups that are half made
+        logger.debug("the world was not aborted in order: %r", error)
+
+
+_abort_lock = threading.Lock()
+_aborting: list[threading.Thread] = []
+_aborted: list[Any] = []
+"""Groups of gloo of a world that was aborted."""
+_ABORT_S = 3.0
+
+
+def _gloo_groups() -> list[Any]:
+    groups = dist.distributed_c10d._world.pg_map
+    return [group for group in groups if dist.get_backend(group) == "gloo"]
+
+
 def destroy_broken_world() -> None:
-    """Destroys all groups and the world after the loss of a rank, once nothing refers to them. Not
-    collective. A group that gloo cannot close keeps a thread and its sockets."""
+    """Destroys all groups and the world after the loss of a rank, once nothing refers to them, also
+    where it was aborted or did not come about. Not collective. A group that gloo cannot close keeps
+    a thread and its sockets."""
     await_closed()
-    world = dist.distributed_c10d._world
-    groups = [group for group in world.pg_map if dist.get_backend(group) == "gloo"]
-    if dist.get_backend() == "nccl":
-        with contextlib.suppress(Exception):  # before anything waits for the GPU
-            dist.distributed_c10d._abort_process_group()
+    abort_world()  # before anything waits for the GPU
+    groups = [*_aborted, *_gloo_groups()]
+    _aborted.clear()
     _forget_model()
     try:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except Exception as error:  # the tables are what matters
         logger.debug("the world was not destroyed in order: %r", error)
     parallel_state.destroy_model_parallel()

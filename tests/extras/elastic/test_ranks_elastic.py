@@ -282,3 +282,12 @@ def test_a_model_whose_step_failed_is_gone_with_one_collection(tmp_path: Path) -
     found = on_ranks("tests.extras.elastic.worker", tmp_path, 1, timeout_s=120)
     assert found["told"] == "a bug in the backward pass"
     assert not found["after"]
+
+
+def test_a_world_that_was_aborted_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    """torch then knows no default group, and megatron-core still has its own."""
+    found = on_ranks("tests.extras.elastic.worker_abort", tmp_path, 2, timeout_s=120)
+    assert found["known"] == [False, True] and found["left"] == [False, False]
+    assert found["sums"] == [3.0, 3.0]
+    before, after = found["threads"]
+    assert before > 10 and after == 0
