@@ -44,6 +44,8 @@ class RankProcess:
             "LOCAL_WORLD_SIZE": str(launch.num_ranks),
             "GROUP_RANK": str(launch.node),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
+            # Else torch ends a rank as soon as NCCL tells of a lost peer.
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         }
         process = subprocess.Popen(
             [sys.executable, "-u", *command],

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +20,10 @@ from copus_ext.extras.elastic import copies, membership, recover
 from copus_ext.extras.elastic.copies import CopySet, HeldCopies, Moment, PeerCopies, Piece
 from copus_ext.extras.elastic.membership import Membership
 from copus_ext.extras.elastic.messages import Generation, Member
+from copus_ext.extras.elastic.rank_process import RankProcess
 from copus_ext.extras.elastic.recover import Found
 from copus_ext.extras.elastic.run import trains_on_gpu
+from copus_ext.launch.workers import Launch
 from copus_ext.reshard import transfer
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.plan import make_plan
@@ -27,6 +31,7 @@ from copus_ext.reshard.transfer import Transfer
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.model_shape import ModelShape
+from megatron.trainer.distributed import process_groups
 from megatron.trainer.distributed.sharding import Record
 from megatron.trainer.model.shards import KINDS, Shards
 
@@ -202,6 +207,58 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UsageError, match="local rank 4 has no GPU of its own"):
         world.enter("nccl")
     assert world.calls == []
+
+
+def test_an_abort_that_does_not_end_is_waited_for_a_while_and_begun_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rank ends itself later; until then its other connections can be shut down."""
+    begun, may_end = [], threading.Event()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+    monkeypatch.setattr(process_groups, "_ABORT_S", 0.01)
+    monkeypatch.setattr(process_groups, "_abort", lambda: (begun.append(1), may_end.wait()))
+    for _ in range(3):
+        process_groups.abort_world()
+    assert begun == [1]
+    may_end.set()
+    monkeypatch.setattr(process_groups, "_ABORT_S", 60.0)
+    process_groups.abort_world()  # the end of the first
+    process_groups.abort_world()
+    assert begun == [1, 1]
+
+
+def test_the_world_is_aborted_before_its_connections_are_shut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL would else tell torch of the connections that this rank has shut itself."""
+    monkeypatch.setattr(membership, "_wait_in_slices", lambda _: None)
+    monkeypatch.setattr(Membership, "_listen", lambda _: None)
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(ours), contextlib.closing(theirs), socket.create_server(("", 0)) as one:
+        member = Membership(ours, Member(0, 0), "launch")
+        member._before = membership._connections()
+        with socket.create_connection(one.getsockname()) as near, one.accept()[0] as far:
+            monkeypatch.setattr(process_groups, "abort_world", lambda: near.sendall(b"lives"))
+            member.shut_connections()
+            assert far.recv(99) == b"lives"
+            with pytest.raises(OSError):
+                near.sendall(b"x")
+
+
+def test_torch_does_not_end_ranks_where_nccl_has_lost_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")  # torch's own default
+    launch = Launch(
+        name="launch", node=0, nodes=[0], num_ranks=1, endpoint="", folder=str(tmp_path)
+    )
+    told = tmp_path / "told"
+    program = "import os; value = os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']\n"
+    program += f"open({str(told)!r}, 'w').write(value)"
+    rank = RankProcess.start(Member(0, 0), launch, ["-c", program])
+    assert rank.process.wait(60) == 0 and told.read_text().split() == ["0"]
+    rank.lines.close()
 
 
 def test_a_loss_scale_leaves_its_gpu_before_it_goes_to_other_ranks(
