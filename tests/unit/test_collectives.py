@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.trainer.common import collectives
 from megatron.trainer.common.collectives import on_rank0
+from megatron.trainer.common.device import Device
 from megatron.trainer.common.errors import TrainingFailure, UsageError
+from megatron.trainer.distributed.process_groups import init_distributed
 
 
 class Ranks:
@@ -69,3 +72,26 @@ def test_every_rank_ends_with_the_error_of_rank_0(
 
     found = Ranks(monkeypatch).outcomes(act)
     assert [(type(one), str(one)) for one in found] == [(kind, text)] * 2
+
+
+@pytest.mark.parametrize(("backend", "gpus"), [("nccl", [3]), ("gloo", None)])
+def test_a_barrier_of_nccl_is_on_the_gpu_of_the_rank(
+    backend: str, gpus: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would take that of the rank's number, which another rank may have; gloo takes none."""
+    found: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(collectives.dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(collectives.dist, "barrier", lambda *, device_ids: found.append(device_ids))
+    collectives.barrier()
+    assert found == [gpus]
+
+
+def test_a_world_of_nccl_is_not_bound_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would split its communicator for each group, also for those of one rank."""
+    found: list[Any] = []
+    begin = lambda backend, **given: found.append((backend, given.get("device_id")))  # noqa: E731
+    monkeypatch.setattr(collectives.dist, "init_process_group", begin)
+    gpu = Device(kind="cuda", torch_device=torch.device("cuda", 3), backend="nccl")
+    init_distributed(gpu, timeout_minutes=1.0)
+    assert found == [("nccl", None)]

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from copus_ext.extras.elastic.messages import FROM_LAUNCHER, Generation, JsonSocket, Member
+from megatron.trainer.common.collectives import barrier
 from megatron.trainer.common.control import GENERATION_VARIABLE
 from megatron.trainer.common.device import use_own_gpu
 from megatron.trainer.common.errors import Relaunch
@@ -199,16 +200,15 @@ class Membership:
         )
         os.environ[GENERATION_VARIABLE] = f"{self._launch}/{generation.number}"
         # The first collectives come before `pretrain` takes a device: all would use the first GPU.
-        device = use_own_gpu(int(os.environ["LOCAL_RANK"])) if backend == "nccl" else None
+        if backend == "nccl":
+            use_own_gpu(int(os.environ["LOCAL_RANK"]))
         # Of a world that did not come about torch keeps the count, which is part of the next name.
         dist.distributed_c10d._world.group_count = 0
         meeting = datetime.timedelta(seconds=self.timeout_s)
         store = dist.TCPStore(host, int(port), is_master=False, timeout=meeting)
         named = dist.PrefixStore(f"generation-{generation.number}", store)
-        dist.init_process_group(
-            backend, store=named, rank=rank, world_size=size, timeout=meeting, device_id=device
-        )
-        dist.barrier()
+        dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=meeting)
+        barrier()
         self._is_meeting = False
         usual = datetime.timedelta(minutes=timeout_minutes)
         self.timeout_s = usual.total_seconds()

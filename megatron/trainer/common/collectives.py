@@ -6,12 +6,20 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron.trainer.common.errors import TrainingFailure, UsageError
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+
+def barrier() -> None:
+    """Waits for all ranks. NCCL does so with a collective on a GPU, which it would otherwise guess
+    from the number of the rank."""
+    is_nccl = dist.get_backend() == "nccl"
+    dist.barrier(device_ids=[torch.cuda.current_device()] if is_nccl else None)
 
 
 def broadcast_from_rank0(value: Any) -> Any:

@@ -22,6 +22,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import _MODEL_PARALLEL_RNG_TRACKER_NAME
 
+from megatron.trainer.common.collectives import barrier
 from megatron.trainer.common.device import Device
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.distributed.meeting import meeting_error
@@ -54,7 +55,8 @@ def _reset_globals() -> None:
 
 def init_distributed(device: Device, *, timeout_minutes: float) -> None:
     """Joins the world that torchrun (or the caller) described in the environment; does nothing if
-    already joined.
+    already joined. torch is not told of the GPU. It would then make a communicator for each group
+    at once, all ranks of the world together, at every change of layout as well.
 
     Args:
         device: decides the backend.
@@ -70,7 +72,6 @@ def init_distributed(device: Device, *, timeout_minutes: float) -> None:
         dist.init_process_group(
             device.backend,
             timeout=datetime.timedelta(minutes=timeout_minutes),
-            device_id=device.torch_device if device.is_cuda else None,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise meeting_error(error, os.environ, timeout_minutes=timeout_minutes) from error
@@ -131,7 +132,7 @@ def destroy_groups(*, wait: bool = True, linger: bool = False) -> None:
     await_closed()
     _forget_model()
     if wait:
-        dist.barrier()
+        barrier()
     groups = [g for g in parallel_state._global_process_group_list or [] if g is not None]
     waiting = [g for g in groups if dist.get_backend(g) == "gloo"]
     for group in groups:

@@ -323,13 +323,7 @@ def open_model(
     elif device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda needs a GPU, and there is none; use --device cpu")
     with use_device(device) as opened:
-        dist.init_process_group(
-            opened.backend,
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
-            device_id=opened.torch_device if opened.is_cuda else None,
-        )
+        dist.init_process_group(opened.backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             stored = read_stored(
                 load, step=step, verify=True, fallback=True, trust_unverified=trust_unverified

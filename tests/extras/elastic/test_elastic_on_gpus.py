@@ -169,15 +169,22 @@ class World:
         monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: store)
         monkeypatch.setattr(dist, "PrefixStore", lambda *_: store)
         monkeypatch.setattr(dist, "init_process_group", self.begin)
-        monkeypatch.setattr(dist, "barrier", lambda: self.calls.append(("barrier", None)))
+        monkeypatch.setattr(dist, "barrier", self.wait)
+        monkeypatch.setattr(dist, "get_backend", lambda: self.calls[-1][0])
         monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-        monkeypatch.setattr(
-            torch.cuda, "set_device", lambda number: self.calls.append(("gpu", number))
-        )
+        monkeypatch.setattr(torch.cuda, "set_device", self.take)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.gpu)
+
+    def take(self, number: int) -> None:
+        self.gpu = number
+        self.calls.append(("gpu", number))
 
     def begin(self, backend: str, *, device_id: Any = None, **_: Any) -> None:
         self.calls.append((backend, device_id))
+
+    def wait(self, *, device_ids: Any) -> None:
+        self.calls.append(("barrier", device_ids))
 
     def enter(self, backend: str) -> list[tuple[str, Any]]:
         ours, theirs = socket.socketpair()
@@ -192,9 +199,10 @@ class World:
 def test_a_rank_takes_its_own_gpu_before_its_first_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that joins meets the others long before it builds a model."""
+    """One that joins meets the others long before it builds a model. torch is not told of the GPU,
+    since every group, also one that is never used, would then be made by the whole world."""
     found = World(monkeypatch).enter("nccl")
-    assert found == [("gpu", 2), ("nccl", torch.device("cuda", 2)), ("barrier", None)]
+    assert found == [("gpu", 2), ("nccl", None), ("barrier", [2])]
 
 
 def test_a_rank_of_gloo_takes_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
