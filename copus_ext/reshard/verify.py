@@ -46,9 +46,11 @@ def local_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
         keys: of the tensors, the same on every rank.
     """
     place = {key: i for i, key in enumerate(keys)}
-    device = shards.tensors[0]["param"].device if shards.tensors else torch.device("cpu")
+    # Those of a rank without shards are added to the others', on its GPU if they lie on one.
+    where = shards.tensors[0]["param"].device if shards.tensors else torch.cuda.current_device()
     shape = (len(keys), 2, len(ALL_KINDS) + 1)
-    sums: Any = torch.zeros(shape, dtype=torch.int64, device=device)
+    sums: Any = torch.zeros(shape, dtype=torch.int64, device=where)
+    device = sums.device
     if not sums.is_cuda:
         sums = np.zeros(shape, dtype=np.int64)
     for record in shards.records:

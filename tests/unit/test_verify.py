@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from copus_ext.reshard import verify
 from copus_ext.reshard.saved_state import _alone, adam_steps
@@ -264,3 +265,17 @@ def test_only_buffers_that_hold_more_than_the_shards_are_copied() -> None:
         for kind in ("param", "exp_avg"):
             assert kept[kind].data_ptr() == old[kind].data_ptr()
         assert kept["exp_avg_sq"].untyped_storage().nbytes() == 20
+
+
+def test_the_sums_of_a_rank_without_shards_lie_where_those_of_the_others_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL adds up nothing in memory of the host."""
+    nothing = Shards(records=[], tensors=[])
+    with use_device("cpu"):
+        found = local_sums(nothing, ["a", "b"])
+    assert found.device.type == "cpu" and not found.any()
+    gpu = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu)
+    with FakeTensorMode():
+        assert local_sums(nothing, ["a", "b"]).device == gpu
