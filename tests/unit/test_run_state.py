@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from megatron.trainer.common import optional
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config.model_shape import LatentShape, ModelShape
@@ -26,6 +31,7 @@ from megatron.trainer.resilience import env_checks
 from megatron.trainer.train import reporting
 from megatron.trainer.train.callbacks import Callback, CallbackContext, Callbacks, Request
 from megatron.trainer.train.reporting import _Interval
+from tests.helpers.launch import ROOT
 from tests.helpers.steps import step_info
 
 
@@ -192,6 +198,40 @@ def test_versions_that_do_not_go_together_are_named(
     note = env_checks.engine_note(core, engine)
     assert (note is None) == (wanted is None)
     assert note is None or (wanted and wanted in note and core in note and engine in note)
+
+
+ENGINE_FAILS = {
+    # As a wheel that was built for another release says it, and a package without its library.
+    "AssertionError": "raise AssertionError('TransformerEngine package version mismatch')",
+    "RuntimeError": "raise RuntimeError('Found empty transformer-engine meta package')",
+}
+
+
+@pytest.mark.parametrize("kind", ENGINE_FAILS)
+def test_an_engine_that_finds_fault_with_itself_is_wrong_usage(kind: str, tmp_path: Path) -> None:
+    """Before megatron-core imports it, which would let the error through."""
+    engine = tmp_path / "transformer_engine"
+    (engine / "pytorch").mkdir(parents=True)
+    (engine / "__init__.py").write_text(ENGINE_FAILS[kind])
+    (engine / "pytorch" / "__init__.py").touch()
+    about = tmp_path / "transformer_engine-2.4.0.dist-info"
+    about.mkdir()
+    fields = {"Metadata-Version": "2.1", "Name": "transformer-engine", "Version": "2.4.0"}
+    (about / "METADATA").write_text("".join(f"{k}: {v}\n" for k, v in fields.items()))
+    core = importlib.metadata.version("megatron-core")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    result = subprocess.run(
+        [sys.executable, ROOT / "pretrain_gpt.py", "--device", "cpu", "--mock-data"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == UsageError.exit_code
+    (line,) = result.stderr.splitlines()
+    wanted = optional.engine_range(core)
+    for part in ("Transformer Engine 2.4.0", kind, f"megatron-core {core}", f"]{wanted}"):
+        assert part in line
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2+abc", "0.19.2"])

@@ -5,15 +5,57 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from importlib import metadata
 from pathlib import Path
 
+from packaging.version import InvalidVersion, Version
+
 from megatron.trainer.common.errors import UsageError
+
+_ENGINE_OF_CORE = ">=2.9,<2.12"
+"""As megatron-core 0.16.1 declares it."""
+_ENGINE_OF_NEWER_CORE = ">=2.11"
+"""Of 0.17 and later, which declare none: what their code asks for."""
 
 
 @functools.cache
 def have_transformer_engine() -> bool:
-    """Whether Transformer Engine imports (GPU images only)."""
-    return _imports("transformer_engine.pytorch")
+    """Whether Transformer Engine imports (GPU images only).
+
+    Raises:
+        UsageError: it finds fault with its own installation, which megatron-core would not catch.
+    """
+    try:
+        return _imports("transformer_engine.pytorch")
+    except (AssertionError, RuntimeError) as error:
+        core, engine = (version_of(name) for name in ("megatron-core", "transformer-engine"))
+        wanted = engine_range(core)
+        raise UsageError(
+            f"Transformer Engine {engine} does not import ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}); megatron-core {core} is made for {wanted}: "
+            f"run {engine_fix(wanted)}, or pip uninstall transformer-engine"
+        ) from error
+
+
+def version_of(distribution: str) -> str:
+    """The version of an installed package; "of unknown version" where it has no metadata."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def engine_range(core: str) -> str:
+    """The versions of Transformer Engine that a megatron-core is made for, as pip takes them."""
+    try:
+        return _ENGINE_OF_NEWER_CORE if Version(core) >= Version("0.17") else _ENGINE_OF_CORE
+    except InvalidVersion:
+        return _ENGINE_OF_NEWER_CORE
+
+
+def engine_fix(wanted: str) -> str:
+    """The command that installs Transformer Engine of a range."""
+    return f'pip install --no-build-isolation "transformer-engine[pytorch]{wanted}"'
 
 
 @functools.cache

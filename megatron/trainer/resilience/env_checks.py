@@ -18,6 +18,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from megatron.trainer.common import optional
 from megatron.trainer.common.child_processes import never_collect_inherited
 from megatron.trainer.common.errors import UsageError
 
@@ -30,10 +31,6 @@ _KNOWN_NOTES = {
 }
 """Loggers of newer releases, and what they say at every start of what we do on purpose."""
 SUPPORTED_CORE = ">=0.16.1,<0.20"
-_ENGINE_OF_CORE = ">=2.9,<2.12"
-"""As megatron-core 0.16.1 declares it."""
-_ENGINE_OF_NEWER_CORE = ">=2.11"
-"""Of 0.17 and later, which declare none: what their code asks for."""
 _MAX_PORT = 65535
 _TORCH_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -84,13 +81,12 @@ def engine_note(core: str, engine: str) -> str | None:
         core: of megatron-core.
         engine: of Transformer Engine.
     """
-    is_newer = Version(core) >= Version("0.17")
-    wanted = _ENGINE_OF_NEWER_CORE if is_newer else _ENGINE_OF_CORE
+    wanted = optional.engine_range(core)
     if SpecifierSet(wanted).contains(engine, prereleases=True):
         return None
     return (
         f"megatron-core {core} is made for Transformer Engine {wanted}, and {engine} is installed; "
-        f'run: pip install "transformer-engine[pytorch]{wanted}"'
+        f"run: {optional.engine_fix(wanted)}"
     )
 
 
@@ -110,6 +106,7 @@ def import_core() -> Any:
 
     Raises:
         ImportError: it is not installed.
+        UsageError: Transformer Engine, which it imports, finds fault with its own installation.
     """
     if "megatron.core" in sys.modules:
         return sys.modules["megatron.core"]
@@ -118,6 +115,7 @@ def import_core() -> Any:
     _hide("torch.utils.cpp_extension", "No CUDA runtime is found")
     with no_collection():
         torch: Any = importlib.import_module("torch")
+        optional.have_transformer_engine()
         if torch.cuda.is_available():
             return importlib.import_module("megatron.core")
         compiler, torch.compile = torch.compile, _as_it_is
