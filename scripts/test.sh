@@ -2,13 +2,16 @@
 # Sets up the environment and runs everything that must hold, in groups side by side.
 #
 #   bash scripts/test.sh                        all parts
-#   bash scripts/test.sh --parts lint,slurm     some of: lint, unit, ranks, slurm, browser, nightly
+#   bash scripts/test.sh --parts lint,slurm     some of: lint, unit, ranks, slurm, browser, nightly,
+#                                               gpu_stub
 #   bash scripts/test.sh --unit                 the same as --parts lint,unit
 #   bash scripts/test.sh --quick                lint, unit, and one run of four ranks: it trains,
 #                                               measures noise, changes its layout, saves, resumes
 #
-# `nightly` runs the rank tests of all extras, and the core without each of them. `ranks` runs those
-# of the extras that have changed within a day of the last commit, or of all if their hooks have.
+# `nightly` runs the rank tests of all extras, the core without each of them, and `gpu_stub`. `ranks`
+# runs those of the extras that have changed within a day of the last commit, or of all if their
+# hooks have. `gpu_stub` runs torch's CUDA build (5 GB, in an environment of its own) on a stub of
+# CUDA's libraries.
 #
 # PARTS names the parts, too. As root on Debian it installs the packages of SLURM, Chromium and
 # Prometheus. Without them the last two parts, and the test of the alert rules, are skipped.
@@ -19,7 +22,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 all=lint,unit,ranks,slurm,browser
 parts=${PARTS:-$all}
 quick=false
-usage() { echo "test.sh: $1; use --parts with some of $all,nightly, --unit or --quick" >&2; exit 2; }
+usage() { echo "test.sh: $1; use --parts with some of $all,nightly,gpu_stub, --unit or --quick" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     case $1 in
     --parts) [ $# -gt 1 ] || usage "--parts needs a list"; parts=$2; shift ;;
@@ -30,7 +33,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 for part in ${parts//,/ }; do
-    case ",$all,nightly," in *",$part,"*) ;; *) usage "unknown part '$part'" ;; esac
+    case ",$all,nightly,gpu_stub," in *",$part,"*) ;; *) usage "unknown part '$part'" ;; esac
 done
 has() { case ",$parts," in *",$1,"*) true ;; *) false ;; esac; }
 
@@ -163,6 +166,11 @@ newest_core() {
         tests/newest_core/test_same_losses.py tests/guest $(ls -d tests/extras/muon 2>/dev/null)
 }
 
+# torch's CUDA build on libraries that stand in for CUDA's.
+on_gpu_stub() {
+    bash tests/gpu_stub/setup.sh >/dev/null && tests tests/gpu_stub
+}
+
 computing_lane() {
     if has unit; then group "unit tests" parallel tests/unit tests/extras -m unit; fi
     if has ranks; then
@@ -179,6 +187,7 @@ computing_lane() {
         group "ranks of extras" parallel --dist loadfile -m "distributed and not alone" $files
     fi
     if has nightly; then group "the core without each extra" tests tests/distributed -m nightly; fi
+    if has nightly || has gpu_stub; then group "CUDA on a stub" on_gpu_stub; fi
 }
 
 reading_lane() {
