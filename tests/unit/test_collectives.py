@@ -95,3 +95,38 @@ def test_a_world_of_nccl_is_not_bound_to_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     gpu = Device(kind="cuda", torch_device=torch.device("cuda", 3), backend="nccl")
     init_distributed(gpu, timeout_minutes=1.0)
     assert found == [("nccl", None)]
+
+
+def numbers_after(monkeypatch: pytest.MonkeyPatch, sent: list[list[float]]) -> torch.Tensor:
+    """The numbers of two ranks at step 7, where the collective writes so much of the buffer. Memory
+    that was not written holds the rows of step 6, as torch's allocator gives it out again."""
+    dist, empty = collectives.dist, torch.tensor([6.0, 1.0, 2.0, 6.0, 3.0, 4.0]).double()
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def gather(room: torch.Tensor, message: torch.Tensor) -> None:
+        assert message.tolist() == [7.0, 10.0, 20.0]
+        room[: sum(map(len, sent))] = torch.tensor(sent, dtype=room.dtype).flatten()
+        monkeypatch.setattr(dist, "get_world_size", lambda: 1 / 0)  # the world may be gone
+
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: empty.clone())
+    own = torch.tensor([10.0, 20.0], dtype=torch.float64)
+    return collectives.gather_numbers(own, iteration=7)
+
+
+def test_numbers_come_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = numbers_after(monkeypatch, [[7.0, 10.0, 20.0], [7.0, 30.0, 40.0]])
+    assert found.tolist() == [[10.0, 20.0], [30.0, 40.0]]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [[], [[7.0, 10.0, 20.0]], [[7.0, 10.0, 20.0], [6.0, 30.0, 40.0]]],
+    ids=["no row has come", "one row has not", "one is of the step before"],
+)
+def test_numbers_that_have_not_come_are_not_taken_for_some(
+    sent: list[list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aborted collective of NCCL ends without an error."""
+    with pytest.raises(RuntimeError, match="process group has lost a member"):
+        numbers_after(monkeypatch, sent)

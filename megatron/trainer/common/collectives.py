@@ -73,3 +73,29 @@ def all_gather_object(value: Any) -> list[Any]:
 def first_problem(problem: str | None) -> str | None:
     """The problem of the lowest rank that has one, on every rank. Collective over the world."""
     return next((p for p in all_gather_object(problem) if p), None)
+
+
+def gather_numbers(own: torch.Tensor, *, iteration: int) -> torch.Tensor:
+    """Every rank's numbers. Collective over the world; one message, and one wait for it.
+
+    Where a world is aborted under a collective, NCCL's ends as if it had come: what it should have
+    filled holds what it held before, in memory used again the numbers of the step before.
+
+    Args:
+        own: [n] of this rank, fp64, where the backend sends from.
+        iteration: steps done, the same on all ranks, at least 0.
+
+    Returns:
+        [ranks, n] in memory of the host.
+
+    Raises:
+        RuntimeError: a rank's numbers have not come.
+    """
+    size = dist.get_world_size()  # an aborted world has none
+    message = torch.cat([own.new_full((1,), iteration), own])
+    room = own.new_full((size * len(message),), -1.0)
+    dist.all_gather_into_tensor(room, message)
+    found = room.cpu().view(size, -1)
+    if (found[:, 0] != iteration).any():
+        raise RuntimeError("the process group has lost a member: its numbers have not come")
+    return found[:, 1:]
