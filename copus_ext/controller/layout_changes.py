@@ -24,7 +24,7 @@ from copus_ext.reshard.relaunch import (
     write_request,
 )
 from copus_ext.reshard.relaunch import Request as LaunchRequest
-from megatron.trainer.common.collectives import broadcast_from_rank0
+from megatron.trainer.common.collectives import all_gather_object, broadcast_from_rank0
 from megatron.trainer.common.errors import Relaunch, TrainingFailure, UsageError
 from megatron.trainer.common.step_settings import Request, StepSettings
 from megatron.trainer.config.layout import Layout
@@ -217,6 +217,8 @@ class LayoutChangeManager:
             raise
         # The costs are part of checkpoints: the same on every rank.
         outcome.pause_s = broadcast_from_rank0(outcome.pause_s)
+        if outcome.peak_bytes:  # on all ranks or on none
+            outcome.peak_bytes = max(all_gather_object(outcome.peak_bytes))
         if outcome.kind == "moved":
             self._costs.record_success(
                 seconds=outcome.pause_s, iteration=host.state.iteration, prior_s=prior_s

@@ -19,6 +19,7 @@ from copus_ext.reshard import verify
 from copus_ext.reshard.consensus import Consensus, Deadline
 from copus_ext.reshard.group_store import GroupStore
 from copus_ext.reshard.host import LayoutHost
+from copus_ext.reshard.peak import MovePeak
 from copus_ext.reshard.phases import BACK, PHASES, TOGETHER, PhaseFailed, ReshardResult
 from copus_ext.reshard.plan import ReshardPlan, make_plan
 from copus_ext.reshard.saved_state import (
@@ -103,7 +104,7 @@ class Change:
     ) -> None:
         self.context, self.host, self.layout, self.settings = context, host, layout, settings
         self.consensus, self.deadline = consensus, deadline
-        self.result = ReshardResult()
+        self.result, self._peak = ReshardResult(), MovePeak()
         self._wanted = ""
         self._own: Shards | None = None
         self._source: list[list[Record]] = []
@@ -124,6 +125,7 @@ class Change:
                 self._back()
                 self.result.kind = "rolled_back"
         self.result.pause_s = time.perf_counter() - started
+        self.result.peak_bytes = self._peak.bytes
         return self.result
 
     def _forward(self) -> tuple[str, str] | None:
@@ -191,6 +193,7 @@ class Change:
             return result
         finally:
             self.result.phases[topic] = time.perf_counter() - started
+            self._peak.look()
 
     def _part(self, name: str, topic: str, act: Callable[[], Any]) -> Any:
         def part() -> Any:

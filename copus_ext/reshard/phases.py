@@ -47,6 +47,8 @@ class ReshardResult:
     """Bytes of the rank that sent or received most."""
     num_messages: int = 0
     """Messages of this rank."""
+    peak_bytes: float = 0.0
+    """Most memory in use on its GPU meanwhile, with context and libraries; 0 on CPU ranks."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

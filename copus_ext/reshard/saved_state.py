@@ -17,12 +17,16 @@ from megatron.trainer.model.shards import HasChunks, Shards, is_expert, parts_of
 
 if TYPE_CHECKING:
     from megatron.trainer.config import Config
+    from megatron.trainer.config.layout import Layout
     from megatron.trainer.train.job import Job
 
 _PAGE_ELEMENTS = 1024
 """fp32 elements of a page."""
 _MOSTLY = 0.9
 """A buffer is kept, not copied out of, if the shards fill this share of it."""
+_COMMUNICATOR_BYTES = {"nccl": 0.69e9}
+"""Of one in GPU memory by backend: 0.54 GB of 2 A100 with NVLink, 0.69 GB of 3 or 4
+(github.com/NVIDIA/nccl/issues/964). Not measured here."""
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -49,9 +53,10 @@ class TooLarge(MemoryError):
 def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
     """Compares the memory that this rank needs for a change with what is free.
 
-    The new layout needs its weights, gradients, masters and moments, and buffers for the messages.
-    The old masters and moments stay beside them; the old weights and gradients are gone by then. In
-    fp32 weights are masters. Extras say what they need and give up.
+    The new layout needs its weights, gradients, masters and moments, and buffers for the messages
+    and for NCCL, which may keep those of the old layout. The old masters and moments stay beside
+    them; the old weights and gradients are gone by then. In fp32 weights are masters. Extras say
+    what they need and give up.
 
     Args:
         job: under the old layout.
@@ -73,7 +78,9 @@ def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
         held = (own - experts) * config.layout.copies + experts * of_expert
     both = 4 if config.precision.params_dtype == "fp32" else 0
     needed = held * (per_weight + per_gradient) + plan.target_bytes[rank] - own * both
-    needed += 2 * BUFFERS * BUCKET_BYTES.get(str(dist.get_backend()), 0)
+    backend = str(dist.get_backend())
+    needed += 2 * BUFFERS * BUCKET_BYTES.get(backend, 0)
+    needed += _COMMUNICATOR_BYTES.get(backend, 0) * num_communicators(config.layout)
     released = sum(
         p.numel() * (p.element_size() + per_gradient)
         for chunk in job.model.chunks
@@ -91,11 +98,19 @@ def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
         )
 
 
+def num_communicators(layout: Layout) -> int:
+    """Kinds of groups in which a rank of a layout talks to others: one for each size above 1, and
+    one of all ranks for the norm of the gradient."""
+    sizes = layout.tp, layout.pp, layout.cp, layout.copies, layout.ep, layout.world_size
+    return sum(size > 1 for size in sizes)
+
+
 def free_bytes(job: Job) -> float:
-    """Bytes that this rank may still take."""
+    """Bytes that this rank may still take. What torch's allocator holds in part counts as taken:
+    tensors of a new layout need not fit into the holes."""
     if job.device.is_cuda:
-        free, _ = torch.cuda.mem_get_info()
-        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
     return psutil.virtual_memory().available / local_ranks()
 
 
