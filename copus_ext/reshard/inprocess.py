@@ -33,7 +33,9 @@ from megatron.trainer.resilience.watchdog import exit_immediately
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 10.0
+_PATIENCE_S = {"gloo": 10.0, "nccl": 3.0}
+"""By backend. Whoever waits for NCCL waits on the GPU, for ever, and can only be launched again; on
+gloo a rank may still see the connection end, and then takes the way back with the others."""
 _SILENCE_PER_PATIENCE = 3.0
 
 
@@ -46,7 +48,8 @@ class InProcessResharder:
         sample: verify a sixteenth of the tensors instead of all.
         fault: called with the topic of each part of a phase as it begins (see `change`); lets tests
             break a change.
-        patience_s: see `Deadline`; a rank counts as dead after three times as long.
+        patience_s: see `Deadline`; None as the backend has it. A rank counts as dead after three
+            times as long, or as that of gloo.
         min_timeout_s: a change may take at least so long before it counts as hung.
         prebuild: number of layouts whose groups are kept or built before they are needed.
     """
@@ -58,12 +61,13 @@ class InProcessResharder:
         note: Callable[..., None] = lambda kind, **fields: None,
         sample: bool = False,
         fault: Callable[[str], None] = lambda phase: None,
-        patience_s: float = _PATIENCE_S,
+        patience_s: float | None = None,
         min_timeout_s: float = costs.MIN_TIMEOUT_S,
         prebuild: int = 0,
     ) -> None:
         self._run_dir, self._note = run_dir, note
-        self._patience_s, self._min_timeout_s = patience_s, min_timeout_s
+        self._patience_s, self._silence_s = limits_s(patience_s, str(dist.get_backend()))
+        self._min_timeout_s = min_timeout_s
         self._store = dist.PrefixStore(_launch_name(), _store_of_launch())
         # Not one of megatron-core's, so that taking those down leaves it.
         self._group: Any = dist.new_group()
@@ -135,7 +139,7 @@ class InProcessResharder:
             consensus,
             deadline_s=2 * timeout_s,
             patience_s=self._patience_s,
-            silence_s=_SILENCE_PER_PATIENCE * self._patience_s,
+            silence_s=self._silence_s,
             on_expire=self._exit_immediately,
         )
         with deadline:
@@ -171,6 +175,13 @@ class InProcessResharder:
                 faulthandler.dump_traceback(file)
         except OSError as error:
             logger.warning("the stacks cannot be written: %s", error)
+
+
+def limits_s(patience_s: float | None, backend: str) -> tuple[float, float]:
+    """The patience and the silence of a `Deadline`, in seconds."""
+    usual = _PATIENCE_S["gloo"] if patience_s is None else patience_s
+    patience = patience_s or _PATIENCE_S.get(backend, usual)
+    return patience, _SILENCE_PER_PATIENCE * usual
 
 
 def _store_of_launch() -> Any:

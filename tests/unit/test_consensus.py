@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from copus_ext.reshard import consensus
 from copus_ext.reshard.consensus import Consensus, Deadline, NoAnswer
+from copus_ext.reshard.inprocess import limits_s
 
 RANKS = 3
 
@@ -153,6 +154,13 @@ def test_a_rank_is_ended_that_waits_in_a_collective_for_one_that_has_failed(
             votes[1].vote("build", "out of memory")
     watch(Rounds(1, 5.0), deadline)
     assert [("another rank failed" in r) for r in reasons] == [True] * expires
+
+
+def test_a_wait_on_the_gpu_for_a_rank_that_has_failed_ends_sooner() -> None:
+    """Nothing ends it but the process. A rank that is busy is dead no sooner."""
+    (gloo, gloo_silence), (nccl, nccl_silence) = (limits_s(None, b) for b in ("gloo", "nccl"))
+    assert nccl < gloo < gloo_silence == nccl_silence
+    assert limits_s(2.0, "nccl") == limits_s(2.0, "gloo") == (2.0, 6.0)
 
 
 def test_the_watchdog_keeps_the_deadline() -> None:
