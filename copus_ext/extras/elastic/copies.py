@@ -24,6 +24,7 @@ from copus_ext.reshard.saved_state import adam_steps, scaler_state
 from megatron.trainer.checkpoint.save import common_state
 from megatron.trainer.common.collectives import broadcast_from_rank0, first_problem
 from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.host_memory import HostMemory
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.model_shape import ModelShape
 from megatron.trainer.distributed.sharding import Record
@@ -75,13 +76,16 @@ class Piece:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, rank: int, live: Shards) -> Piece:
-        piece = cls.empty(rank, live.records)
-        for row, kind in zip(piece.buffer, KINDS):
-            for record, flat in zip(live.records, piece.records):
-                part = live.tensors[record.shard][kind]
-                part = part[record.offset : record.offset + record.numel]
-                row[flat.offset : flat.offset + flat.numel].copy_(part)
+    def of(cls, rank: int, live: Shards, memory: HostMemory) -> Piece:
+        """A copy that is begun; `memory` knows when it is there."""
+        room = memory.empty(len(KINDS), sum(record.numel for record in live.records))
+        piece = cls(rank=rank, records=cls.records_of(live.records), buffer=room)
+        with memory.copying():
+            for row, kind in zip(piece.buffer, KINDS):
+                for record, flat in zip(live.records, piece.records):
+                    part = live.tensors[record.shard][kind]
+                    part = part[record.offset : record.offset + record.numel]
+                    row[flat.offset : flat.offset + flat.numel].copy_(part, non_blocking=True)
         return piece
 
     @property
@@ -108,9 +112,15 @@ class HeldCopies:
 
     def __init__(self) -> None:
         self.sets: dict[Moment, CopySet] = {}
+        self.memory = HostMemory()
+        """Of the own pieces."""
 
     def keep_only(self, moment: Moment) -> None:
-        self.sets = {moment: self.sets[moment]}
+        """Drops all others, whose messages have come."""
+        kept = self.sets.pop(moment)
+        for one in self.sets.values():
+            self.memory.give_back(one.pieces[0].buffer)
+        self.sets = {moment: kept}
 
     def drop(self, moment: Moment) -> None:
         self.sets.pop(moment, None)
@@ -129,10 +139,7 @@ def backup_ranks_of_released(generation: Generation, following: Generation) -> l
     not."""
     members, released = generation.members, set(following.released)
     stay = [rank for rank, member in enumerate(members) if member not in released]
-    return [
-        stay[rank % len(stay)] if member in released else None
-        for rank, member in enumerate(members)
-    ]
+    return [stay[i % len(stay)] if one in released else None for i, one in enumerate(members)]
 
 
 def backup_ranks(generation: Generation) -> list[int | None]:
@@ -197,8 +204,7 @@ class PeerCopies(Callback):
     ) -> None:
         self.held, self._membership, self._interval = held, membership, interval
         self._marks = marks or {}
-        self._generation = generation
-        self._backup_ranks = backup_ranks(self._generation)
+        self._generation, self._backup_ranks = generation, backup_ranks(generation)
         self._shape: ModelShape | None = None
         self._group: Any = None
         self._flags: Any = None
@@ -227,13 +233,15 @@ class PeerCopies(Callback):
             self._is_first = False
             moment = self._take(context)
             self._pending, self._state = moment, _UNDER_WAY
+            what = self.held.sets[moment], self._backup_ranks
             self._sending = threading.Thread(
-                target=self._exchange,
-                args=(self.held.sets[moment], self._backup_ranks),
-                name="copies",
-                daemon=True,
+                target=self._exchange, args=what, name="copies", daemon=True
             )
             self._sending.start()
+
+    def on_grads_ready(self, context: CallbackContext) -> None:
+        """The optimizer writes next."""
+        self.held.memory.before_write()
 
     def _agree(self) -> bool:
         """Drops older copies once all ranks have the newest. Returns whether all ranks know of a
@@ -270,10 +278,8 @@ class PeerCopies(Callback):
     def _hand_over(self, moment: Moment, following: Generation) -> None:
         """Sends the copies of ranks that leave to ranks that stay. Where that fails, older copies
         or the checkpoint have to do. Collective."""
-        copies, backup_ranks = (
-            self.held.sets[moment],
-            backup_ranks_of_released(self._generation, following),
-        )
+        copies = self.held.sets[moment]
+        backup_ranks = backup_ranks_of_released(self._generation, following)
         pieces, problem = [], ""
         try:
             pieces = self._pieces_for(copies, backup_ranks)
@@ -299,7 +305,7 @@ class PeerCopies(Callback):
             | common_state(config, context.state, context.scheduler, context.data_identity),
             step=adam_steps(context.optimizer) or 0,
             scaler=_on_host(scaler_state(context.optimizer)),
-            pieces=[Piece.of(dist.get_rank(), live)],
+            pieces=[Piece.of(dist.get_rank(), live, self.held.memory)],
         )
         return moment
 
@@ -311,13 +317,11 @@ class PeerCopies(Callback):
         return [Piece.empty(ward, records[ward]) for ward in wards]
 
     def _exchange(
-        self,
-        copies: CopySet,
-        backup_ranks: Sequence[int | None],
-        pieces: list[Piece] | None = None,
+        self, copies: CopySet, backup_ranks: Sequence[int | None], pieces: list[Piece] | None = None
     ) -> None:
         """Sends the own copy to its keeper and receives those that this rank keeps."""
         try:
+            self.held.memory.wait()
             pieces = self._pieces_for(copies, backup_ranks) if pieces is None else pieces
             work: list[Any] = [
                 dist.irecv(piece.buffer, group=self._group, group_src=piece.rank)
@@ -345,4 +349,5 @@ class PeerCopies(Callback):
     def close(self) -> None:
         """Ends the exchange and lets go of the group, in any world."""
         self._join_thread()
+        self.held.memory.wait()
         self._group = self._flags = None

@@ -107,9 +107,8 @@ def _train_in(
     """Trains in one generation; returns when the run ends."""
     times_s = [time.monotonic()]
     has_gpu = trains_on_gpu(flags)
-    membership.enter(
-        generation, backend="nccl" if has_gpu else "gloo", timeout_minutes=_TIMEOUT_MINUTES
-    )
+    backend = "nccl" if has_gpu else "gloo"
+    membership.enter(generation, backend=backend, timeout_minutes=_TIMEOUT_MINUTES)
     times_s.append(time.monotonic())
     start, replaced = _start(generation, held, flags, has_gpu=has_gpu)
     # Before a model is built.
@@ -183,11 +182,8 @@ def _start(
 def _flags_without_copies(flags: Sequence[str], *, had_copies: bool, has_gpu: bool) -> list[str]:
     """Flags to go on with from the latest checkpoint, or from the start. Collective."""
     words, problem = resumed(flags), ""
-    why = (
-        "both copies of some shard are lost"
-        if any(all_gather_object(had_copies))
-        else ("no copies were complete yet")
-    )
+    were_there = any(all_gather_object(had_copies))
+    why = "both copies of some shard are lost" if were_there else "no copies were complete yet"
     _say(f"{why}: the run goes on from its checkpoint, or from the start without one")
     if dist.get_rank() == 0:
         try:

@@ -44,6 +44,7 @@ from megatron.trainer.common.control import (
     LOCK_FILE,
 )
 from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.host_memory import HostMemory
 from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.config.layout import Layout
@@ -377,7 +378,7 @@ def test_a_piece_holds_what_its_records_name() -> None:
         Record("a", (10,), (2,), (6,), 0, 3, True),
         Record("b", (3, 2), (0, 0), (3, 2), 1, 1, True),
     ]
-    piece = Piece.of(3, Shards(records=records, tensors=tensors))
+    piece = Piece.of(3, Shards(records=records, tensors=tensors), HostMemory())
     assert piece.buffer.shape == (len(KINDS), 10) and piece.rank == 3
     for kind in KINDS:
         flat = piece.tensors[kind]

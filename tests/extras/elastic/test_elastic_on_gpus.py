@@ -298,6 +298,47 @@ def test_a_loss_scale_leaves_its_gpu_before_it_goes_to_other_ranks(
     assert state["scale"].device.type == "cpu" and state["growth_tracker"] == 3
 
 
+def test_a_copy_is_there_before_it_is_sent_and_before_the_optimizer_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is made on a stream of its own, while the step computes."""
+    order: list[str] = []
+    held: Any = HeldCopies()
+    held.memory = SimpleNamespace(
+        before_write=lambda: order.append("the optimizer may write"),
+        wait=lambda: order.append("there"),
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    sent = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(dist, "isend", lambda *_, **__: order.append("sent") or sent)
+    members = tuple(Member(0, local) for local in range(2))
+    generation = Generation(number=1, members=members, store="127.0.0.1:1", kind="start")
+    nobody: Any = None
+    copies = PeerCopies(held, nobody, generation, interval=25)
+    copies.on_grads_ready(nobody)
+    own = Piece(rank=0, records=[], buffer=torch.zeros(3, 0))
+    kept = CopySet(layout=Layout(), common={}, step=1, scaler=None, pieces=[own])
+    copies._exchange(kept, [1, None], [])
+    copies.close()
+    assert order == ["the optimizer may write", "there", "sent", "there"]
+
+
+def test_room_of_older_copies_is_used_again_and_that_of_a_failed_one_is_not() -> None:
+    """A message of the failed one may still be under way."""
+    held: Any = HeldCopies()
+    given: list[torch.Tensor] = []
+    held.memory = SimpleNamespace(give_back=given.append)
+    pieces = [[Piece(rank=i, records=[], buffer=torch.zeros(3, 1)) for i in (0, 1)] for _ in "123"]
+    for iteration, of in enumerate(pieces):
+        held.sets[Moment(1, iteration)] = CopySet(
+            layout=Layout(), common={}, step=1, scaler=None, pieces=of
+        )
+    held.drop(Moment(1, 2))
+    assert given == []
+    held.keep_only(Moment(1, 1))
+    assert [one is pieces[0][0].buffer for one in given] == [True], "not that of another rank"
+
+
 def test_a_cpu_run_beside_gpus_is_known_by_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [trains_on_gpu(words) for words in ([], ["--device", "cuda"])] == [True, True]
