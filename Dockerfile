@@ -1,14 +1,17 @@
 # GPU image. NVIDIA's container carries torch, Transformer Engine and NVIDIA's apex, built for each other;
-# nothing here may replace them. This file is not built in continuous integration.
+# nothing here may replace them. The base is the one that Megatron-LM names for the release of
+# megatron-core (docker/.ngc_version.dev there). Nobody has built or run this file yet.
 #
-#   docker build -t copus .
+#   docker build -t copus .                                                              # 0.16.1
+#   docker build -t copus --build-arg BASE=nvcr.io/nvidia/pytorch:26.06-py3 --build-arg CORE=0.19.2 .
 #   docker run --rm --init --gpus all --ipc=host -u "$(id -u):$(id -g)" -v "$PWD/runs:/runs" copus \
 #       torchrun --nproc-per-node 8 pretrain_gpt.py ...
-ARG BASE=nvcr.io/nvidia/pytorch:25.06-py3
+ARG BASE=nvcr.io/nvidia/pytorch:25.11-py3
 FROM ${BASE}
+ARG CORE=0.16.1
 
 # --no-deps: pip would otherwise be free to exchange the container's torch.
-RUN pip install --no-cache-dir --no-deps megatron-core==0.16.1 \
+RUN pip install --no-cache-dir --no-deps megatron-core==${CORE} \
     && pip install --no-cache-dir psutil pyyaml rich tqdm packaging tensorboard jinja2
 
 WORKDIR /workspace/copus
@@ -23,4 +26,6 @@ ENV PYTHONPATH=/workspace/copus \
     TORCHINDUCTOR_CACHE_DIR=/tmp/inductor \
     TRITON_CACHE_DIR=/tmp/triton
 
-RUN python -c "from megatron.trainer.resilience.env_checks import check_environment; check_environment()"
+# Names the versions, and ends the build where they are not made for each other. It imports nothing:
+# without a driver Transformer Engine does not load.
+RUN python -m megatron.trainer.resilience.env_checks

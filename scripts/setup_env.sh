@@ -10,6 +10,7 @@
 #   COPUS_VENV    where the environment is or shall be   (default: .venv in the repository)
 #   COPUS_PYTHON  python to make it with                 (default: the first suitable one on PATH)
 #   COPUS_TORCH   build of torch, cpu or cuda            (default: cuda where nvidia-smi is)
+#   COPUS_TE      1: Transformer Engine, too; pip compiles its part for torch with nvcc
 set -euo pipefail
 unset CDPATH # with it cd may go elsewhere, and prints where
 
@@ -30,6 +31,10 @@ if [ -z "$build" ]; then
     if [ "$(uname -s)" = Linux ] && command -v nvidia-smi >/dev/null; then build=cuda; fi
 fi
 case $build in cpu | cuda) ;; *) fail "COPUS_TORCH=$build is unknown; use cpu or cuda" ;; esac
+
+if [ "${COPUS_TE:-}" = 1 ] && [ "$build" != cuda ]; then
+    fail "COPUS_TE=1 needs the CUDA build of torch; set COPUS_TORCH=cuda"
+fi
 
 suitable() { # exit status 0 if "$1" starts and is Python 3.10 to 3.13
     "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
@@ -124,6 +129,15 @@ set_up() {
     install_torch
     say "installing requirements/$profile.txt"
     pip_install -r "$requirements/$profile.txt" || fail "pip could not install requirements/$profile.txt"
+    if [ "${COPUS_TE:-}" = 1 ]; then
+        say "installing requirements/te.txt"
+        # Without isolation, so that it is compiled for the torch that is here. Not tried on a GPU yet.
+        { pip_install setuptools wheel ninja pybind11 &&
+            pip_install --no-build-isolation -r "$requirements/te.txt"; } ||
+            fail "pip could not install Transformer Engine, which needs nvcc and cuDNN's headers;" \
+                "its message is above. NVIDIA's container has it: see docs/gpus.md"
+        : >"$venv/.copus-te"
+    fi
     # pyright runs on node; where there is none, PyPI has one.
     if [ "$profile" = dev ] && ! command -v node >/dev/null; then
         pip_install "pyright[nodejs]" -c "$requirements/constraints.txt" ||
@@ -164,7 +178,8 @@ done_already() { # exit status 0 if "$1" is the stamp of these files, and of a t
     *) false ;;
     esac
 }
-is_ready() { done_already "$stamp" || done_already "$venv/.copus-dev"; }
+has_engine() { [ "${COPUS_TE:-}" != 1 ] || [ -e "$venv/.copus-te" ]; }
+is_ready() { has_engine && { done_already "$stamp" || done_already "$venv/.copus-dev"; }; }
 if ! is_ready; then
     # Jobs that start at once must not replace torch at once.
     if command -v flock >/dev/null; then

@@ -207,31 +207,51 @@ ENGINE_FAILS = {
 }
 
 
-@pytest.mark.parametrize("kind", ENGINE_FAILS)
-def test_an_engine_that_finds_fault_with_itself_is_wrong_usage(kind: str, tmp_path: Path) -> None:
-    """Before megatron-core imports it, which would let the error through."""
-    engine = tmp_path / "transformer_engine"
+def with_engine(
+    folder: Path, version: str, text: str, *command: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python where a Transformer Engine is installed whose source is a text."""
+    engine = folder / "transformer_engine"
     (engine / "pytorch").mkdir(parents=True)
-    (engine / "__init__.py").write_text(ENGINE_FAILS[kind])
+    (engine / "__init__.py").write_text(text)
     (engine / "pytorch" / "__init__.py").touch()
-    about = tmp_path / "transformer_engine-2.4.0.dist-info"
+    about = folder / f"transformer_engine-{version}.dist-info"
     about.mkdir()
-    fields = {"Metadata-Version": "2.1", "Name": "transformer-engine", "Version": "2.4.0"}
+    fields = {"Metadata-Version": "2.1", "Name": "transformer-engine", "Version": version}
     (about / "METADATA").write_text("".join(f"{k}: {v}\n" for k, v in fields.items()))
-    core = importlib.metadata.version("megatron-core")
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    result = subprocess.run(
-        [sys.executable, ROOT / "pretrain_gpt.py", "--device", "cpu", "--mock-data"],
-        env={**os.environ, "PYTHONPATH": paths},
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+@pytest.mark.parametrize("kind", ENGINE_FAILS)
+def test_an_engine_that_finds_fault_with_itself_is_wrong_usage(kind: str, tmp_path: Path) -> None:
+    """Before megatron-core imports it, which would let the error through."""
+    program = [ROOT / "pretrain_gpt.py", "--device", "cpu", "--mock-data"]
+    result = with_engine(tmp_path, "2.4.0", ENGINE_FAILS[kind], *program)
     assert result.returncode == UsageError.exit_code
     (line,) = result.stderr.splitlines()
+    core = importlib.metadata.version("megatron-core")
     wanted = optional.engine_range(core)
     for part in ("Transformer Engine 2.4.0", kind, f"megatron-core {core}", f"]{wanted}"):
         assert part in line
+
+
+@pytest.mark.parametrize(("engine", "code"), [("2.11.0+4329ff8", 0), ("2.4.0", 2)])
+def test_versions_are_told_where_nothing_can_be_imported(
+    engine: str, code: int, tmp_path: Path
+) -> None:
+    """As where an image is built, without the driver of a GPU."""
+    program = ["-m", "megatron.trainer.resilience.env_checks"]
+    result = with_engine(tmp_path, engine, "import libcuda", *program)
+    core = importlib.metadata.version("megatron-core")
+    assert result.returncode == code
+    assert {f"megatron-core {core}", f"transformer-engine {engine}"} < {*result.stdout.splitlines()}
+    assert (optional.engine_range(core) in result.stderr) == (code == 2)
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.17.1", "0.18.2+abc", "0.19.2"])

@@ -143,6 +143,16 @@ def test_the_user_may_choose_the_build(machine: Machine) -> None:
     assert done.returncode == 2 and "use cpu or cuda" in done.stderr and installed == []
 
 
+def test_transformer_engine_comes_on_request_and_with_cuda_alone(machine: Machine) -> None:
+    done, installed = machine.set_up("login", COPUS_TE="1")
+    assert done.returncode == 2 and "COPUS_TORCH=cuda" in done.stderr and installed == []
+    machine.set_up("gpu")
+    assert machine.set_up("gpu", COPUS_TE="1")[1] == ["other"] * 3
+    asked = (machine.venv / "calls").read_text().splitlines()[-1]
+    assert asked.endswith("requirements/te.txt") and "--no-build-isolation" in asked
+    assert machine.set_up("gpu", COPUS_TE="1")[1] == machine.set_up("gpu")[1] == []
+
+
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu"])
 @pytest.mark.parametrize("has_cuda", [False, True])
 def test_a_torch_that_is_there_stays_on_a_cpu_node(

@@ -28,21 +28,22 @@ def have_transformer_engine() -> bool:
     try:
         return _imports("transformer_engine.pytorch")
     except (AssertionError, RuntimeError) as error:
-        core, engine = (version_of(name) for name in ("megatron-core", "transformer-engine"))
-        wanted = engine_range(core)
+        core = version_of("megatron-core") or ""
+        engine = version_of("transformer-engine") or "(no version)"
+        wanted, said = engine_range(core), " ".join(str(error).split())[:200]
         raise UsageError(
-            f"Transformer Engine {engine} does not import ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}); megatron-core {core} is made for {wanted}: "
-            f"run {engine_fix(wanted)}, or pip uninstall transformer-engine"
+            f"Transformer Engine {engine} does not import ({type(error).__name__}: {said}); "
+            f"megatron-core {core} is made for {wanted}: run {engine_fix(wanted)}, or "
+            "pip uninstall transformer-engine"
         ) from error
 
 
-def version_of(distribution: str) -> str:
-    """The version of an installed package; "of unknown version" where it has no metadata."""
+def version_of(distribution: str) -> str | None:
+    """The version of an installed package; None where nothing says it."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "of unknown version"
+        return None
 
 
 def engine_range(core: str) -> str:

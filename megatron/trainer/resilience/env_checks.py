@@ -11,7 +11,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ _KNOWN_NOTES = {
 }
 """Loggers of newer releases, and what they say at every start of what we do on purpose."""
 SUPPORTED_CORE = ">=0.16.1,<0.20"
+_COMPUTES = "torch", "megatron-core", "transformer-engine", "triton"
 _MAX_PORT = 65535
 _TORCH_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
@@ -49,10 +49,23 @@ def check_environment() -> None:
     )
     if problem:
         raise UsageError(problem)
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        note = engine_note(str(_core_version()), metadata.version("transformer-engine"))
-        if note:
-            logger.warning("%s", note)
+    engine = optional.version_of("transformer-engine")
+    note = engine and engine_note(str(_core_version()), engine)
+    if note:
+        logger.warning("%s", note)
+
+
+def main() -> int:
+    """Prints the versions of what a rank on GPUs computes with, and imports none of it. Returns 2
+    where they are not made for each other, else 0."""
+    found = {name: optional.version_of(name) for name in _COMPUTES}
+    for name, version in found.items():
+        print(f"{name} {version or '(none)'}")
+    core, engine = found["megatron-core"], found["transformer-engine"]
+    problem = core_version_problem(core) or (engine and engine_note(str(core), engine))
+    if problem:
+        print(f"copus: {problem}", file=sys.stderr)
+    return 2 if problem else 0
 
 
 def rank_problem(env: Mapping[str, str]) -> str | None:
@@ -224,3 +237,7 @@ def set_process_defaults() -> None:
     never_collect_inherited()
     os.environ.setdefault(_TORCH_RESTART, "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
