@@ -118,14 +118,13 @@ class CopusCallback:
         self._host = CheckoutHost(
             self._recorded, args, inner, config_of=configured, events=self._on_layout
         )
-        self._tell_layout()
+        self._layout_of_flags = str(self._host.layout)
         controller = _Controller(flags)
         controller.host_of = lambda job: self._host
         controller.on_setup_start(self._inner)
         self._controller = controller
         self._between_reduction_and_step(context.optimizer)
         self._set_rates()
-        self._set_batch(at_start=True)
         self._recorded.state_of = self._state
         self._record = RunRecord(
             inner.run_dir,
@@ -135,20 +134,44 @@ class CopusCallback:
             flags=dataclasses.asdict(flags),
         )
         self._recorded.on_saved = self._record.saved
+        self._go_back()
+        self._set_batch(at_start=True)
 
-    def _tell_layout(self) -> None:
-        """Says if a resumed run does not go on under the layout that it had."""
+    def _go_back(self) -> None:
+        """Takes a resumed run to the layout that it had, from that of the flags; or says why it
+        stays. Flags that ask for another layout than at its last start are followed."""
         from megatron.trainer.config.layout import Layout
 
-        if not self._inner.run_dir or self._recorded.loaded_state is None:
+        host, inner = self._host, self._inner
+        if self._recorded.loaded_state is None:
             return
-        before = Layout.of_arguments(vars(self._recorded.loaded_arguments))
-        if before != self._host.layout:
-            print(
-                f"copus: the run was on {before}; it starts on {self._host.layout}, as the flags "
-                "say",
-                flush=True,
-            )
+        start, before = host.layout, Layout.of_arguments(vars(self._recorded.loaded_arguments))
+        if before == start:
+            return
+        changes = self._controller.layout_changes
+        problems = host.problems(before) + host.cut_problems(inner.state.settings, before)
+        if changes is None or self._last_layout_of_flags != self._layout_of_flags or problems:
+            why = f"as {problems[0]}" if problems else "as the flags say"
+            self._say(f"the run was on {before}; it starts on {start}, {why}")
+            return
+        from copus_ext.controller.layout_changes import LayoutChange
+
+        reason = f"the run was on {before} when it was saved"
+        self._say(f"layout {start} -> {before}: {reason}")
+
+        def done(outcome: Any) -> None:
+            if outcome.kind != "moved":
+                self._say(f"the layout stays {start}: {outcome.reason}")
+
+        change = LayoutChange(
+            number=None, to=before, settings=inner.state.settings, reason=reason, done=done
+        )
+        changes.request(change, inner).move(host)
+
+    def _say(self, line: str) -> None:
+        """Prints a line on one rank."""
+        if self.is_first_rank:
+            print(f"copus: {line}", flush=True)
 
     def _on_layout(self, event: str) -> None:
         """The present layout is released, or another one installed."""
@@ -378,6 +401,7 @@ class CopusCallback:
         state = self._inner.state
         record = {
             "first_batch": self._first_batch,
+            "layout_of_flags": self._layout_of_flags,
             "settings": dataclasses.asdict(state.settings),
             "callbacks": state.callbacks,
         }
@@ -395,6 +419,7 @@ class CopusCallback:
             return
         record = parse_json(saved.encode())
         state.callbacks, self._first_batch = record["callbacks"], record["first_batch"]
+        self._last_layout_of_flags = record.get("layout_of_flags")
         # Else batch and rates are those of the flags.
         if self._given is not None and self._given.copus_mode == "act":
             state.settings = StepSettings(**record["settings"])

@@ -68,18 +68,24 @@ def test_it_goes_on_from_the_last_save_with_its_samples_and_losses(runs: dict[st
     assert rows[-1][0] == 16
 
 
-def test_a_start_says_where_its_layout_is_another_one(runs: dict[str, Any]) -> None:
-    lines = [
-        [line for line in run.stdout.splitlines() if "as the flags say" in line]
-        for run in runs["launches"]
-    ]
+def test_a_start_goes_back_to_the_layout_that_the_run_had(runs: dict[str, Any]) -> None:
     was = {3: "tp2.pp1.dp1", 6: "tp1.pp2.dp1", 9: "tp1.pp1.dp2"}
-    for start, told in zip(STARTS, lines, strict=True):
+    for start, run in zip(STARTS, runs["launches"], strict=True):
+        told = [line for line in run.stdout.splitlines() if "when it was saved" in line]
         if was.get(start) in (None, "tp2.pp1.dp1"):
             assert told == []
         else:
-            line = f"copus: the run was on {was[start]}; it starts on tp2.pp1.dp1, as the flags say"
-            assert told == [line]
+            reason = f"the run was on {was[start]} when it was saved"
+            assert told == [f"copus: layout tp2.pp1.dp1 -> {was[start]}: {reason}"]
+
+
+def test_another_layout_of_the_flags_is_followed(runs: dict[str, Any]) -> None:
+    """The flags of the run asked for tp2, where it ended, too."""
+    flags = FLAGS.replace("tensor-model-parallel", "pipeline-model-parallel")
+    flags = f"{flags} --load {runs['folder'] / 'killed'}"
+    output = launch(runs["folder"], "other", listed({}), flags, ranks=2).check().stdout
+    line = "copus: the run was on tp2.pp1.dp1; it starts on tp1.pp2.dp1, as the flags say"
+    assert [x for x in output.splitlines() if "the run was on" in x] == [line]
 
 
 def test_the_record_counts_every_step_once(runs: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ They come back with its state, so that the flags of a resume do not count, as in
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,3 +45,29 @@ def groups_in(state: Any) -> Iterator[dict[str, Any]]:
             yield from (group for group in value if isinstance(group, dict))
         else:
             yield from groups_in(value)
+
+
+def as_parts(stored: dict[Any, Any], own: dict[int, Any]) -> dict[Any, Any]:
+    """Cuts a common state into those of several optimizers: Megatron-LM has a single one for a
+    mixture whose experts have the layout of the rest, and we have one for each.
+
+    Args:
+        stored: of a checkpoint; returned as it is if it has parts.
+        own: the present state of each optimizer.
+    """
+    if "param_groups" not in stored and "optimizer" not in stored:
+        return stored
+    parts = {i: copy.deepcopy(stored) for i in own}
+    for i, part in parts.items():
+        holder = part if "param_groups" in part else part["optimizer"]
+        saved = {_kind_of(group): group for group in holder["param_groups"]}
+        holder["param_groups"] = [
+            {**saved[_kind_of(group)], "is_expert_parallel": group["is_expert_parallel"]}
+            for group in groups_in(own[i])
+        ]
+    return parts
+
+
+def _kind_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells a group of weights from the others of its optimizer."""
+    return tuple(group.get(key) for key in ("wd_mult", "lr_mult", "is_decoupled_lr"))

@@ -38,7 +38,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.group_values import groups_in, kept_values
+from megatron.trainer.checkpoint.group_values import as_parts, groups_in, kept_values
 from megatron.trainer.checkpoint.safe_index import (
     METADATA,
     file_names,
@@ -60,6 +60,7 @@ from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config import GROUPS, Config
 from megatron.trainer.config.lengths import TrainingLengths
 from megatron.trainer.model.gpt import Model
+from megatron.trainer.model.norm_names import ask_by, other_names
 from megatron.trainer.optim.optimizer import mark_decoupled
 
 logger = logging.getLogger(__name__)
@@ -481,10 +482,13 @@ def _load(
     force_all_tensors_to_non_fp8(sharded)
     sharded, state, factories = load_preprocess(sharded)
     common = read_common(folder)
+    if 0 in sharded.get("optimizer", ()):
+        common["optimizer"] = as_parts(common["optimizer"], sharded["optimizer"])
     merge(common, state)
     sharded, _ = extract_sharded_base(sharded)
     stored: Any = strategy.load_sharded_metadata(folder)
     stored = {k: v for k, v in stored.items() if v.key != files.COMMON_STATE}
+    ask_by(other_names({v.key for v in stored.values()}), sharded)
     sharded, missing, unexpected = validate_integrity_and_strict_load(
         sharded, StrictHandling.RETURN_ALL, True, *determine_global_metadata(sharded), stored
     )

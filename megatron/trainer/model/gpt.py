@@ -53,16 +53,9 @@ from megatron.trainer.model.init import (
 )
 from megatron.trainer.model.moe import mark_experts, use_router
 from megatron.trainer.model.norm import Norm
+from megatron.trainer.model.norm_names import LATENT_NORMS
 
 logger = logging.getLogger(__name__)
-
-LATENT_KEYS = {
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-}
-"""Norms of a layer with multi-latent attention -> their names in a checkpoint, which are those of
-Transformer Engine; megatron-core's local specification leaves this map out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +297,7 @@ def _plain_layer_spec(config: Config, *, with_experts: bool) -> ModuleSpec:
     attention = parts.self_attention.submodules
     if m.multi_latent_attention:
         parts.self_attention.module = LatentAttention
-        parts.sharded_state_dict_keys_map = LATENT_KEYS
+        parts.sharded_state_dict_keys_map = LATENT_NORMS  # the local specification leaves it out
     if m.qk_layernorm:
         first, second = ("q", "kv") if m.multi_latent_attention else ("q", "k")
         for name in (f"{first}_layernorm", f"{second}_layernorm"):

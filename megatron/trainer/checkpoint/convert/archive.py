@@ -10,7 +10,7 @@ import io
 import math
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -37,6 +38,7 @@ from megatron.trainer.checkpoint.safe_index import (
 from megatron.trainer.common.errors import Refused, UsageError
 from megatron.trainer.common.outside import parse_json
 from megatron.trainer.logging.metrics import METRICS_FILE
+from megatron.trainer.model.norm_names import other_names
 
 _MARK_BYTES = 1 << 16
 
@@ -129,6 +131,8 @@ class Archive:
         _check_format(folder)
         self.common = read_common(folder)
         self.metadata = read_index(folder / METADATA)
+        self.is_renamed = _rename(self.metadata)
+        """Whether it has other names than ours; in `metadata` and `tensors` they are ours."""
         self.tensors: dict[str, StoredTensor] = {}
         self.blobs: list[str] = []
         for key, value in sorted(self.metadata.state_dict_metadata.items()):
@@ -219,6 +223,19 @@ class Archive:
         except Exception as error:  # torch and pickle raise many kinds for a damaged file
             text = " ".join(str(error).split())[:200]
             raise Refused(f"{key} in {self.folder} cannot be read: {text}") from error
+
+
+def _rename(metadata: Metadata) -> bool:
+    """Gives tensors our names; returns whether any had another one."""
+    names = other_names(metadata.state_dict_metadata.keys())
+    if names:
+        entries = metadata.state_dict_metadata
+        metadata.state_dict_metadata = {names.get(k, k): x for k, x in entries.items()}
+        metadata.storage_data = {
+            replace(index, fqn=names.get(index.fqn, index.fqn)): x
+            for index, x in (metadata.storage_data or {}).items()
+        }
+    return bool(names)
 
 
 def open_archive(source: Path, *, step: int | None, trust_unverified: bool = False) -> Archive:

@@ -206,7 +206,7 @@ def _recipe(archive: Archive, found: Contents, target: Target, dropped: set[str]
     return Recipe(
         pieces=made,
         blobs={key: partial(archive.read_blob, key) for key in kept},
-        is_copy=is_all and is_same_vocabulary and not is_derived,
+        is_copy=is_all and is_same_vocabulary and not (is_derived or archive.is_renamed),
         is_derived=is_derived,
     )
 
