@@ -43,8 +43,9 @@ def blocks_layouts(args: Any) -> list[str]:
         for name, plain, what in _FIXED
         if getattr(args, name, plain) not in (plain, None, False)
     ]
-    if getattr(args, "optimizer", "adam") != "adam":
-        found.append(f"--optimizer {args.optimizer}")
+    is_layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)
+    if is_layer_wise or getattr(args, "optimizer", "adam") == "dist_muon":
+        found.append("--use-distributed-optimizer with Muon")
     return found
 
 

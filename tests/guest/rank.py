@@ -5,6 +5,7 @@ rank.py [SCRIPT OF A CHECKOUT] plain|copus|alternating|moving=CHANGES|per_sample
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import runpy
@@ -15,21 +16,34 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
+_NEED_TRITON = (
+    "megatron.core.transformer.moe.ops.paged_stash",
+    "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+)
+"""Modules of a core that import it without a guard: of 0.19, and of 0.16."""
+
 
 def use_checkout(root: Path) -> None:
     """Gives the core of a checkout what is compiled or missing here, and writes nothing into it:
     the module of the installed core, and a stand-in where Triton is imported without a guard."""
     datasets = Path(sysconfig.get_paths()["purelib"]) / "megatron" / "core" / "datasets"
     _load("megatron.core.datasets.helpers_cpp", next(datasets.glob("helpers_cpp*.so")))
-    stash = "megatron.core.transformer.moe.ops.paged_stash"
-    if (file := root / f"{stash.replace('.', '/')}.py").exists() and not find_spec("triton"):
-        stand_in = {"triton": "triton_stand_in", "triton.language": "triton_stand_in.language"}
-        sys.modules |= {name: importlib.import_module(other) for name, other in stand_in.items()}
-        _load(stash, file)
-        for name in stand_in:  # else torch would take it for Triton
-            del sys.modules[name]
+    files = {root / f"{name.replace('.', '/')}.py": name for name in _NEED_TRITON}
+    stand_in = {"triton": "triton_stand_in", "triton.language": "triton_stand_in.language"}
+    for file, name in files.items() if not find_spec("triton") else ():
+        if file.exists():
+            sys.modules |= {key: importlib.import_module(x) for key, x in stand_in.items()}
+            _load(name, file)
+            for triton in stand_in:  # else torch would take it for Triton
+                del sys.modules[triton]
     utils: Any = importlib.import_module("megatron.core.datasets.utils")
     utils.compile_helpers = lambda: None
+    with contextlib.suppress(ImportError):  # of 0.16 and before; a compiler of CUDA builds them
+        kernels: Any = importlib.import_module("megatron.legacy.fused_kernels")
+        kernels.load = lambda args: None
+    experts: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(experts, "te_general_gemm"):  # 0.16 asks for it without Transformer Engine, too
+        experts.te_general_gemm = None
     # Helpers of a save would import the script anew, without the stand-in.
     spawn.get_preparation_data = functools.partial(_without_script, spawn.get_preparation_data)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ LAYOUTS = {3: "tp1.pp2.ep2.dp2", 6: "tp2.pp1.ep2.etp1.dp2", 9: "tp1.pp1.ep4.dp4"
 LAYOUTS[12] = STAYS = "tp1.pp1.ep2.dp4"
 # Each layout can cut its own batch alone: 8 in 1 on two replicas, 3 in 3 on one.
 CUT_ANEW = "4:tp2.pp1.dp1:3:3,8:tp1.pp1.dp2:8:1"
+MUON = "--optimizer muon --muon-tp-mode duplicated --tensor-model-parallel-size 2 --train-iters 10"
+MUON_TRIPS = "3:tp1.pp2.dp1>tp2.pp1.dp1:8:1,6:tp1.pp1.dp2>tp2.pp1.dp1:8:1"
 MOVES = "--copus --copus-layouts all"
 MOVE = re.compile(r"^MOVE (.*)$", re.MULTILINE)
 
@@ -58,11 +61,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, kind, flags in (
         ("plain", "plain", DENSE),
         ("there and back", "moving=" + ",".join(ROUND_TRIPS), f"{DENSE} {MOVES}"),
+        *(
+            (("muon", "plain", MUON), ("muon moved", f"moving={MUON_TRIPS}", f"{MUON} {MOVES}"))
+            if find_spec("emerging_optimizers")
+            else ()
+        ),
         ("stayed", "moving=" + listed({}), f"{EXPERTS} {MOVES}"),
         ("moved", "moving=" + listed(LAYOUTS), f"{EXPERTS} {MOVES}"),
         ("cut anew", f"moving={CUT_ANEW}", f"--train-iters 16 --eval-interval 6 {MOVES}"),
     ):
-        ranks = 2 if name == "cut anew" else 4
+        ranks = 4 if name in ("plain", "there and back", "stayed", "moved") else 2
         output = train(folder, name.replace(" ", "_"), kind, flags, ranks=ranks).stdout
         found[name] = {
             "steps": steps(output),
@@ -81,6 +89,19 @@ def test_a_layout_that_comes_back_leaves_every_bit(runs: dict[str, Any]) -> None
     )
     assert own.keys() == theirs.keys() and len(own) > 30
     assert any("exp_avg_sq" in name for name in own)
+    assert [name for name in own if not own[name].equal(theirs[name])] == []
+
+
+@pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="lacks emerging-optimizers")
+def test_muon_comes_back_with_every_bit(runs: dict[str, Any]) -> None:
+    plain, moved = runs["muon"], runs["muon moved"]
+    assert [move["kind"] for move in moved["moves"]] == ["moved"] * 4
+    assert len(plain["steps"]) == 10 and moved["steps"] == plain["steps"]
+    assert moved["evaluations"] == plain["evaluations"]
+    own, theirs = (
+        tensors(runs["folder"] / name / "iter_0000010") for name in ("muon_moved", "muon")
+    )
+    assert own.keys() == theirs.keys() and any("momentum" in name for name in own)
     assert [name for name in own if not own[name].equal(theirs[name])] == []
 
 
