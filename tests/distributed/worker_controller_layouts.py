@@ -14,8 +14,17 @@ TRACED = ["--profile", "--profile-step-start", "6", "--profile-step-end", "10"]
 """Around the first decision."""
 
 
-def write_profile(path: Path, world_size: int) -> None:
-    """Times in which pipeline parallelism is ten times as fast; so the decision is known."""
+def write_profile(
+    path: Path, world_size: int, *, gpu: str | None = None, slower: float = 1.0
+) -> None:
+    """Times in which pipeline parallelism is ten times as fast; so the decision is known.
+
+    Args:
+        path: of the profile.
+        world_size: ranks.
+        gpu: name of their GPUs; None: CPU ranks.
+        slower: factor of all times.
+    """
     from copus_ext.cost_model.cluster_spec import of_gpu
     from copus_ext.cost_model.megatron_flags import spec_of_arguments
     from copus_ext.planner.configuration import Configuration
@@ -29,14 +38,14 @@ def write_profile(path: Path, world_size: int) -> None:
     machine = {
         "model": model.to_json(),
         "world_size": world_size,
-        "gpu": of_gpu("CPU-rank", nodes=1, gpus_per_node=world_size).gpu.name,
+        "gpu": gpu or of_gpu("CPU-rank", nodes=1, gpus_per_node=world_size).gpu.name,
     }
     store = ProfileStore(path, machine)
     for tp, pp in [(1, 1), (2, 1), (1, 2)]:
         dp = world_size // (tp * pp)
         for micro in (1, 2, 4, 8):
             for count in (2, 8):
-                seconds = 0.03 * count * micro * dp * (0.1 if pp == 2 else 1.0)
+                seconds = slower * 0.03 * count * micro * dp * (0.1 if pp == 2 else 1.0)
                 store.add(
                     Timing(
                         configuration=Configuration(

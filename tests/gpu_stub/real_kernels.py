@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention.bias import CausalBias
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 _PASSED_ON = {"c10d", "_c10d_functional", "profiler", "prim"}
@@ -36,6 +37,9 @@ _SHAPES_ONLY = {
     # Reads one number: the copy to the host is real.
     "aten::_local_scalar_dense",
 }
+_TIMED_PRODUCT = 4096**2
+"""Elements of a factor from which on a product is only timed, by `controller/link_timing.py`. It
+would keep a CPU busy for a minute."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -137,6 +141,8 @@ class RealKernels(TorchDispatchMode):
         aliases = [value.alias_info for value in schema.returns]
         if any(alias is not None and not alias.is_write for alias in aliases):  # a view
             return func(*args, **kwargs)
+        if name == "aten::mm.out" and args[0].numel() >= _TIMED_PRODUCT:
+            return func(*args, **kwargs)
         stream = torch.cuda.current_stream().cuda_stream
         self._runtime.stub_wait(ctypes.c_void_p(stream))
         host_args, host_kwargs = tree_map(_host_value, args), tree_map(_host_value, kwargs)
@@ -153,7 +159,9 @@ class RealKernels(TorchDispatchMode):
             except RuntimeError:  # kinds of numbers that only a GPU mixes
                 wide = tree_map(_widened, (host_args, host_kwargs))
                 found = compute(*wide[0], **wide[1])
-        return _with_values(func(*args, **kwargs), found)
+        # cuSOLVER, which has no stub, computes these; the allocator sees their results only.
+        is_missing = "linalg" in name or "cholesky" in name
+        return _with_values(found if is_missing else func(*args, **kwargs), found)
 
 
 def _with_values(out: Any, found: Any) -> Any:
@@ -165,11 +173,16 @@ def _with_values(out: Any, found: Any) -> Any:
         if not isinstance(device, torch.Tensor):
             results.append(host)
             continue
-        if device.shape != host.shape:
-            device = torch.empty(host.shape, dtype=host.dtype, device=device.device)
+        if device.shape != host.shape or device is host:
+            device = torch.empty(host.shape, dtype=host.dtype, device="cuda")
         (on_host(device) if device.is_cuda else device).copy_(host)
         results.append(device)
     return tree_unflatten(results, spec)
+
+
+def _make_mask(cls: type, *_args: Any) -> Any:
+    with _disable_current_modes():
+        return torch.Tensor.__new__(cls)
 
 
 def start() -> None:
@@ -181,6 +194,8 @@ def start() -> None:
             run(self)
 
     threading.Thread.run = run_real
+    # A mode would see the mask being made, which takes it for a plain tensor.
+    CausalBias.__new__ = staticmethod(_make_mask)  # pyright: ignore[reportAttributeAccessIssue]
     # What has no kernel for half precision on a CPU.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)

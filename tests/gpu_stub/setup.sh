@@ -60,7 +60,7 @@ library() {
     local name=$1 real=$2 versioned=$3 source objects=() flags=()
     shift 3
     for source in "$@"; do
-        gcc -c -fPIC -O1 -std=gnu11 -I"$cuda/include" "$here/cuda/$source.c" -o "$work/$source.o"
+        gcc -c -fPIC -O3 -std=gnu11 -I"$cuda/include" "$here/cuda/$source.c" -o "$work/$source.o"
         objects+=("$work/$source.o")
     done
     nm --defined-only -g "${objects[@]}" | awk 'NF == 3 { print $3 }' | sort -u >"$work/have"

@@ -77,8 +77,9 @@ union number {
 };
 size_t nccl_size_of(int type);
 int nccl_is_whole(int type);
-union number nccl_load(const void *p, size_t i, int type);
-void nccl_store(void *p, size_t i, int type, union number v);
+/* `n` numbers of a type as numbers, and back. */
+void nccl_load(const void *p, size_t n, int type, union number *to);
+void nccl_store(const union number *from, size_t n, int type, void *p);
 /* op: 0 sum, 1 product, 2 largest, 3 least, 4 mean (whose division comes later) */
-union number nccl_combine(union number a, union number b, int op, int whole);
+void nccl_combine(union number *sum, const union number *with, size_t n, int type, int op);
 #endif

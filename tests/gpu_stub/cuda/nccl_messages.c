@@ -38,27 +38,25 @@ static int read_from(struct comm *c, int r, uint64_t address, void *to, size_t n
 /* Reduces `count` numbers of every rank, from `skip` bytes after what it offers. */
 static void reduce_into(
     struct call *call, struct offer *offers, void *to, uint64_t skip, size_t count) {
-    enum { PART = 1 << 15 };
+    enum { PART = 1 << 13 };
     struct comm *c = call->comm;
     size_t each = nccl_size_of(call->type);
     int whole = nccl_is_whole(call->type), op = call->op;
-    union number *sum = malloc(PART * sizeof *sum);
+    union number *sum = malloc(2 * PART * sizeof *sum), *one = sum + PART;
     char *part = malloc(PART * each);
     for (size_t at = 0; at < count; at += PART) {
         size_t n = count - at < PART ? count - at : PART;
         for (int r = 0; r < c->n; r++) {
             if (!read_from(c, r, offers[r].address + skip + at * each, part, n * each)) goto end;
-            for (size_t i = 0; i < n; i++) {
-                union number v = nccl_load(part, i, call->type);
-                sum[i] = r ? nccl_combine(sum[i], v, op, whole) : v;
-            }
+            nccl_load(part, n, call->type, r ? one : sum);
+            if (r) nccl_combine(sum, one, n, call->type, op);
         }
-        for (size_t i = 0; i < n; i++) {
-            if (op == 4 && whole) sum[i].i /= c->n;
-            else if (op == 4) sum[i].f /= c->n;
-            else if (call->scale != 1 && !whole) sum[i].f *= call->scale;
-            nccl_store(to, at + i, call->type, sum[i]);
+        for (size_t i = 0; i < n && op == 4; i++) {
+            if (whole) sum[i].i /= c->n;
+            else sum[i].f /= c->n;
         }
+        for (size_t i = 0; i < n && call->scale != 1 && !whole; i++) sum[i].f *= call->scale;
+        nccl_store(sum, n, call->type, (char *)to + at * each);
     }
 end:
     free(sum), free(part);
@@ -270,7 +268,8 @@ int ncclRecv(void *to, size_t n, int type, int peer, struct comm *c, void *s) {
     return start(c, RECV, 0, to, n, type, 0, peer, s);
 }
 int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int where, struct comm *c) {
-    union number v = nccl_load(scalar, 0, type);
+    union number v;
+    nccl_load(scalar, 1, type, &v);
     pthread_mutex_lock(&nccl_mutex);
     scales[num_scales % 1024] = v.f, *op = 5 + num_scales++ % 1024;
     pthread_mutex_unlock(&nccl_mutex);

@@ -33,34 +33,44 @@ static uint16_t double_to_bf16(double v) { /* to the nearest, ties to even */
     return (u + 0x7fff + (u >> 16 & 1)) >> 16;
 }
 
-union number nccl_load(const void *p, size_t i, int type) {
+#define EACH(field, value)                                                                          \
+    for (size_t i = 0; i < n; i++) to[i].field = value
+void nccl_load(const void *p, size_t n, int type, union number *to) {
     switch (type) {
-    case 0: return (union number){.i = ((int8_t *)p)[i]};
-    case 1: return (union number){.i = ((uint8_t *)p)[i]};
-    case 2: return (union number){.i = ((int32_t *)p)[i]};
-    case 3: return (union number){.i = ((uint32_t *)p)[i]};
-    case 4: case 5: return (union number){.i = ((int64_t *)p)[i]};
-    case 6: return (union number){.f = half_to_double(((uint16_t *)p)[i])};
-    case 7: return (union number){.f = ((float *)p)[i]};
-    case 8: return (union number){.f = ((double *)p)[i]};
-    default: return (union number){.f = bf16_to_double(((uint16_t *)p)[i])};
+    case 0: EACH(i, ((int8_t *)p)[i]); break;
+    case 1: EACH(i, ((uint8_t *)p)[i]); break;
+    case 2: EACH(i, ((int32_t *)p)[i]); break;
+    case 3: EACH(i, ((uint32_t *)p)[i]); break;
+    case 4: case 5: EACH(i, ((int64_t *)p)[i]); break;
+    case 6: EACH(f, half_to_double(((uint16_t *)p)[i])); break;
+    case 7: EACH(f, ((float *)p)[i]); break;
+    case 8: EACH(f, ((double *)p)[i]); break;
+    default: EACH(f, bf16_to_double(((uint16_t *)p)[i]));
     }
 }
-void nccl_store(void *p, size_t i, int type, union number v) {
+#define ALL(kind, value)                                                                           \
+    for (size_t i = 0; i < n; i++) ((kind *)p)[i] = value
+void nccl_store(const union number *from, size_t n, int type, void *p) {
     switch (type) {
-    case 0: case 1: ((uint8_t *)p)[i] = v.i; break;
-    case 2: case 3: ((uint32_t *)p)[i] = v.i; break;
-    case 4: case 5: ((int64_t *)p)[i] = v.i; break;
-    case 6: ((uint16_t *)p)[i] = double_to_half(v.f); break;
-    case 7: ((float *)p)[i] = v.f; break;
-    case 8: ((double *)p)[i] = v.f; break;
-    default: ((uint16_t *)p)[i] = double_to_bf16(v.f);
+    case 0: case 1: ALL(uint8_t, from[i].i); break;
+    case 2: case 3: ALL(uint32_t, from[i].i); break;
+    case 4: case 5: ALL(uint64_t, from[i].i); break;
+    case 6: ALL(uint16_t, double_to_half(from[i].f)); break;
+    case 7: ALL(float, from[i].f); break;
+    case 8: ALL(double, from[i].f); break;
+    default: ALL(uint16_t, double_to_bf16(from[i].f));
     }
 }
 
-#define COMBINE(a, b)                                                                              \
-    (op == 1 ? a * b : op == 2 ? (a > b ? a : b) : op == 3 ? (a < b ? a : b) : a + b)
-union number nccl_combine(union number a, union number b, int op, int whole) {
-    if (whole) return (union number){.i = COMBINE(a.i, b.i)};
-    return (union number){.f = COMBINE(a.f, b.f)};
+#define COMBINE(field)                                                                             \
+    for (size_t i = 0; i < n; i++) {                                                               \
+        __typeof__(sum->field) a = sum[i].field, b = with[i].field;                                \
+        sum[i].field = op == 1 ? a * b : op == 2 ? (a > b ? a : b) : (a < b ? a : b);              \
+    }
+void nccl_combine(union number *sum, const union number *with, size_t n, int type, int op) {
+    if (op == 0 || op == 4) {
+        if (nccl_is_whole(type)) for (size_t i = 0; i < n; i++) sum[i].i += with[i].i;
+        else for (size_t i = 0; i < n; i++) sum[i].f += with[i].f;
+    } else if (nccl_is_whole(type)) COMBINE(i)
+    else COMBINE(f)
 }
