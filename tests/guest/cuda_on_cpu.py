@@ -106,6 +106,7 @@ def install() -> None:
         "get_device_properties": _Properties(),
         "get_device_name": "cpu",
         "is_current_stream_capturing": False,
+        "mem_get_info": (1 << 34, 1 << 34),
         **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 0),
         **dict.fromkeys(("max_memory_reserved", "reset_peak_memory_stats", "ipc_collect"), 0),
         **dict.fromkeys(("set_device", "synchronize", "empty_cache", "init", "_lazy_init")),
