@@ -178,7 +178,7 @@ class GradientNoiseCallback(Callback):
             norms = self.hooks.finish(
                 self._handle,
                 global_batch_size=context.step.global_batch_size,
-                loss_scale=float(self._loss_scale),
+                loss_scale=self._loss_scale,
             )
             self._handle = None
         try:

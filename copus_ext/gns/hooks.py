@@ -12,6 +12,7 @@ Nothing is changed: the steps are bit for bit those of a run without the hooks.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -305,9 +306,10 @@ class GradientNormHooks:
             self._numbers[offset : offset + _NUM].index_add_(0, index, norms.square())
 
     @torch.no_grad()
-    def reduce(self, microbatch_tokens: torch.Tensor | None) -> Any:
+    def reduce(self, microbatch_tokens: list[float] | None) -> Any:
         """Starts the one all-reduce of a measured step, when the gradients are reduced and neither
-        clipped nor used.
+        clipped nor used. The host waits for no kernel, unless samples of several replicas meet in
+        an expert.
 
         Args:
             microbatch_tokens: loss tokens of this replica's micro-batches, on ranks of the last
@@ -318,9 +320,6 @@ class GradientNormHooks:
         """
         if self._mode is None:
             return None
-        if microbatch_tokens is not None and self._cp is not None:
-            microbatch_tokens = microbatch_tokens.clone()
-            dist.all_reduce(microbatch_tokens, group=self._cp)
         is_first = self._groups.tp.rank() == 0 and self._groups.cp.rank() == 0
         own = microbatch_tokens if is_first else None
         # The ranks send each other tokens while they read gradients.
@@ -332,26 +331,30 @@ class GradientNormHooks:
         self._numbers[:_NUM] *= self._factor**2
         if own is not None:
             weights = self._local_weights(self._tokens_of_expert_group(own, gathered))
-            self._numbers[_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
+            self._numbers[_WEIGHTS] = self._sent(weights)
         return dist.all_reduce(self._numbers, async_op=True)
 
-    def _gather_tokens(self, own: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+    def _sent(self, numbers: list[float]) -> torch.Tensor:
+        """[n] numbers on the device, in fp64; the host goes on."""
+        return torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
+
+    def _gather_tokens(self, own: list[float]) -> tuple[torch.Tensor, Any] | None:
         """Starts to gather the loss tokens of the replicas of the last stage, where samples of
         several meet in an expert; None where they do not. The handle comes with them."""
         if replicas_of_an_expert(self._groups) == 1:
             return None
-        dp = self._groups.dp
-        rows = own.new_empty(dp.size() * len(own))
-        handle = dist.all_gather_into_tensor(rows, own.contiguous(), group=dp, async_op=True)
+        dp, sent = self._groups.dp, self._sent(own)
+        rows = sent.new_empty(dp.size() * len(own))
+        handle = dist.all_gather_into_tensor(rows, sent, group=dp, async_op=True)
         return rows, handle
 
     def _tokens_of_expert_group(
-        self, own: torch.Tensor, gathered: tuple[torch.Tensor, Any] | None
+        self, own: list[float], gathered: tuple[torch.Tensor, Any] | None
     ) -> list[list[float]]:
         """Loss tokens by micro-batch of the replicas whose samples meet in an expert, this one
         first."""
         if gathered is None:
-            return [own.tolist()]
+            return [own]
         gathered[1].wait()
         dp, count = self._groups.dp, replicas_of_an_expert(self._groups)
         rows = gathered[0].view(dp.size(), -1).tolist()
@@ -396,25 +399,28 @@ class GradientNormHooks:
         batch = [whole.signal**0.5, whole.noise, sum(tokens[0])]
         return [small.signal, small.noise, *common, *batch]
 
-    def finish(self, handle: Any, *, global_batch_size: int, loss_scale: float) -> StepNorms | None:
+    def finish(
+        self, handle: Any, *, global_batch_size: int, loss_scale: torch.Tensor
+    ) -> StepNorms | None:
         """What the step that `reduce` ended has shown; None if a number is not finite.
 
         Args:
             handle: of `reduce`.
             global_batch_size: samples of the step.
-            loss_scale: the gradients were multiplied by.
+            loss_scale: one number, which the gradients were multiplied by.
         """
         handle.wait()
-        numbers = self._numbers.tolist()
+        # The one wait for the GPU of a measured step.
+        *numbers, scale = torch.cat([self._numbers, loss_scale.view(1)]).tolist()
         estimator, self._mode = self._mode, None
         assert estimator is not None
         small_signal, small_noise, expert_signal, expert_noise, w, a, tokens = numbers[_WEIGHTS]
-        if not torch.isfinite(self._numbers).all().item() or not tokens:
+        if not all(map(math.isfinite, numbers)) or not tokens:
             return None
         dp, per_sample = self._groups.dp.size(), tokens / global_batch_size
         # After the reduction the sums over tokens have become a mean, the means of replicas one.
         big = (1.0, 1.0 / tokens) if self._per_token else ((w / dp) ** 2, a / dp**2)
-        scale = loss_scale**2
+        scale = scale**2
         count = {"micro": dp * self._num_microbatches, "rank": dp, "half": 0}[estimator]
         return StepNorms(
             estimator=estimator,

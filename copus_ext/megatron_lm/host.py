@@ -215,18 +215,16 @@ class CopusCallback:
         inner.microbatch_tokens = self._tokens(inner.global_batch_size)
         self._controller.on_train_step_start(inner)
 
-    def _tokens(self, batch: int) -> Any:
+    def _tokens(self, batch: int) -> list[float] | None:
         """Loss tokens of this replica's micro-batches, on its last stage. That trainer tells nobody
         which of them a mask leaves out: all are taken to count."""
-        import torch
         from megatron.core import parallel_state
 
         args = self._args
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
         count = batch // (args.micro_batch_size * args.data_parallel_size)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.full((count,), float(args.micro_batch_size * args.seq_length), device=device)
+        return [float(args.micro_batch_size * args.seq_length)] * count
 
     def on_train_step_end(self, context: Any) -> None:
         """A step is done; that loop counts its samples only afterwards."""

@@ -1,4 +1,4 @@
-"""Our Adam against torch's, and the shape of its state."""
+"""Our Adam against torch's, the shape of its state, and our norm of gradients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import copy
 
 import pytest
 import torch
+from megatron.core.utils import local_multi_tensor_l2_norm
 
+from megatron.trainer.common.device import use_device
 from megatron.trainer.optim.fused_adam import FusedAdam
+from megatron.trainer.optim.optimizer import _l2_norm
 
 
 def two_parameters() -> list[torch.nn.Parameter]:
@@ -81,3 +84,14 @@ def test_options_it_does_not_honour_are_refused() -> None:
         FusedAdam(two_parameters(), amsgrad=True)
     with pytest.raises(ValueError, match="bias"):
         FusedAdam(two_parameters(), bias_correction=False)
+
+
+def test_the_norm_is_that_of_megatron_core_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    for count in (1, 5, 50):
+        grads = [torch.randn(37 * i + 1) * 10.0 ** (i % 5 - 2) for i in range(count)]
+        with use_device("cpu"):
+            wanted, _ = local_multi_tensor_l2_norm(0, None, [grads], False)
+        found, _ = _l2_norm(0, torch.zeros(1), [grads], False)
+        assert found.shape == wanted.shape and found.dtype == wanted.dtype
+        assert found.item() == wanted.item()

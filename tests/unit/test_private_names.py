@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies import (
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import random as core_random
 from megatron.core.transformer import multi_latent_attention
@@ -137,6 +137,7 @@ def test_the_rotary_embedding_keeps_tensors_in_a_cache_that_can_be_cleared() -> 
         (core_optimizer, "USING_PYTORCH_OPTIMIZER"),
         (distrib_optimizer, "Adam"),
         (distrib_optimizer, "HAVE_APEX_OR_TE"),
+        (clip_grads, "l2_norm_impl"),
         (distrib_optimizer, "USING_APEX_OPTIMIZER"),
     ],
 )

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -54,6 +55,24 @@ def use_fused_adam() -> None:
     distributed.USING_APEX_OPTIMIZER = True
 
 
+def use_norm_on_device() -> None:
+    """Gives megatron-core a norm that is computed where the gradients are, where neither
+    Transformer Engine nor apex is there: with its own the host waits for each tensor.
+    Idempotent."""
+    if have_transformer_engine() or have_nvidia_apex():
+        return
+    clip_grads: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
+    clip_grads.l2_norm_impl = _l2_norm
+
+
+def _l2_norm(
+    chunk_size: int, overflow: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *_: bool
+) -> tuple[torch.Tensor, None]:
+    """As apex's `multi_tensor_l2norm`: the norm of all tensors together, [1] in fp32."""
+    norms = torch._foreach_norm(tensor_lists[0], 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
 def optimizer_config(config: Config) -> OptimizerConfig:
     """megatron-core's configuration of the optimizer."""
     own_groups = config.optim, config.precision, config.parallel, config.logging
@@ -76,6 +95,7 @@ def build_optimizer(
         step.
     """
     use_fused_adam()
+    use_norm_on_device()
     core = optimizer_config(config)
     optimizer = get_megatron_optimizer(
         core,

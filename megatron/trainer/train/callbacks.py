@@ -61,8 +61,8 @@ class CallbackContext:
     needs_exact_step: bool = False
     """Whether the step about to start must have its exact gradient, whatever shortens messages;
     set by `on_train_step_start`, alike on all ranks."""
-    microbatch_tokens: Any = None
-    """[num_microbatches] loss tokens of this replica, on ranks of the last stage."""
+    microbatch_tokens: list[float] | None = None
+    """Loss tokens of each micro-batch of this replica, on ranks of the last stage."""
     scalars: dict[str, float] = field(default_factory=dict)
     """Values by tag for the record, TensorBoard and its like; filled by `on_train_step_end`, by
     `after_step` of extras, and by `on_train_end` for what is known only then."""

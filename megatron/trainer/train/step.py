@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper, roll_tensor
 
+from megatron.trainer.common.collectives import gather_numbers
 from megatron.trainer.common.core_version import since
 from megatron.trainer.common.signals import StopReason
 from megatron.trainer.common.step_settings import StepInfo, learning_rate
@@ -244,29 +245,26 @@ def share_numbers(
     """
     services = job.services
     stop = services.local_stop(iteration)
-    count = 6 + 2 * num_further
-    own = torch.zeros(count, dtype=torch.float64, device=job.device.torch_device)
+    own_s = 0.0 if elapsed_s is None else job.model.clock.own_s()
+    numbers = [stop.code if stop else 0, services.control.save_asked(), elapsed_s or 0.0, own_s]
+    device = job.device.torch_device
+    sums = torch.zeros(2 + 2 * num_further, dtype=torch.float64, device=device)
     if losses is not None and job.groups.tp.rank() == 0:
         sums = losses.double().sum(dim=0)[: 1 + num_further].flatten()
-        own[:2], own[6:] = sums[:2], sums[2:]
-    own[2], own[3] = stop.code if stop else 0, services.control.save_asked()
-    if elapsed_s is not None:
-        own[4], own[5] = elapsed_s, job.model.clock.own_s()
-    gathered = torch.empty(dist.get_world_size() * count, dtype=torch.float64, device=own.device)
+    # To a GPU in one piece, for which the host does not wait; it would for each number alone.
+    own = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
     with job.trace.span("numbers of all ranks"):
-        dist.all_gather_into_tensor(gathered, own)
-    rows = gathered.view(-1, count)
+        rows = gather_numbers(torch.cat([own, sums]), iteration=iteration)
     if elapsed_s is not None:
-        job.rank_times.add(rows[:, 5])
-    total, tokens = rows[:, :2].sum(dim=0).tolist()
-    further = rows[:, 6:].sum(dim=0).view(-1, 2)
-    code, save, seconds, own_s = rows[:, 2:6].max(dim=0).values.tolist()
+        job.rank_times.add(rows[:, 3])
+    code, save, seconds, slowest_own_s = rows[:, :4].max(dim=0).values.tolist()
+    total, tokens, *further = rows[:, 4:].sum(dim=0).tolist()
     return StepSummary(
         loss=total,
         num_tokens=tokens,
-        further_losses=tuple(_mean(*pair) for pair in further.tolist()),
+        further_losses=tuple(map(_mean, further[::2], further[1::2])),
         elapsed_s=seconds,
-        end_s=seconds - own_s if own_s else None,
+        end_s=seconds - slowest_own_s if slowest_own_s else None,
         stop=StopReason.from_code(int(code)),
         save=bool(save),
     )
@@ -294,15 +292,16 @@ def train_step(job: Job) -> tuple[StepInfo, StepSummary]:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
     mean_samples = mean_samples_of(job, sizes)
+    tokens: list[float] = []
     losses = run_schedule(
         job,
-        batches,
+        None if batches is None else _counted(batches, tokens),
         num_microbatches,
         micro_batch_size=mbs,
         forward_only=False,
         mean_samples=mean_samples,
     )
-    job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 0, 1])
+    job.fire("on_grads_ready", microbatch_tokens=None if losses is None else tokens)
     result = _update(job)
     load = None if balance is None else _count_experts(job, balance, updated=result.updated)
     if result.updated:
@@ -443,6 +442,14 @@ def _local_batches(job: Job) -> Iterator[Batch] | None:
         block=next((f.sample_block for f in job.features if f.sample_block), None),
         **where,
     )
+
+
+def _counted(batches: Iterator[Batch], tokens: list[float]) -> Iterator[Batch]:
+    """Notes the loss tokens of each micro-batch while the host has them: on a GPU it would have to
+    wait for them."""
+    for batch in batches:
+        tokens.append(batch["loss_mask"].sum().item())
+        yield batch
 
 
 def _wait_for_kernels(job: Job) -> None:
