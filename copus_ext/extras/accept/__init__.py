@@ -1,0 +1,1 @@
+"""What a machine with GPUs must show before anybody trusts it: `copus accept`."""

@@ -1,0 +1,216 @@
+"""Checks that need several ranks."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from itertools import pairwise
+from typing import Any
+
+from copus_ext.extras.accept.finding import Finding, Skipped, judged, most_apart
+from copus_ext.extras.accept.one import OBSERVE
+from copus_ext.extras.accept.runs import Bench, RunResult
+
+_MAX_LOSS, _MAX_LOSS_BF16, _MAX_NOISE, _MAX_MEMORY = 1e-5, 1e-2, 1e-3, 0.12
+_MAX_LEAK_MIB, _MAX_RECOVERY_S = 100, 30.0
+_EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128
+--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 --moe-balance lagged"""
+
+
+def layouts(ranks: int) -> list[str]:
+    """Layouts of so many ranks, unlike each other, the first without model parallelism."""
+    found = [f"tp1.pp1.dp{ranks}", f"tp2.pp1.dp{ranks // 2}", f"tp1.pp2.dp{ranks // 2}"]
+    if ranks % 4 == 0:
+        found += [f"tp2.pp2.dp{ranks // 4}", f"tp4.pp1.dp{ranks // 4}"]
+    if ranks % 8 == 0:
+        found += [f"tp4.pp2.dp{ranks // 8}"]
+    return found
+
+
+def flags_of(layout: str) -> list[str]:
+    """The flags that start a run on a layout."""
+    names = {"tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size"}
+    names |= {"ep": "expert-model-parallel-size", "etp": "expert-tensor-parallel-size"}
+    return [
+        word
+        for name, size in re.findall(r"([a-z]+)(\d+)", layout)
+        if name in names
+        for word in (f"--{names[name]}", size)
+    ]
+
+
+def moves(bench: Bench) -> Finding:
+    """Ten changes of layout in a row, all ways back to the first: losses against a run that stays,
+    and what a process holds after each."""
+    home, *others = layouts(bench.ranks)
+    walk = [to for away in (others * 5)[:5] for to in (away, home)]
+    flags = [*bench.flags("large"), "--train-iters", "6", *flags_of(home)]
+    return _walked(bench, "moves", flags, walk)
+
+
+def moves_of_experts(bench: Bench) -> Finding:
+    """The same of a mixture of experts."""
+    if bench.ranks % 2:
+        raise Skipped("needs an even number of ranks")
+    home, half = f"tp1.pp1.ep2.dp{bench.ranks}", bench.ranks // 2
+    walk = [f"tp2.pp1.ep2.etp1.dp{half}", home, f"tp1.pp2.dp{half}", home]
+    flags = [*bench.flags(), *_EXPERTS.split(), "--train-iters", "6", *flags_of(home)]
+    return _walked(bench, "moves-experts", flags, walk)
+
+
+def _walked(bench: Bench, name: str, flags: list[str], walk: list[str]) -> Finding:
+    stayed = bench.train(f"{name}-stayed", flags, ranks=bench.ranks, task={})
+    run = bench.train(name, flags, ranks=bench.ranks, task={"walk": walk, "at": 2})
+    rows = run.ranks[0]["moves"]
+    failed = [f"{row['to']}: {row['reason']}" for row in rows if row["kind"] != "moved"]
+    apart, limit = most_apart(run.losses, stayed.losses), _limit(flags)
+    is_same = run.losses == stayed.losses and run.ranks[0]["sums"] == stayed.ranks[0]["sums"]
+    leaks = _leaks([rank["moves"] for rank in run.ranks])
+    pause_s = statistics.median(row["pause_s"] for row in rows)
+    line = (
+        f"{len(rows) - len(failed)} of {len(walk)} moves done, {pause_s:.2f} s each; losses "
+        f"{apart:.1e} apart (at most {limit:g}); at the end {'' if is_same else 'not '}bit-equal"
+    )
+    if failed:
+        line += f"; {failed[0]}"
+    if leaks:
+        line += f"; {leaks}"
+    holds = not failed and len(rows) == len(walk) and apart <= limit and not leaks
+    return judged(holds, line, moves=[rank["moves"] for rank in run.ranks][:1], is_equal=is_same)
+
+
+def _leaks(ranks: list[list[dict[str, Any]]]) -> str:
+    """What a rank holds more of behind the last change than behind the second, where layouts are
+    the same; empty if nothing."""
+    for rows in ranks:
+        first, last = rows[1], rows[-1]
+        if last["groups"] > first["groups"]:
+            return f"{last['groups'] - first['groups']} groups are left"
+        lost = first.get("free_mib", 0) - last.get("free_mib", 0)
+        if lost > _MAX_LEAK_MIB:
+            return f"{lost} MiB of the GPU are left"
+    return ""
+
+
+def moves_when_full(bench: Bench) -> Finding:
+    """A change of layout while a tenth of the GPU is free: done or refused, never out of memory."""
+    if bench.device == "cpu":
+        raise Skipped("CPU ranks have no memory of their own")
+    home, away, *_ = layouts(bench.ranks)
+    flags = [*bench.flags("large"), "--train-iters", "4", *flags_of(home)]
+    task = {"walk": [away, home], "at": 2, "free": 0.1}
+    run = bench.train("moves-full", flags, ranks=bench.ranks, task=task)
+    ends = [f"{row['kind']} {row['reason']}".strip() for row in run.ranks[0]["moves"]]
+    holds = not any("OutOfMemory" in end or "out of memory" in end for end in ends)
+    return judged(holds and len(run.steps) == 4, "; ".join(ends))
+
+
+def noise_of_layouts(bench: Bench) -> Finding:
+    """Squares of gradients of the first step in three layouts."""
+    found = {}
+    for layout in layouts(bench.ranks)[:3]:
+        flags = [*bench.flags(), *OBSERVE, "--train-iters", "2", *flags_of(layout)]
+        run = bench.train(f"noise-{layout}", flags, ranks=bench.ranks)
+        squares = run.steps[0]["noise"]["squares"]
+        # The groups of weights that all layouts name.
+        found[layout] = {kind: squares[kind] for kind in ("small", "big")}
+    first, *others = found.values()
+    rows = []
+    for kind in ("small", "big"):
+        for other in others:
+            shared = sorted(first[kind].keys() & other[kind].keys())
+            rows.append(
+                most_apart([other[kind][k] for k in shared], [first[kind][k] for k in shared])
+            )
+    worst = max(rows)
+    line = f"squares of gradients in {', '.join(found)}: {worst:.1e} apart (below {_MAX_NOISE:g})"
+    return judged(worst < _MAX_NOISE, line, squares=found)
+
+
+def checkpoints(bench: Bench) -> Finding:
+    """Every layout saves, and the next one goes on from it."""
+    every = layouts(bench.ranks)
+    base = [*bench.flags(), "--train-iters", "6"]
+    whole = bench.train("layouts-whole", [*base, *flags_of(every[0])], ranks=bench.ranks)
+    worst = 0.0
+    for save, load in zip(every, [*every[1:], every[0]], strict=True):
+        name = f"layouts-{save}"
+        place = str(bench.folder / name / "checkpoints")
+        flags = [*base, "--save", place, "--load", place]
+        first = [*flags, *flags_of(save), "--exit-interval", "3"]
+        bench.train(name, first, ranks=bench.ranks)
+        run = bench.train(name, [*flags, *flags_of(load)], ranks=bench.ranks)
+        worst = max(worst, most_apart(run.losses, whole.losses))
+        bench.forget(name)
+    line = f"a ring of {len(every)} layouts: losses {worst:.1e} apart (at most {_limit(base):g})"
+    return judged(worst <= _limit(base), line, layouts=every)
+
+
+def speeds(bench: Bench) -> Finding:
+    """The steps of several layouts, and of a GPU their memory beside what the planner predicts."""
+    rows: dict[str, dict[str, Any]] = {}
+    for layout in layouts(bench.ranks):
+        flags = [*bench.flags("large"), "--train-iters", "12", *flags_of(layout)]
+        run = bench.train(f"speed-{layout}", flags, ranks=bench.ranks, task={})
+        rows[layout] = {"step_s": run.step_s(), **_peak(run)}
+    errors = [
+        row["predicted_bytes"] / row["peak_bytes"] - 1
+        for row in rows.values()
+        if "predicted_bytes" in row
+    ]
+    line = ", ".join(f"{layout} {row['step_s']:.3f} s" for layout, row in rows.items())
+    worst = max(map(abs, errors), default=0.0)
+    if errors:
+        line += (
+            f"; predicted peaks at most {worst:.1%} from measured ones (below {_MAX_MEMORY:.0%})"
+        )
+    return judged(worst < _MAX_MEMORY, line, layouts=rows)
+
+
+def recovery(bench: Bench) -> Finding:
+    """An elastic run that loses a rank in the forward pass, behind the reduction, and behind a
+    step: how long until the next step, and with which losses."""
+    if bench.ranks < 2:
+        raise Skipped("needs two ranks that can be left")
+    flags = [*bench.flags(), "--train-iters", "30"]
+    elastic = ["--elastic", "--copy-interval", "4"]
+    whole = bench.train("recovery-whole", flags, ranks=bench.ranks)
+    rows: dict[str, dict[str, Any]] = {}
+    for event in ("forward", "reduce", "end"):
+        name = f"recovery-{event}"
+        task = {"kill": {"rank": 1, "iteration": 10, "event": event}}
+        place = ["--save", str(bench.folder / name / "checkpoints")]
+        run = bench.train(name, [*flags, *place], ranks=bench.ranks, task=task, supervisor=elastic)
+        losses = {step["iteration"]: step["losses"]["lm loss"] for step in run.steps}
+        last = [losses.get(i, float("nan")) for i in range(1, len(whole.losses) + 1)]
+        rows[event] = {"apart": most_apart(last, whole.losses), "pause_s": _longest_gap(run)}
+        rows[event]["was_killed"] = (run.folder / "killed").exists()
+    slowest = max(row["pause_s"] for row in rows.values())
+    worst = max(row["apart"] for row in rows.values())
+    holds = slowest < _MAX_RECOVERY_S and worst < 1e-3
+    holds = holds and all(row["was_killed"] for row in rows.values())
+    line = (
+        f"a rank killed in {len(rows)} places: the next step after {slowest:.1f} s at most (below "
+        f"{_MAX_RECOVERY_S:.0f}), losses {worst:.1e} apart"
+    )
+    return judged(holds, line, kills=rows)
+
+
+def _longest_gap(run: RunResult) -> float:
+    """Seconds of the longest time without a finished step."""
+    ends = [step["t"] for step in run.steps]
+    return max(later - earlier for earlier, later in pairwise(ends))
+
+
+def _peak(run: RunResult) -> dict[str, float]:
+    """Of the rank that needs most."""
+    rows = [rank for rank in run.ranks if "peak_bytes" in rank]
+    if not rows:
+        return {}
+    most = max(rows, key=lambda row: row["peak_bytes"])
+    return {k: most[k] for k in ("peak_bytes", "predicted_bytes") if k in most}
+
+
+def _limit(flags: list[str]) -> float:
+    """How far losses of other layouts may be apart."""
+    return _MAX_LOSS_BF16 if "--bf16" in flags else _MAX_LOSS

@@ -1,0 +1,37 @@
+"""`copus accept` on CPU ranks: what must hold on GPUs holds here, and a missed limit fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from copus_ext.extras.accept import command, many, one
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+CHECKS = ["sums", "noise", "resume", "moves", "moves_of_experts", "noise_of_layouts"]
+
+
+def test_checks_pass_on_two_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "accept.jsonl"
+    words = ["--device", "cpu", "--nproc-per-node", "2", "--output", str(file)]
+    assert command.main([*words, "--checks", ",".join([*CHECKS, "memory"])]) == 0
+    first, *rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert first["check"] == "environment" and first["versions"]["torch"]
+    verdicts = {row["check"]: row["verdict"] for row in rows}
+    assert verdicts == {**dict.fromkeys(CHECKS, "passed"), "memory": "skipped"}
+    moves = next(row for row in rows if row["check"] == "moves")
+    assert [move["kind"] for move in moves["moves"][0]] == ["moved"] * 10
+    assert all(row["seconds"] > 0 and row["line"] for row in rows if row["check"] in CHECKS)
+
+
+def test_what_is_beyond_its_limit_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(many, "_MAX_NOISE", 0.0)
+    monkeypatch.setattr(one, "_sums", lambda run: {"of": id(run)})
+    file = tmp_path / "accept.jsonl"
+    words = ["--device", "cpu", "--nproc-per-node", "2", "--output", str(file)]
+    assert command.main([*words, "--checks", "resume,noise_of_layouts"]) == 1
+    rows = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    assert [row["verdict"] for row in rows] == ["failed", "failed"]
+    assert "NOT bit-equal" in rows[0]["line"]
