@@ -56,10 +56,25 @@ def check(args: Any, flags: CopusConfig) -> None:
                 "drop --copus-relayout-checkpoint-tokens, as --save-interval says when to save",
             ),
             *((True, f"use --copus-layouts current, because of {x}") for x in blocks_layouts(args)),
+            *((True, fix) for fix in _unreadable(args)),
         ]
     fixes = [fix for is_wrong, fix in wrong if is_wrong]
     if fixes:
         raise UsageError("--copus in Megatron-LM: " + "; ".join(fixes))
+
+
+def _unreadable(args: Any) -> list[str]:
+    """Lists flags for checkpoints that every layout can read: a restart loads what another layout
+    has saved under that of its flags."""
+    if not getattr(args, "save", None):
+        return []
+    is_split = getattr(args, "use_distributed_optimizer", False)
+    found = []
+    if is_split and not getattr(args, "dist_ckpt_optim_fully_reshardable", True):
+        found.append("add --dist-ckpt-optim-fully-reshardable, so that every layout can load")
+    if getattr(args, "ckpt_format", "torch_dist") != "torch_dist":
+        found.append("use --ckpt-format torch_dist, so that every layout can load")
+    return found
 
 
 def keeps_micro_batch(args: Any) -> bool:

@@ -122,6 +122,26 @@ def test_what_does_not_go_with_it_is_said(change: dict[str, Any], words: str) ->
         check(SimpleNamespace(**{**good, **change}), flags)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dist_ckpt_optim_fully_reshardable": False}, "--dist-ckpt-optim-fully-reshardable"),
+        ({"ckpt_format": "torch"}, "--ckpt-format torch_dist"),
+    ],
+)
+def test_layouts_change_where_each_can_load_the_others_checkpoints(
+    change: dict[str, Any], words: str
+) -> None:
+    flags = CopusConfig(copus=True, copus_layouts="all")
+    good = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+    good |= {"save": "checkpoints", "ckpt_format": "torch_dist"}
+    check(SimpleNamespace(**good), flags)
+    check(SimpleNamespace(**{**good, **change, "save": None}), flags)
+    check(SimpleNamespace(**{**good, **change}), CopusConfig(copus=True))
+    with pytest.raises(UsageError, match=words):
+        check(SimpleNamespace(**{**good, **change}), flags)
+
+
 def test_a_schedule_of_the_batch_can_be_watched() -> None:
     args = SimpleNamespace(step_batch_size_schedule="0:8 1K:16")
     check(args, CopusConfig(copus=True, copus_mode="observe"))

@@ -35,7 +35,7 @@ from tests.helpers.launch import ROOT, RanksResult, run_ranks
 from tests.newest_core.prepare import SITE
 
 TOLERANCE = 1e-5
-MOVES = "--copus --copus-layouts all"
+MOVES = "--copus --copus-layouts all --dist-ckpt-optim-fully-reshardable"
 
 
 class Runs:

@@ -26,14 +26,13 @@ ROUND_TRIPS = [f"{i}:{to}>{HOME}:8:1" for i, to in enumerate(AWAY, 2)]
 ROUND_TRIPS += [f"{i}:tp1.pp2.dp2!{phase}:8:1" for i, phase in enumerate(BROKEN, 9)]
 DENSE = (
     "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 4 --bf16 "
-    # The other format also saves what lies between the weights in a buffer, which nobody sets.
     f"--train-iters 17 --dist-ckpt-optim-fully-reshardable {SPLIT}"
 )
 EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 64 --sequence-parallel
 --moe-router-enable-expert-bias --moe-router-score-function sigmoid --use-distributed-optimizer
---train-iters 24"""
+--dist-ckpt-optim-fully-reshardable --train-iters 24"""
 SIZES = {3: (16, 1), 9: (8, 1)}
 LAYOUTS = {3: "tp1.pp2.ep2.dp2", 6: "tp2.pp1.ep2.etp1.dp2", 9: "tp1.pp1.ep4.dp4"}
 LAYOUTS[12] = STAYS = "tp1.pp1.ep2.dp4"
