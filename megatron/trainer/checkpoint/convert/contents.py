@@ -154,7 +154,7 @@ def expected_weights(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     if pattern is not None and arguments.get("mtp_num_layers"):
         raise Refused(
             f"num_experts is {arguments['num_experts']} and mtp_num_layers is "
-            f"{arguments['mtp_num_layers']}; the trainer has models with either, not with both"
+            f"{arguments['mtp_num_layers']}; the tools know models with either, not both"
         )
     hidden, vocabulary = arguments["hidden_size"], arguments["padded_vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, hidden)}
