@@ -210,6 +210,14 @@ class Controller(Callback):
             state.global_batch_size, state.micro_batch_size = batch, micro
             context.state.settings = self._wanted_settings(context)
 
+    def leave_sizes(self, batch: int, micro: int, context: CallbackContext) -> None:
+        """Goes on with other sizes than the checkpoint's, which the layout cannot cut."""
+        self._record_outcome(now=True)
+        if self.state.global_batch_size not in (None, batch):
+            leave_batch(self.state, ramp=self._new_ramp(batch, context), context=context)
+        self.state.global_batch_size, self.state.micro_batch_size = batch, micro
+        context.state.settings = self._wanted_settings(context)
+
     def _record_start(self, context: CallbackContext) -> None:
         assert self.table is not None
         if self.table.note:

@@ -35,6 +35,7 @@ from copus_ext.megatron_lm.record import RunRecord
 from copus_ext.megatron_lm.recorded import Recorded
 from copus_ext.megatron_lm.segments import train_in_segments
 from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.layout_rules import batch_problems
 
 if TYPE_CHECKING:
     from copus_ext.controller.flags import CopusConfig
@@ -122,7 +123,6 @@ class CopusCallback:
         controller = _Controller(flags)
         controller.host_of = lambda job: self._host
         controller.on_setup_start(self._inner)
-        self._controller = controller
         self._between_reduction_and_step(context.optimizer)
         self._set_rates()
         self._recorded.state_of = self._state
@@ -134,7 +134,9 @@ class CopusCallback:
             flags=dataclasses.asdict(flags),
         )
         self._recorded.on_saved = self._record.saved
+        self._controller = controller  # from here on the record says how the run ends
         self._go_back()
+        self._leave_sizes()
         self._set_batch(at_start=True)
 
     def _go_back(self) -> None:
@@ -167,6 +169,22 @@ class CopusCallback:
             number=None, to=before, settings=inner.state.settings, reason=reason, done=done
         )
         changes.request(change, inner).move(host)
+
+    def _leave_sizes(self) -> None:
+        """Takes sizes that the layout can cut, where it cannot cut those of the checkpoint: smaller
+        micro-batches, or the sizes of the flags, which that trainer has checked."""
+        args, host = self._args, self._host
+        if self._inner.state.settings.global_batch_size is None:
+            return
+        batch, micro = sizes = self._wanted()
+        least = micro if keeps_micro_batch(args) else 1
+        near = [(batch, n) for n in range(micro, least - 1, -1)]
+        given = args.global_batch_size, args.micro_batch_size
+        to = next((x for x in near if not batch_problems(host.layout, x[1], x[0])), given)
+        if to != sizes:
+            before, now = (f"{b} in micro-batches of {n}" for b, n in (sizes, to))
+            self._say(f"batch {now} in place of {before}, which {host.layout} cannot cut")
+            self._controller.leave_sizes(*to, self._inner)
 
     def _say(self, line: str) -> None:
         """Prints a line on one rank."""
@@ -459,8 +477,8 @@ def install(training: Any = None, *, flags: CopusConfig | None = None) -> Callab
         given = forward_step_func, model, optimizer, scheduler, *more
         call = inspect.signature(train).bind(*given, **named)
         recorded.has_own_groups = call.arguments.get("pg_collection") is not None
-        callback.on_train_start(context)
         try:
+            callback.on_train_start(context)
             if callback.is_on:
                 result = train_in_segments(train, callback, *given, **named)
             else:

@@ -174,3 +174,37 @@ def _for_megatron_core() -> None:
         return made
 
     torch_norm.WrappedTorchNorm.__new__ = norm  # type: ignore[method-assign]
+    _count_steps()
+
+
+def _count_steps() -> None:
+    """Without Transformer Engine the distributed optimizer cannot load a checkpoint: it asks for
+    the steps of a state that is not there yet, all weights share one count, and a checkpoint that
+    every layout can load has none for a weight."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    kind: Any = DistributedOptimizer
+    plain_state, plain_load = kind.state_dict, kind.load_state_dict
+    plain_values = kind.load_parameter_state_from_fully_reshardable
+
+    def state_dict(self: Any) -> Any:
+        if not self.optimizer.state:
+            self.init_state_fn(self.optimizer, self.config)
+        for state in self.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0))
+        return plain_state(self)
+
+    def load_state_dict(self: Any, given: Any) -> None:
+        plain_load(self, given)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    def load_values(self: Any, given: Any) -> None:
+        states = self.optimizer.state.values()
+        counts = [state.pop("step") for state in states]
+        plain_values(self, given)
+        for state, count in zip(states, counts, strict=True):
+            state["step"] = count
+
+    kind.state_dict, kind.load_state_dict = state_dict, load_state_dict
+    kind.load_parameter_state_from_fully_reshardable = load_values

@@ -19,10 +19,11 @@ def follow(text: str) -> None:
         text: `STEP:LAYOUTS:BATCH:MICRO_BATCH`, separated by commas: what the steps after one have.
             Several layouts with `>` between them come one after the other at the same boundary; one
             with `!PHASE` behind it fails on rank 1 in that phase, and with `!!PHASE` rank 1 is
-            killed in it. In place of layouts `!!` kills rank 1 there.
+            killed in it. In place of layouts `!!` kills rank 1 there. Behind step 0 `!PHASE` alone
+            breaks the change at the start, back to the layout that a resumed run had.
     """
     from copus_ext.controller.callback import Controller
-    from copus_ext.controller.layout_changes import LayoutChange
+    from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
     from megatron.trainer.common.step_settings import Request
     from megatron.trainer.config.layout import Layout
 
@@ -52,6 +53,15 @@ def follow(text: str) -> None:
     plain: Any = Controller
     plain._is_due = lambda self, context: False
     plain._apply = apply
+    at_start = wanted.get(0, [""])[0].removeprefix("!")
+    manager: Any = LayoutChangeManager
+    begin = manager.open
+
+    def opened(self: Any, context: Any) -> None:
+        begin(self, context)
+        self.fault = functools.partial(_strike, at_start)
+
+    manager.open = opened
 
 
 def _change(kind: Any, layout: Any, to: str, settings: Any) -> Any:

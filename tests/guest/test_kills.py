@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.trainer.logging.metrics import read_metrics
-from tests.guest.program import HAS_PROGRAM, launch, steps, train
+from tests.guest.program import HAS_PROGRAM, SPLIT, launch, steps, train
 
 pytestmark = [
     pytest.mark.distributed,
@@ -27,8 +28,11 @@ KILLS = (
     {},
 )
 STARTS = (0, 0, 3, 6, 6, 9)
-FLAGS = """--tensor-model-parallel-size 2 --train-iters 20 --save-interval 3 --copus
---copus-layouts all"""
+FLAGS = f"""--tensor-model-parallel-size 2 --train-iters 20 --save-interval 3 --copus
+--copus-layouts all --dist-ckpt-optim-fully-reshardable {SPLIT}"""
+
+
+STAYS = "--train-iters 8 --copus --copus-layouts all"
 
 
 def listed(kill: dict[int, str]) -> str:
@@ -45,6 +49,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for kill in KILLS:
         flags = f"{FLAGS} --load {folder / 'killed'}"
         found["launches"].append(launch(folder, "killed", listed(kill), flags, ranks=2))
+    # Here the layout of the flags can cut the batch in smaller micro-batches alone.
+    flags = f"{STAYS} --load {folder / 'broken'}"
+    first = launch(
+        folder, "broken", "moving=3:tp2.pp1.dp1:8:8", f"{flags} --exit-interval 5", ranks=2
+    )
+    found["before"] = steps(first.check().stdout)
+    found["broken"] = launch(folder, "broken", "moving=0:!copy:8:8", flags, ranks=2).check().stdout
     return found
 
 
@@ -86,6 +97,27 @@ def test_another_layout_of_the_flags_is_followed(runs: dict[str, Any]) -> None:
     output = launch(runs["folder"], "other", listed({}), flags, ranks=2).check().stdout
     line = "copus: the run was on tp2.pp1.dp1; it starts on tp1.pp2.dp1, as the flags say"
     assert [x for x in output.splitlines() if "the run was on" in x] == [line]
+
+
+def test_a_change_at_the_start_that_fails_leaves_the_layout_of_the_flags(
+    runs: dict[str, Any],
+) -> None:
+    told = [x for x in runs["broken"].splitlines() if x.startswith("copus: ")]
+    assert told[:3] == [
+        "copus: layout tp1.pp1.dp2 -> tp2.pp1.dp1: the run was on tp2.pp1.dp1 when it was saved",
+        "copus: the layout stays tp1.pp1.dp2: copy: rank 1: RuntimeError: broken on purpose",
+        "copus: batch 8 in micro-batches of 4 in place of 8 in micro-batches of 8, which "
+        "tp1.pp1.dp2 cannot cut",
+    ]
+    rows = runs["before"] + steps(runs["broken"])
+    assert [row[:2] for row in rows] == [(i + 1, 8 * (i + 1)) for i in range(8)]
+    kinds = [(r["kind"], r.get("outcome", {}).get("kind")) for r in _journal(runs)]
+    assert kinds.count(("relayout", "moved")) == kinds.count(("relayout", "rolled_back")) == 1
+
+
+def _journal(runs: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = (runs["folder"] / "broken" / "journal.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def test_the_record_counts_every_step_once(runs: dict[str, Any]) -> None:
