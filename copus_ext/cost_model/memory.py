@@ -127,16 +127,20 @@ def layer_activation_bytes(rows: ConfigBatch) -> Any:
 
 
 def _local_layer_bytes(rows: ConfigBatch) -> Any:
-    """The same in plain torch, byte for byte what autograd saves (seen with saved-tensor hooks:
-    `tests/distributed/test_activations.py`)."""
+    """The same in plain torch, byte for byte what autograd saves: on CPU ranks seen with
+    saved-tensor hooks (`tests/distributed/test_activations.py`), on a GPU in its allocator
+    (`bench/gpu_stub_memory.py`)."""
+    gpu = rows.plain_on_gpu
     e, tokens, h = rows.element_bytes, rows.tokens, rows.hidden_size
     rms, rope = rows.norm_vectors == 1, rows.learned_positions == 0
-    # RMSNorm computes in fp32 and keeps its input and output so; LayerNorm keeps two statistics, in
-    # fp32 unless on a CPU rank.
+    # On a CPU RMSNorm computes in fp32 and keeps its input and output so. LayerNorm keeps two
+    # statistics, in fp32 unless on a CPU rank; the kernel of RMSNorm one.
     statistics = np.where(rows.on_cpu, 2.0 * e, 8.0)
-    norm = np.where(rms, (8.0 + e) * h + 4.0, 2.0 * e * h + statistics)
+    norm = np.where(rms & np.logical_not(gpu), (8.0 + e) * h + 4.0, 2.0 * e * h + statistics)
+    norm = np.where(rms & gpu, 2.0 * e * h + 4.0, norm)
     norm = np.where(rows.has_torch_norms, norm, 2.0 * e * h)
-    mask = np.where(rows.dropout, e * h, 0.0)
+    # Whole numbers on a GPU, factors on a CPU.
+    mask = np.where(rows.dropout, np.where(gpu, 1.0, e) * h, 0.0)
     streams = 2.0 * tokens * (norm + mask) / np.where(rows.sequence_parallel, rows.tp, 1)
     query = rows.num_attention_heads * rows.kv_channels
     groups = rows.num_query_groups * rows.kv_channels
@@ -152,7 +156,8 @@ def _local_layer_bytes(rows: ConfigBatch) -> Any:
     # Of an fp32 softmax its output is kept, too; with dropout in place of the half one.
     copies = copies * e + np.where(rows.softmax_in_fp32, np.where(rows.dropout, 4.0 - e, 4.0), 0.0)
     scores = e * held + copies * rows.num_attention_heads * rows.seq_length
-    whole = rows.fused_attention & np.logical_not(rows.dropout)
+    # A CPU has no flash kernel with dropout.
+    whole = rows.fused_attention & (gpu | np.logical_not(rows.dropout))
     core = np.where(selective | whole, flash, scores)
     masks = 0.0
     if context.is_shared(rows):
@@ -161,7 +166,9 @@ def _local_layer_bytes(rows: ConfigBatch) -> Any:
         shared = e * shared + np.where(whole, 4.0 * rows.num_attention_heads, copies * cut)
         core = np.where(np.greater(rows.cp, 1) & np.logical_not(selective), shared, core)
         masks = np.where(whole & np.logical_not(selective), context.mask_bytes(rows), 0.0)
-    mlp = e * np.where(rows.mlp_matrices == 3, 5.0, 2.0) * rows.ffn_hidden_size
+    # A gated activation is one kernel on a GPU.
+    gated = np.where(gpu, 3.0, 5.0)
+    mlp = e * np.where(rows.mlp_matrices == 3, gated, 2.0) * rows.ffn_hidden_size
     angles = np.where(rope, 4.0 * e * rows.seq_length / rows.cp * rows.kv_channels, 0.0)
     return streams + tokens * (core + mlp) / rows.tp + angles + masks
 
@@ -264,6 +271,8 @@ def _of_stages(
     head = np.where(last, head_bytes(rows), 0.0)
     flying = in_flight(rows, stage)
     activations = flying * layers * kept + np.maximum(layer - head, 0.0)
+    ends, buffers = _ends_on_gpu(rows, stage)
+    activations = activations + flying * ends
     context = process_bytes(rows) if context_bytes is None else float(context_bytes)
     # Sent outputs are given up on a GPU; on a CPU rank `buffer_bytes` covers the few of plain 1F1B.
     stages = {
@@ -274,6 +283,7 @@ def _of_stages(
         "activations": activations,
         "logits": head,
         "buffers": np.broadcast_to(buffer_bytes(rows), held.shape)
+        + buffers
         + np.where(rows.on_cpu & (rows.vpp > 1), rows.vpp * flying * message, 0.0),
         "context": np.broadcast_to(context, held.shape),
     }
@@ -287,6 +297,17 @@ def _of_stages(
         free = correction.moving * FRAGMENTATION * moving
         stages["optimizer"] = stages["optimizer"] + np.maximum(copied * owned - free, 0.0)
     return {name: np.where(inside, values, 0.0) for name, values in stages.items()}
+
+
+def _ends_on_gpu(rows: ConfigBatch, stage: Any) -> tuple[Any, Any]:
+    """What the ends of a pipeline make different in plain torch on a GPU, [m, n] each: bytes of a
+    micro-batch in flight, and others."""
+    gpu, message, last = rows.plain_on_gpu, message_bytes(rows), stage == rows.pp - 1
+    # A stage gives up what it has sent, unless it is only the input of what is recomputed.
+    sent = np.where(last, 0.0, (1 - rows.recomputed_share) * message)
+    mask = np.where(rows.dropout & (stage == 0), message / rows.element_bytes, 0.0)
+    unused = np.where(last & (rows.pp > 1), 2.0 * message, 0.0)
+    return np.where(gpu, mask - sent, 0.0), np.where(gpu, -unused, 0.0)
 
 
 def gradient_copy_bytes(rows: ConfigBatch) -> Any:
@@ -329,9 +350,12 @@ def _layer_bytes(rows: ConfigBatch, routed: Any = None, working: Any = 0.0) -> t
     if routed is not None:
         saved = saved + routed
     kept = share * message_bytes(rows) + (1 - share) * saved
-    mlp = rows.mlp_matrices * rows.ffn_hidden_size / rows.tp
+    # In plain torch what the activation gave has a gradient of its own.
+    matrices = rows.mlp_matrices + np.where(rows.plain_on_gpu, 1.0, 0.0)
+    mlp = matrices * rows.ffn_hidden_size / rows.tp
     again = np.where(share == 1, saved, core)
-    return kept, rows.element_bytes * rows.tokens * mlp + again + working
+    gathered = np.where(rows.plain_on_gpu, gathered_bytes(rows), 0.0)
+    return kept, rows.element_bytes * rows.tokens * mlp + again + working + gathered
 
 
 def _recomputed_core_bytes(rows: ConfigBatch, saved: Any) -> Any:
@@ -356,21 +380,32 @@ def head_bytes(rows: ConfigBatch) -> Any:
     alone = np.where(rows.plain_torch, weights, 0.0) * np.where(
         np.greater(rows.logits_chunks, 1), 2, 1
     )
-    return width * rows.tokens * columns / rows.logits_chunks + norm + alone
+    logits = rows.tokens * columns / rows.logits_chunks
+    # On a GPU the wide copies are given up before the weights have a gradient.
+    together = np.maximum(width * logits, rows.element_bytes * logits + alone) + norm / 2
+    return np.where(rows.plain_on_gpu, together, width * logits + norm + alone)
+
+
+def gathered_bytes(rows: ConfigBatch) -> Any:
+    """The input of a matrix product that sequence parallel ranks have gathered."""
+    whole = rows.element_bytes * rows.tokens * rows.hidden_size
+    return np.where(rows.sequence_parallel, whole, 0.0)
 
 
 def buffer_bytes(rows: ConfigBatch) -> Any:
     """Gathered inputs, workspace of unfused attention (`DotProductAttention` of megatron-core),
     messages under way, and what ranks that share samples exchange."""
-    whole = rows.element_bytes * rows.tokens * rows.hidden_size
-    gathered = np.where(rows.sequence_parallel, whole, 0.0)
+    # In plain torch on a GPU a layer's own: the head has none.
+    gathered = np.where(rows.plain_on_gpu, 0.0, gathered_bytes(rows))
     scores = rows.tokens * rows.num_attention_heads / rows.tp * rows.seq_length
     # Beside what the softmax keeps: the buffer and the result of the product (or, backward, the
     # gradient of what the softmax gave). In fp32 four copies of 4 bytes and the buffer, less the
     # six bytes that are kept.
     each = np.where(rows.softmax_in_fp32, 8.0, 2.0 * rows.element_bytes)
     workspace = np.where(rows.fused_attention, 0.0, each * scores)
-    found = gathered + workspace + np.where(rows.pp > 1, 4.0 * message_bytes(rows), 0.0)
+    # In plain torch on a GPU two, of stages but the last.
+    messages = np.where(rows.plain_on_gpu, 2.0, 4.0) * message_bytes(rows)
+    found = gathered + workspace + np.where(rows.pp > 1, messages, 0.0)
     return found + context.working_bytes(rows) if context.is_shared(rows) else found
 
 

@@ -196,6 +196,12 @@ class ConfigBatch:
         return np.logical_or(np.equal(self.implementation, 1), self.on_cpu)
 
     @property
+    def plain_on_gpu(self) -> Any:
+        """Whether layers are in plain torch on a GPU, where some of its operations are one kernel
+        that keeps less."""
+        return self.plain_torch & np.logical_not(self.on_cpu)
+
+    @property
     def has_torch_norms(self) -> Any:
         """Whether norms keep fp32 copies of their inputs."""
         return np.where(np.equal(self.norm, 0), self.plain_torch, np.equal(self.norm, 2))

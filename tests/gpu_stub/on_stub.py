@@ -1,7 +1,8 @@
 """A program on the stub of CUDA: `on_stub.py PROGRAM ARGUMENT...`, with any Python.
 
 It goes on as the Python of `setup.sh`, with the stub's libraries in the place of CUDA's.
-`STUB_KERNELS=none` leaves kernels without effect, for what depends on no number.
+`STUB_KERNELS=none` leaves kernels without effect, for what depends on no number, and `small` all
+but those of small tensors, such as the choice of experts.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ def main() -> None:
     import torch
 
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if os.environ.get("STUB_KERNELS") != "none":
+    kernels = os.environ.get("STUB_KERNELS", "all")
+    if kernels != "none":
         from tests.gpu_stub import real_kernels
 
-        real_kernels.start()
+        real_kernels.start(*([1 << 20] if kernels == "small" else []))
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

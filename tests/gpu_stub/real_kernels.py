@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -122,10 +123,15 @@ def _is_on_device(x: Any) -> bool:
 
 
 class RealKernels(TorchDispatchMode):
-    """Computes on the CPU what operations on CUDA tensors would have computed."""
+    """Computes on the CPU what operations on CUDA tensors would have computed.
 
-    def __init__(self) -> None:
+    Args:
+        max_elements: an operation with a larger tensor is left out.
+    """
+
+    def __init__(self, max_elements: float = math.inf) -> None:
         super().__init__()
+        self._max_elements = max_elements
         self._runtime = ctypes.CDLL("libcudart.so.13")
 
     def __torch_dispatch__(
@@ -136,7 +142,9 @@ class RealKernels(TorchDispatchMode):
         name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
         if func.namespace in _PASSED_ON or name in _SHAPES_ONLY:
             return func(*args, **kwargs)
-        if not any(map(_is_on_device, tree_flatten((args, kwargs))[0])):
+        flat = tree_flatten((args, kwargs))[0]
+        sizes = [x.numel() for x in flat if isinstance(x, torch.Tensor)]
+        if not any(map(_is_on_device, flat)) or max(sizes, default=0) > self._max_elements:
             return func(*args, **kwargs)
         aliases = [value.alias_info for value in schema.returns]
         if any(alias is not None and not alias.is_write for alias in aliases):  # a view
@@ -157,10 +165,14 @@ class RealKernels(TorchDispatchMode):
             try:
                 found = compute(*host_args, **host_kwargs)
             except RuntimeError:  # kinds of numbers that only a GPU mixes
+                if self._max_elements < math.inf:
+                    return func(*args, **kwargs)
                 wide = tree_map(_widened, (host_args, host_kwargs))
                 found = compute(*wide[0], **wide[1])
-        # cuSOLVER, which has no stub, computes these; the allocator sees their results only.
+        # cuSOLVER, which has no stub, computes the first; of the others a kernel would find the
+        # size. The allocator sees their results only.
         is_missing = "linalg" in name or "cholesky" in name
+        is_missing = is_missing or torch.Tag.dynamic_output_shape in func.tags
         return _with_values(found if is_missing else func(*args, **kwargs), found)
 
 
@@ -185,18 +197,20 @@ def _make_mask(cls: type, *_args: Any) -> Any:
         return torch.Tensor.__new__(cls)
 
 
-def start() -> None:
-    """Computes real values from here on, in this thread and in all that it starts."""
+def start(max_elements: float = math.inf) -> None:
+    """Computes real values from here on, in this thread and in all that it starts; of operations
+    without a larger tensor, if a number is given."""
     run = threading.Thread.run
 
     def run_real(self: threading.Thread) -> None:
-        with RealKernels():
+        with RealKernels(max_elements):
             run(self)
 
     threading.Thread.run = run_real
     # A mode would see the mask being made, which takes it for a plain tensor.
     CausalBias.__new__ = staticmethod(_make_mask)  # pyright: ignore[reportAttributeAccessIssue]
-    # What has no kernel for half precision on a CPU.
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    RealKernels().__enter__()
+    if max_elements == math.inf:
+        # What has no kernel for half precision on a CPU.
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+    RealKernels(max_elements).__enter__()

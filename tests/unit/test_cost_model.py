@@ -159,7 +159,7 @@ def test_activations_follow_the_published_formula() -> None:
     want = n * h * (10 + 24 / t + 5 * 16 * 512 / (h * t))
     np.testing.assert_allclose(layer_activation_bytes(rows), want, rtol=1e-12)
     plain = ROWS.change(implementation=np.ones(len(ROWS), dtype=int))
-    assert (layer_activation_bytes(plain) > 1.2 * layer_activation_bytes(ROWS)).all()
+    assert (layer_activation_bytes(plain) > layer_activation_bytes(ROWS)).all()
     split = layer_activation_bytes(rows.change(sequence_parallel=True))
     np.testing.assert_allclose(split, want - n * h * 10 * (1 - 1 / t), rtol=1e-12)
 

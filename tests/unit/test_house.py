@@ -106,6 +106,7 @@ INVENTED_DATA = {
     "tests/helpers/examples.py": "an example of Megatron-LM, in its words",
     "tests/unit/test_restore.py": "flags that Megatron-LM stores, compared without a run",
     "bench/overhead.py": "the time of the controller's own part of a step",
+    "bench/gpu_stub_memory.py": "the memory of a step, whose numbers nothing computes",
     "tests/distributed/worker_memory.py": "the memory of a step",
     "tests/newest_core/write_checkpoint.py": "the format of a checkpoint",
 }
