@@ -26,6 +26,7 @@ from copus_ext.extras.accept import many, one
 from copus_ext.extras.accept.finding import Check, Failed, Finding, Skipped
 from copus_ext.extras.accept.runs import SIZES, Bench
 from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.outside import parse_json
 from megatron.trainer.common.program import CommandParser
 
 _NAME = "copus accept"
@@ -169,7 +170,7 @@ def _machine() -> dict[str, Any]:
     if done.returncode:
         line = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UsageError(f"torch or Transformer Engine does not start here: {line}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return parse_json(done.stdout.strip().splitlines()[-1])
 
 
 def _bench(args: argparse.Namespace, machine: dict[str, Any], folder: Path) -> Bench:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron.trainer.common.outside import parse_json
 from megatron.trainer.common.step_settings import Request
 from megatron.trainer.train.callbacks import Callback, CallbackContext
 
@@ -21,7 +22,7 @@ _MIB = 1 << 20
 def callbacks(config: Any, controller: Any) -> list[Callback]:
     """The observer of a run that a check has started; nothing in any other run."""
     path = os.environ.get(VARIABLE)
-    return [Observer(json.loads(Path(path).read_text()))] if path else []
+    return [Observer(parse_json(Path(path).read_text()))] if path else []
 
 
 class Observer(Callback):

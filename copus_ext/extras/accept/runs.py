@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from copus_ext.extras.accept.finding import Failed
 from copus_ext.extras.accept.observer import VARIABLE
+from megatron.trainer.common.outside import parse_json
 from megatron.trainer.logging.metrics import read_metrics
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -164,7 +165,7 @@ class Bench:
             tail = "\n".join(output.splitlines()[-_TAIL:])
             raise Failed(f"the run {name} ended with code {ended}, not {code}", tail)
         files = [folder / f"rank{rank}.json" for rank in range(ranks)]
-        rows = [json.loads(file.read_text()) for file in files if file.exists()]
+        rows = [parse_json(file.read_text()) for file in files if file.exists()]
         steps = [row for row in read_metrics(folder) if row["kind"] == "step"]
         return RunResult(steps=steps, ranks=rows, output=output, folder=folder)
 
