@@ -46,12 +46,12 @@ class RankProcess:
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             # Else torch ends a rank as soon as NCCL tells of a lost peer.
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            # Else its watchdog then sleeps for a minute, and the end of a group waits for it.
+            "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "10",
         }
+        words = [sys.executable, "-u", *command]
         process = subprocess.Popen(
-            [sys.executable, "-u", *command],
-            env=env,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
+            words, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
         ours.setblocking(False)
