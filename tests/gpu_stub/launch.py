@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.gpu_stub import on_stub
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
+
+SITE = Path(__file__).with_name("site")
+
+
+def variables(gpus: int) -> dict[str, str]:
+    """The environment in which a program of the Python of `on_stub.venv`, and all that it starts,
+    run on the stub."""
+    preloaded = [str(on_stub.venv() / "stub" / name) for name in on_stub.LIBRARIES]
+    return {
+        "STUB_GPUS": str(gpus),
+        "LD_PRELOAD": ":".join(preloaded),
+        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]),
+        # As in `on_stub.py`.
+        "TORCHDYNAMO_DISABLE": "1",
+        "DISABLE_ADDMM_CUDA_LT": "1",
+        "TORCH_CUDNN_SDPA_ENABLED": "0",
+    }
 
 
 def run_on_stub(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,22 @@ def start_node(
     data: str,
     mark: str,
     elastic: bool = True,
+    copy_interval: int = COPY_INTERVAL,
+    python: Path | str = sys.executable,
+    device: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """The supervisor of one node; `data` is the prefix of the data set."""
+    """The supervisor of one node; `data` is the prefix of the data set, `device` the variables of
+    ranks that are not on a CPU."""
     link = folder / "data"
     if not link.is_symlink():
         link.symlink_to(Path(data).parent)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COPUS_KILL_PLAN": str(folder / "plan.json")}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"CUDA_VISIBLE_DEVICES": ""} if device is None else device
     env[processes.MARK] = mark
     own = ["--restart-wait", "0", "--node-timeout-s", "10", "--node-rank", str(node)]
     own += ["--nproc-per-node", str(nodes[node]), "--nnodes", str(len(nodes))]
-    own += ["--elastic", "--copy-interval", str(COPY_INTERVAL)] if elastic else []
+    own += ["--elastic", "--copy-interval", str(copy_interval)] if elastic else []
     if len(nodes) > 1:
         port = folder / "port"
         if not port.exists():
@@ -54,7 +59,7 @@ def start_node(
         own += ["--rdzv-endpoint", f"127.0.0.1:{port.read_text()}"]
     flags = [*MODEL.split(), *layout.split(), "--train-iters", str(steps)]
     flags += ["--save", "run", "--data-path", f"data/{Path(data).name}"]
-    command = [sys.executable, "-m", "copus_ext.launch.supervisor", *own, "--"]
+    command = [str(python), "-m", "copus_ext.launch.supervisor", *own, "--"]
     command += [str(PROGRAM), *flags]
     with (folder / f"log{node}").open("ab") as log:
         return subprocess.Popen(
