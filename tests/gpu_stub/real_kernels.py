@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 _PASSED_ON = {"c10d", "_c10d_functional", "profiler", "prim"}
 """Namespaces of operations that do not compute, or whose values the stub makes itself."""
 _SHAPES_ONLY = {
+    "aten::resize_",
     "aten::empty.memory_format",
     "aten::empty_strided",
     "aten::empty_like",
