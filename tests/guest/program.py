@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,11 @@ def tensors(checkpoint: Path) -> dict[str, Any]:
     }
     load(found, storage_reader=reader, no_dist=True)
     return found
+
+
+def start_from(folder: Path, name: str, iteration: int) -> Path:
+    """A `--load` folder with one checkpoint of a run, as if it had ended there."""
+    start, own = folder / f"{name}_start", f"iter_{iteration:07d}"
+    shutil.copytree(folder / name / own, start / own)
+    (start / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return start

@@ -3,14 +3,13 @@ program has written with `--transformer-impl local`, and converts them."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
-from tests.guest.program import HAS_PROGRAM, MODEL, evaluations, steps, tensors, train
+from tests.guest.program import HAS_PROGRAM, MODEL, evaluations, start_from, steps, tensors, train
 from tests.helpers.checkpoints import command
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.text import text_prefix
@@ -48,9 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, flags in MODELS.items():
         sizes = f"--save-interval {START} --train-iters {STEPS}"
         found[name] = train(folder, name, "plain", f"{sizes} {flags}", ranks=2).stdout
-        start = folder / f"{name}_start"
-        shutil.copytree(folder / name / f"iter_{START:07d}", start / f"iter_{START:07d}")
-        (start / "latest_checkpointed_iteration.txt").write_text(str(START))
+        start = start_from(folder, name, START)
         converted = folder / f"{name}_converted"
         assert convert_checkpoint.main([str(start), str(converted)]) == 0
         for kind in ("start", "converted"):

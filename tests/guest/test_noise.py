@@ -4,14 +4,13 @@ goes on from its checkpoints."""
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.trainer.logging.metrics import read_metrics
-from tests.guest.program import HAS_PROGRAM, MODEL, evaluations, steps, train
+from tests.guest.program import HAS_PROGRAM, MODEL, evaluations, start_from, steps, train
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.text import text_prefix
 
@@ -48,9 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, flags in OPTIMIZERS.items():
         flags = f"--save-interval {START} --train-iters {STEPS} {flags}"
         found[name] = train(folder, name, "plain", flags, ranks=2).stdout
-        start = folder / f"{name}_start"
-        shutil.copytree(folder / name / f"iter_{START:07d}", start / f"iter_{START:07d}")
-        (start / "latest_checkpointed_iteration.txt").write_text(str(START))
+        start_from(folder, name, START)
     weights = f"--load {folder / 'plain_start'} --no-load-optim --no-load-rng"
     weights = f"{weights} --train-iters {START + 2}"
     train(folder, "samples", f"per_sample={folder / 'samples.json'}", weights, ranks=1)

@@ -2,9 +2,10 @@
 
 copus accept --output accept.json
 
-With one GPU it takes about eight minutes, with eight half an hour. It trains small models on the
-sources of Python's standard library, in a folder of its own. Each check has a time limit and gives
-one line of JSON, the versions first. Send the file, whatever it says: docs/gpus.md.
+It is meant to take eight minutes with one GPU and half an hour with eight; no GPU has run it yet.
+It trains small models on the sources of Python's standard library, in a folder of its own. Each
+check has a time limit and gives one line of JSON, the versions first. Send the file, whatever it
+says: docs/gpus.md.
 Exit codes: 0 nothing failed, 1 a check failed, 2 wrong usage, 130 stopped.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -27,7 +29,7 @@ from copus_ext.extras.accept.finding import Check, Failed, Finding, Skipped
 from copus_ext.extras.accept.runs import SIZES, Bench
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.outside import parse_json
-from megatron.trainer.common.program import CommandParser
+from megatron.trainer.common.program import CommandParser, ending_at_interrupts
 
 _NAME = "copus accept"
 CHECKS = (
@@ -90,7 +92,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command."""
+    """Runs the command. Ctrl-C and SIGTERM end what it has started, too."""
+    return ending_at_interrupts(_NAME, functools.partial(_run, argv), sigterm=True)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = parser().parse_args(argv)
     if args.list:
         for check in CHECKS:

@@ -111,9 +111,9 @@ class Bench:
             tool = [sys.executable, "-m", "copus_ext.commands.preprocess_data", "--python-stdlib"]
             tool += ["--output-prefix", str(prefix), "--append-eod"]
             prefix.parent.mkdir(parents=True, exist_ok=True)
-            done = subprocess.run(tool, env=_environment(), capture_output=True, text=True)
-            if done.returncode:
-                raise Failed("the data set cannot be made", done.stderr)
+            code, output = self.run(tool, prefix.with_name("output.txt"), {})
+            if code:
+                raise Failed("the data set cannot be made", output)
         return prefix.with_name("stdlib_text_document")
 
     def flags(self, model: str = "model") -> list[str]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from copus_ext.extras.accept import command, many, one
+from tests.helpers.launch import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 CHECKS = ["sums", "noise", "resume", "moves", "moves_of_experts", "noise_of_layouts"]
@@ -35,3 +41,21 @@ def test_what_is_beyond_its_limit_fails(monkeypatch: pytest.MonkeyPatch, tmp_pat
     rows = [json.loads(line) for line in file.read_text().splitlines()[1:]]
     assert [row["verdict"] for row in rows] == ["failed", "failed"]
     assert "NOT bit-equal" in rows[0]["line"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_ranks_and_leaves_nothing(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    words = ["--device", "cpu", "--nproc-per-node", "1", "--checks", "resume"]
+    start = [sys.executable, str(ROOT / "copus_ext/commands/main.py"), "accept", *words]
+    env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(start, env=env, stdout=subprocess.DEVNULL) as child:
+        until = time.monotonic() + 120
+        while not list(tmp_path.glob("*/resume-whole/output.txt")) and time.monotonic() < until:
+            time.sleep(0.1)
+        child.send_signal(number)
+        assert child.wait(60) == code
+    assert list(tmp_path.glob("copus-accept-*")) == []
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
+    assert left.stdout == ""
