@@ -16,16 +16,8 @@ SITE = Path(__file__).with_name("site")
 def variables(gpus: int) -> dict[str, str]:
     """The environment in which a program of the Python of `on_stub.venv`, and all that it starts,
     run on the stub."""
-    preloaded = [str(on_stub.venv() / "stub" / name) for name in on_stub.LIBRARIES]
-    return {
-        "STUB_GPUS": str(gpus),
-        "LD_PRELOAD": ":".join(preloaded),
-        "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]),
-        # As in `on_stub.py`.
-        "TORCHDYNAMO_DISABLE": "1",
-        "DISABLE_ADDMM_CUDA_LT": "1",
-        "TORCH_CUDNN_SDPA_ENABLED": "0",
-    }
+    path = os.pathsep.join([str(SITE), str(ROOT)])
+    return {**on_stub.libraries(), "STUB_GPUS": str(gpus), "PYTHONPATH": path}
 
 
 def run_on_stub(

@@ -34,17 +34,21 @@ def missing() -> str | None:
     return f"no CUDA build of torch in {venv()}; run bash tests/gpu_stub/setup.sh"
 
 
-def _enter() -> None:
+def libraries() -> dict[str, str]:
+    """Environment variables that put the stub in the place of CUDA for a Python of `venv`."""
     preloaded = [str(venv() / "stub" / name) for name in LIBRARIES]
-    own = {
+    return {
         "LD_PRELOAD": ":".join(preloaded),
         # Kernels that are compiled as the run goes, and cuDNN, have no stub.
         "TORCHDYNAMO_DISABLE": "1",
         "DISABLE_ADDMM_CUDA_LT": "1",
         "TORCH_CUDNN_SDPA_ENABLED": "0",
     }
+
+
+def _enter() -> None:
     python = str(venv() / "bin/python")
-    os.execve(python, [python, *sys.argv], {**os.environ, **own})
+    os.execve(python, [python, *sys.argv], {**os.environ, **libraries()})
 
 
 def main() -> None:
