@@ -83,7 +83,7 @@ def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def forward_step(data_iterator: Any, model: Any) -> Any:
-    batch = next(data_iterator)
+    batch = {name: value.cuda() for name, value in next(data_iterator).items()}
     # What Megatron-LM's own script has the other ranks of a tensor parallel group expect.
     assert len(batch["tokens"]) == training.get_args().micro_batch_size
     inputs = batch["tokens"], batch["position_ids"], batch["attention_mask"]

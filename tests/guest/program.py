@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,15 @@ def train(folder: Path, name: str, kind: str, flags: str, *more: str, ranks: int
     return launch(folder, name, kind, flags, *more, ranks=ranks).check()
 
 
-def launch(folder: Path, name: str, kind: str, flags: str, *more: str, ranks: int) -> RanksResult:
+def launch(
+    folder: Path,
+    name: str,
+    kind: str,
+    flags: str,
+    *more: str,
+    ranks: int,
+    start: Callable[..., RanksResult] = run_ranks,
+) -> RanksResult:
     """Runs the program.
 
     Args:
@@ -47,13 +56,14 @@ def launch(folder: Path, name: str, kind: str, flags: str, *more: str, ranks: in
         flags: behind those of the model.
         more: flags with spaces in them; a schedule of the batch takes the place of its size.
         ranks: on this machine.
+        start: takes what `run_ranks` takes.
     """
     places = f"--data-path {text_prefix()} --data-cache-path {folder / 'cache'}"
     model = MODEL
     if "--step-batch-size-schedule" in more:
         model = model.replace("--global-batch-size 8", "")
     words = f"{model} {ON_CPU} {places} --save {folder / name} {flags}".split()
-    return run_ranks([RANK, kind, *words, *more], ranks, timeout_s=360)
+    return start([RANK, kind, *words, *more], ranks, timeout_s=360)
 
 
 def steps(output: str) -> list[tuple[float, ...]]:

@@ -1,4 +1,5 @@
-"""One rank of Megatron-LM's own program on CPU: alone, or under `copus_ext.megatron_lm`.
+"""One rank of Megatron-LM's own program: alone, or under `copus_ext.megatron_lm`. Without a GPU, or
+the stub of one, a stand-in for CUDA lets it run on the CPU.
 
 rank.py [SCRIPT OF A CHECKOUT] plain|copus|alternating|moving=CHANGES|per_sample=FILE FLAGS...
 """
@@ -67,7 +68,8 @@ if __name__ == "__main__":
     if words[0].endswith(".py"):
         script = words.pop(0)
         use_checkout(Path(script).parent)
-    cuda_on_cpu.install()
+    if not importlib.import_module("torch").cuda.is_available():
+        cuda_on_cpu.install()
     kind, *flags = words
     if kind == "plain" or kind.startswith("per_sample="):
         sys.argv = [script, *flags]
