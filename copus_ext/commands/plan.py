@@ -66,6 +66,8 @@ TOKENS_A_PARAMETER = 20
 """Tokens of a run whose length is not given, for every parameter that a token meets."""
 _WEIGHED = 64
 """Configurations of a batch that the headroom looks at."""
+AUTO = "auto"
+"""In place of batches: the one to begin the run with."""
 _AT_ONCE = 16
 """Batches searched together: enough to share work, few enough for the memory."""
 
@@ -149,7 +151,7 @@ def add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool = True) -> None:
     where.add_argument("--nic-is-measured", action="store_true", help=words)
     where.add_argument("--intra", help="link of a GPU inside its node, such as 450GB/s")
     search = p.add_argument_group("search")
-    words = "512, or 64,128, or 64:4096:x2, or 64:256:+64"
+    words = "512, or 64,128, or 64:4096:x2, or 64:256:+64, or auto for the first batch of a run"
     search.add_argument("--global-batch-size", required=needs_batch, help=words)
     search.add_argument("--fix", default="", help="sizes to keep, such as tp=4,pp=2")
     search.add_argument("--max", default="", help="largest sizes, such as tp=8,micro_batch=16")
@@ -340,7 +342,7 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
     """What was asked for, and the plans with all that the headroom looks at."""
     from copus_ext.planner.report import Answer
 
-    weighed = ranked(args, planner, wanted)
+    weighed = ranked(args, planner, wanted, top=max(args.top, _WEIGHED if len(wanted) > 1 else 0))
     plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in weighed]
     for plan in plans:
         plan.ranked[:1] = [with_addition(args, planner, first) for first in plan.ranked[:1]]
@@ -368,12 +370,18 @@ def answer(args: argparse.Namespace) -> int:
 
     started = time.monotonic()
     planner = planner_of(args)
-    wanted = batches(args.global_batch_size)
     if args.explain is not None:
-        return explain(args, planner, wanted)
+        return explain(args, planner, batches(args.global_batch_size))
+    is_auto = args.global_batch_size == AUTO
+    first = first_batch_of(args, planner) if is_auto else None
+    if is_auto and first is None:
+        raise UsageProblem("--global-batch-size auto: no batch fits; give one to see why")
+    wanted = [first[1]["global_batch_size"]] if first else batches(args.global_batch_size)
     found, weighed = search(args, planner, wanted)
     firsts = [plan.ranked[0] for plan in found.plans if plan.ranked]
     headroom = headroom_of(args, planner, weighed)
+    if not is_auto and args.format != "flags" and len(found.plans) == len(wanted):
+        first = first_batch_of(args, planner)
     finish(args, [*(first.addition for first in firsts), *(found.additions or ())])
     if args.format == "json":
         about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
@@ -386,6 +394,7 @@ def answer(args: argparse.Namespace) -> int:
             warnings=[borrowed] if borrowed else [],
             elapsed_s=None if args.output else time.monotonic() - started,
             headroom=headroom and headroom[1],
+            first_batch=first and first[1],
         )
         write_output(report.dump(record), args.output)
     elif args.format == "flags":
@@ -401,6 +410,8 @@ def answer(args: argparse.Namespace) -> int:
         report.table(found, console, is_mixture=is_mixture, shows_cp=asked)
         if borrowed := borrowed_constants(args, planner):
             console.print(borrowed, highlight=False, markup=False)
+        if first is not None:
+            console.print(first[0], highlight=False, markup=False)
         if headroom is not None:
             console.print(headroom[0], highlight=False, markup=False)
         elif firsts:
@@ -432,9 +443,7 @@ def headroom_of(
     """What adapting the batch of a run can save, in a line and as JSON; None for a single batch."""
     from copus_ext.goodput.headroom import of_plans
 
-    model = planner.model
-    tokens = args.train_tokens or TOKENS_A_PARAMETER * float(model.num_active_parameters)
-    length = {"total_samples": tokens / model.seq_length, "tokens_per_sample": model.seq_length}
+    tokens, length = run_length(args, planner.model)
     found = of_plans(plans, **length)
     if found is None:
         return None
@@ -442,18 +451,47 @@ def headroom_of(
     return line, {"train_tokens": tokens, **found.to_json()}
 
 
-def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[Any]:
-    """The plans of all batches, a few at a time, or those before an interrupt."""
+def run_length(args: argparse.Namespace, model: Any) -> tuple[float, dict[str, float]]:
+    """The tokens of the run; and its samples and the tokens of one, by name."""
+    tokens = args.train_tokens or TOKENS_A_PARAMETER * float(model.num_active_parameters)
+    return tokens, {
+        "total_samples": tokens / model.seq_length,
+        "tokens_per_sample": model.seq_length,
+    }
+
+
+def first_batch_of(args: argparse.Namespace, planner: Any) -> tuple[str, dict[str, Any]] | None:
+    """The batch to begin the run with, whatever batches were asked for, in a line and as JSON; None
+    where no batch fits."""
+    from copus_ext.goodput.first_batch import doublings, first_batch
+    from copus_ext.goodput.headroom import rows_of
+
+    tokens, length = run_length(args, planner.model)
+    world_size = planner.cluster.world_size
+    # Powers of two times what is odd in the number of GPUs, which replicas may share.
+    odd = world_size // (world_size & -world_size)
+    sizes = sorted({size for unit in (1, odd) for size in doublings(unit, **length)})
+    found = first_batch(rows_of(ranked(args, planner, sizes, top=1)), **length)
+    if found is None:
+        return None
+    return f"over {tokens:.3g} tokens: {found.of_a_plan()}", {
+        "train_tokens": tokens,
+        **found.to_json(),
+    }
+
+
+def ranked(args: argparse.Namespace, planner: Any, wanted: list[int], *, top: int) -> list[Any]:
+    """The plans of all batches, a few at a time, or those before an interrupt; so many
+    configurations of each."""
     from tqdm import tqdm
 
     plans: list[Any] = []
     # No thread for one bar: a program that uses this function may mind signals.
     tqdm.monitor_interval = 0
-    with tqdm(total=len(wanted), unit="batch", delay=2, leave=False) as bar:
+    with tqdm(total=len(wanted), unit="batch", delay=2, leave=False, disable=None) as bar:
         for start in range(0, len(wanted), _AT_ONCE):
             some = wanted[start : start + _AT_ONCE]
             try:
-                top = max(args.top, _WEIGHED if len(wanted) > 1 else 0)
                 plans += planner.rank(some, top=top, list_rejected=args.rejected)
             except KeyboardInterrupt:
                 if not plans:

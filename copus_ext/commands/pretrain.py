@@ -102,6 +102,7 @@ def _train(
     from copus_ext.controller.flags import CopusConfig, check_has_copus
     from megatron.trainer.common.gpus import check_torch_build
     from megatron.trainer.config.arguments import parse_args, with_checkpoint_args
+    from megatron.trainer.config.training import AUTO
     from megatron.trainer.resilience.env_checks import check_environment, set_process_defaults
 
     args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
@@ -113,27 +114,23 @@ def _train(
     import torch
 
     from copus_ext.reshard import relaunch
-    from megatron.trainer.checkpoint.load import read_arguments
     from megatron.trainer.common import optional
     from megatron.trainer.train.pretrain import pretrain
 
-    if args.use_checkpoint_args and stored is not None:
-        args = with_checkpoint_args(args, stored.arguments)
-    elif args.use_checkpoint_args and args.load:
-        arguments = read_arguments(
-            Path(args.load),
-            step=args.ckpt_step,
-            fallback=args.ckpt_fallback,
-            trust_unverified=args.ckpt_trust_unverified,
-        )
-        args = with_checkpoint_args(args, arguments)
-    config = resolve_run(
-        args,
-        world_size,
+    if args.use_checkpoint_args and (stored is not None or args.load):
+        args = with_checkpoint_args(args, _stored_arguments(args, stored))
+    resolved = functools.partial(
+        resolve_run,
+        world_size=world_size,
         cuda_available=torch.cuda.is_available(),
         transformer_engine_available=optional.have_transformer_engine(),
         apex_available=optional.have_nvidia_apex(),
     )
+    if args.global_batch_size == AUTO:
+        config, own = _with_first_batch(args, stored, resolved)
+        more = [own, *more]
+    else:
+        config = resolved(args)
     callbacks = [*controllers(args, config), *more]
     outcome = pretrain(
         config,
@@ -147,6 +144,43 @@ def _train(
     if os.environ.get("RANK", "0") == "0" and args.copus and args.copus_mode == "act":
         tell_time_saved(outcome, code)
     return code
+
+
+def _stored_arguments(args: argparse.Namespace, stored: "Stored | None") -> "Mapping[str, Any]":
+    """The flags of the checkpoint that a run goes on from."""
+    from megatron.trainer.checkpoint.load import read_arguments
+
+    if stored is not None:
+        return stored.arguments
+    return read_arguments(
+        Path(args.load),
+        step=args.ckpt_step,
+        fallback=args.ckpt_fallback,
+        trust_unverified=args.ckpt_trust_unverified,
+    )
+
+
+def _with_first_batch(
+    args: argparse.Namespace,
+    stored: "Stored | None",
+    resolved: "Callable[[argparse.Namespace], Config]",
+) -> "tuple[Config, Callback]":
+    """The configuration of a run with `--global-batch-size auto`, and what checks that all ranks
+    have the same."""
+    from copus_ext.controller.auto_batch import SameBatch, with_batch
+    from copus_ext.controller.flags import controller_flags
+    from megatron.trainer.checkpoint.load import iterations_to_try
+
+    goes_on = stored is not None
+    if not goes_on and args.load:
+        step, fallback = args.ckpt_step, args.ckpt_fallback
+        goes_on = bool(iterations_to_try(Path(args.load), step=step, fallback=fallback)[0])
+    known = _stored_arguments(args, stored) if goes_on and not args.finetune else None
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    flags = controller_flags(args)
+    args, why = with_batch(args, flags, world_size, resolved=resolved, stored=known)
+    config = resolved(args)
+    return config.replace(notes=(*config.runtime.notes, why)), SameBatch()
 
 
 def resolve_run(args: argparse.Namespace, world_size: int, **have: bool) -> "Config":

@@ -437,6 +437,20 @@ def of_rows(rows: Sequence[ConfigThroughput], current: int, prior: Prior | None)
     return estimate(known, known.index(now), trajectories, source=prior.source)
 
 
+def rows_of(plans: Sequence[Plan]) -> list[ConfigThroughput]:
+    """The ranked configurations of some plans, with what is predicted of their throughputs."""
+    return [
+        ConfigThroughput(
+            configuration=r.configuration,
+            samples_per_s=r.prediction.samples_per_s,
+            relative_sd=r.prediction.step_rel_sd,
+            source=r.prediction.source,
+        )
+        for plan in plans
+        for r in plan.ranked
+    ]
+
+
 def of_plans(
     plans: Sequence[Plan], *, total_samples: float, tokens_per_sample: float
 ) -> Headroom | None:
@@ -448,16 +462,7 @@ def of_plans(
         total_samples: of the run.
         tokens_per_sample: for the published law.
     """
-    rows = [
-        ConfigThroughput(
-            configuration=r.configuration,
-            samples_per_s=r.prediction.samples_per_s,
-            relative_sd=r.prediction.step_rel_sd,
-            source=r.prediction.source,
-        )
-        for plan in plans
-        for r in plan.ranked
-    ]
+    rows = rows_of(plans)
     known = {"end": total_samples, "tokens_per_sample": tokens_per_sample}
     prior = Prior.published(start=0, **known)
     if prior is None or len({row.global_batch_size for row in rows}) < 2:

@@ -19,6 +19,7 @@ from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.extras import as_given
 from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.training import AUTO
 
 Stored = Callable[[Path], Mapping[str, Any]]
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
@@ -170,6 +171,8 @@ class LayoutFit:
         args = parse_args(flags, {"copus controller": CopusConfig})
         if args.use_checkpoint_args and args.load:
             args = with_checkpoint_args(args, self._of_checkpoint(Path(args.load)) or {})
+        if args.global_batch_size == AUTO:
+            args.global_batch_size = None  # the launch finds one that its layout can cut
         try:
             engines = optional.installed() if self._has_gpu else {}
             resolve(args, ranks, cuda_available=self._has_gpu, **engines)

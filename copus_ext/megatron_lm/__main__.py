@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import os
 import runpy
 import sys
@@ -64,6 +65,7 @@ def split(words: list[str]) -> tuple[Path, Any, list[str]]:
         UsageError: there is no such script, or a flag of the controller makes no sense.
     """
     from copus_ext.controller.flags import check_has_copus, controller_flags, given_by_value
+    from megatron.trainer.config.training import AUTO
 
     script = Path(words[0]) if words else None
     if script is None or script.suffix != ".py":
@@ -80,8 +82,18 @@ def split(words: list[str]) -> tuple[Path, Any, list[str]]:
         meant = f"; did you mean {near[0]}?" if near else "; --help lists those of the controller"
         raise UsageError(f"there is no flag {word}{meant}")
     check_has_copus(given_by_value(found), is_on=found.copus)
+    if AUTO in _values_of("--global-batch-size", rest):
+        raise UsageError(
+            f"--global-batch-size {AUTO} is known to the pretrain_gpt.py of COPUS alone; give the "
+            "number that `copus plan` names"
+        )
     is_on = found.copus and found.copus_mode != "off"
     return script, controller_flags(found) if is_on else None, rest
+
+
+def _values_of(flag: str, words: list[str]) -> list[str]:
+    apart = [value for word, value in itertools.pairwise(words) if word == flag]
+    return [*apart, *(word.partition("=")[2] for word in words if word.startswith(f"{flag}="))]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -61,6 +61,7 @@ def to_json(
     warnings: Sequence[str] = (),
     elapsed_s: float | None = None,
     headroom: dict[str, Any] | None = None,
+    first_batch: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The answer of `copus plan --json`, as `docs/plan.schema.json` describes it.
 
@@ -108,6 +109,8 @@ def to_json(
         record["micro_splits"] = [x.to_json() for x in some]
     if headroom is not None:
         answer["headroom"] = headroom
+    if first_batch is not None:
+        answer["first_batch"] = first_batch
     if elapsed_s is not None:
         answer["elapsed_s"] = round(elapsed_s, 3)
     return answer

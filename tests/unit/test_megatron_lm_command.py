@@ -44,6 +44,8 @@ def test_without_the_controller_the_script_runs_as_it_is(
         ["nowhere/pretrain_gpt.py", "--copus"],
         ["SCRIPT", "--copus-policy", "doubling"],
         ["SCRIPT", "--copus", "--copus-policy", "tripling"],
+        ["SCRIPT", "--copus", "--global-batch-size", "auto"],
+        ["SCRIPT", "--global-batch-size=auto"],
     ],
 )
 def test_wrong_usage_is_one_line_with_a_way_on(

@@ -200,7 +200,15 @@ def test_json_keeps_its_contract_and_is_the_same_every_time(
     record = json.loads(first)
     assert record["schema"] == "copus.plan/1"
     jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
-    assert set(record) == {"schema", "version", "inputs", "counts", "plans", "headroom"}
+    assert set(record) == {
+        "schema",
+        "version",
+        "inputs",
+        "counts",
+        "plans",
+        "headroom",
+        "first_batch",
+    }
     assert record["headroom"]["train_tokens"] == 20 * PRESETS["llama-2-7b"].num_parameters
     counts = record["counts"]
     assert counts["enumerated"] == counts["ranked"] + sum(counts["rejected"].values())

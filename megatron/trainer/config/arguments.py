@@ -24,6 +24,7 @@ from megatron.trainer.config.known_flags import (
     refused_beginnings,
 )
 from megatron.trainer.config.logging import profile_problems
+from megatron.trainer.config.training import AUTO
 
 TITLES = {
     "model": "model shape",
@@ -113,6 +114,7 @@ def _add_option(section: Any, spec: OptionSpec) -> None:
         settings["help"] = f"{text}{required}" + (f" Default: {spec.default}." if shown else "")
         if spec.choices is None:
             settings["metavar"] = {int: "N", float: "X", str: "TEXT"}[spec.kind]
+            settings["metavar"] += f"|{spec.word}" if spec.word else ""
     section.add_argument(*spec.strings, **settings)
 
 
@@ -266,6 +268,11 @@ def resolve(
     draft.require(world_size >= 1, f"world size {world_size} must be at least 1; start a rank")
     for name, flag in _required():
         draft.require(draft[name] is not None, f"{flag} is required; give it")
+    draft.require(
+        draft["global_batch_size"] != AUTO,
+        f"--global-batch-size {AUTO} is chosen where a run with --copus begins; give a number, "
+        "such as `copus plan` names",
+    )
     draft.stop_if_problems()
     derive(draft, environment)
     for problem in profile_problems(draft.values):

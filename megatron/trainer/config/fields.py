@@ -30,6 +30,8 @@ class Option:
     """Whether a run needs the flag to be given."""
     in_file: str | None = None
     """Flag of the file where this option stands; None for the command line."""
+    word: str | None = None
+    """A word that may stand for the value until the configuration is resolved."""
 
 
 def option(
@@ -39,6 +41,7 @@ def option(
     nargs: int | str | None = None,
     required: bool = False,
     in_file: str | None = None,
+    word: str | None = None,
 ) -> Any:
     """Declares a field that has a command-line option.
 
@@ -50,6 +53,7 @@ def option(
         nargs: number of values.
         required: whether a run needs the flag.
         in_file: flag of the file where the option stands in place of the command line.
+        word: may stand for the value until the configuration is resolved.
     """
     cli = Option(
         strings=strings,
@@ -57,6 +61,7 @@ def option(
         nargs=nargs,
         required=required,
         in_file=in_file,
+        word=word,
     )
     return dataclasses.field(default=default, metadata={_CLI: cli})
 
@@ -88,6 +93,8 @@ class OptionSpec:
     """The docstring below the field."""
     in_file: str | None = None
     """Flag of the file where the option stands; None for the command line."""
+    word: str | None = None
+    """A word that may stand for the value, or None."""
 
     def read(self, text: str) -> Any:
         """Reads one value as the command line does.
@@ -95,6 +102,8 @@ class OptionSpec:
         Raises:
             ValueError: the text is not a value of this option; says what would be.
         """
+        if text == self.word:
+            return text
         reader = {int: _whole_number, float: _number, str: str}[self.kind]
         value = reader(text)
         if self.choices is not None and value not in self.choices:
@@ -137,6 +146,7 @@ def option_specs(group: type) -> tuple[OptionSpec, ...]:
                 required=cli.required,
                 help=docs.get(field.name, ""),
                 in_file=cli.in_file,
+                word=cli.word,
             )
         )
     return tuple(specs)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from megatron.trainer.config.fields import derived, option
 
+AUTO = "auto"
+"""Stands for a global batch size that is still to be chosen."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
@@ -18,8 +21,9 @@ class BatchConfig:
     allow_uneven_micro_batches: bool = option(False)
     """Allow a smaller last micro-batch on every replica. The global batch then need not be a
     multiple of micro-batch size x data parallel size. Needs pipeline size 1."""
-    global_batch_size: int = option(None)
-    """Samples of one optimizer step. Default: micro-batch size x data parallel size."""
+    global_batch_size: int = option(None, word=AUTO)
+    """Samples of one optimizer step, or auto: with --copus the planner chooses the batch of the
+    first launch, and later ones keep it. Default: micro-batch size x data parallel size."""
     rampup_batch_size: tuple[int, ...] | None = option(None, nargs=3)
     """Three numbers: the first batch, the increment, and the samples over which the batch grows to
     --global-batch-size."""
