@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.trainer.config.batch_schedule import BatchSchedule
-from tests.distributed.worker_schedules import RAMP, SCHEDULES, SIXTY
+from tests.distributed.worker_schedules import RAMP, SCHEDULES, SHRUNK, SIXTY
 from tests.helpers.on_ranks import on_ranks
 from tests.unit.test_schedules import config_of, plain_rate
 
@@ -42,8 +42,11 @@ def test_an_observed_run_is_the_plain_run_bit_for_bit(runs: dict[str, Any], name
     assert column(runs[name], "learning_rate") == expected
 
 
-def check_rates(run: dict[str, Any], flags: str, *, least: float) -> None:
-    """Checks that all rates are between the least and the rule's, and reach the latter."""
+def check_rates(
+    run: dict[str, Any], flags: str, *, least: float, reference: int | None = None
+) -> None:
+    """Checks that all rates are between the least and the rule's, and reach the latter. The rates
+    of the flags are those of a reference batch, or of the batch of the flags at that place."""
     config = config_of(flags)
     of_flags, most = BatchSchedule.of(config), 0.05 * config.optim.lr_decay_samples
     # A record has the rate of the next step.
@@ -54,7 +57,7 @@ def check_rates(run: dict[str, Any], flags: str, *, least: float) -> None:
             break  # it takes what is left
         changed = consumed if batch != step["global_batch_size"] else changed
         plain = plain_rate(flags, consumed)
-        rule = plain * (batch / of_flags.at(consumed)) ** 0.5
+        rule = plain * (batch / (reference or of_flags.at(consumed))) ** 0.5
         own = least if consumed >= config.optim.lr_warmup_samples else plain * least / 1e-3
         rate = step["learning_rate"]
         assert own * (1 - 1e-12) <= rate <= max(rule, own) * (1 + 1e-12), consumed
@@ -73,6 +76,17 @@ def test_ten_steps_of_warm_up_stay_ten_steps(runs: dict[str, Any]) -> None:
     assert max(rates[:12]) >= 1e-3 * min(factor, 1.0), "the peak"
     print("held-out losses, plain and acting:", plain["evaluations"], acting["evaluations"])
     assert not told(acting, "warms up")
+
+
+def test_a_batch_that_shrinks_in_the_warm_up_leaves_it_as_it_is(runs: dict[str, Any]) -> None:
+    run = runs["shrunk"]
+    assert batches(run) == [8] * 3 + [2] * 12 + [4] * 24 + [16] * 9
+    check_rates(run, SHRUNK, least=2e-4, reference=8)
+    rates = dict(zip(column(run, "consumed_samples"), column(run, "learning_rate"), strict=True))
+    # The peak of the present batch at the end of the user's warm-up, and the least rate at the end.
+    assert rates[72] == max(rates[at] for at in rates if at < 144) == 1e-3 * (4 / 8) ** 0.5
+    assert rates[24] == pytest.approx(1e-3 * 24 / 72 * (2 / 8) ** 0.5)
+    assert rates[288] == pytest.approx(2e-4 * (16 / 8) ** 0.5)
 
 
 def test_lengths_in_iterations_are_said_once_in_samples(runs: dict[str, Any]) -> None:

@@ -24,6 +24,10 @@ SIXTY = """--train-iters 60 --lr-warmup-iters 10 --lr-decay-style cosine --min-l
 """What was stretched to a warm-up of 50 steps."""
 RAMP = """--rampup-batch-size 2 2 24 --train-samples 96 --lr-warmup-samples 16 --min-lr 1e-4
 --lr-decay-style cosine"""
+SHRUNK = """--train-samples 288 --lr-warmup-samples 72 --lr-decay-style cosine --min-lr 2e-4
+--adam-beta2 0.95 --weight-decay 0.1"""
+SIZES = "0:8 768:2 1536:4 4608:16"
+"""A batch that shrinks in the warm-up, 24 samples after its start, and grows later."""
 EXACT = "--rampup-batch-size 2 2 24 --train-iters 9 --lr-warmup-iters 4 --lr-decay-style linear"
 
 
@@ -70,9 +74,10 @@ def main(output: Path) -> Any:
     base = " ".join([*with_values(TINY, values), "--split 90,10,0"])
     results: dict[str, Any] = {}
 
-    def go(name: str, flags: str, *own: Any) -> None:
+    def go(name: str, flags: str | list[str], *own: Any) -> None:
         folder, out = output / name.replace(" ", "_"), io.StringIO()
-        run(flags.split(), folder, own, base=base, out=out)
+        words = flags.split() if isinstance(flags, str) else flags
+        run(words, folder, own, base=base, out=out)
         if dist.get_rank() == 0:
             names = ("consumed_samples", "global_batch_size", "learning_rate")
             results[name] = {
@@ -91,6 +96,8 @@ def main(output: Path) -> Any:
     go("sixty", SIXTY)
     go("sixty acting", SIXTY, controller())
     go("sixty kept", SIXTY, controller(copus_policy="static"))
+    schedule = f"{SHRUNK} --global-batch-size 16 --step-batch-size-schedule".split()
+    go("shrunk", [*schedule, SIZES], controller(copus_policy="step_schedule"))
     save = f"--save {output / 'ramp-saved'} --save-interval 3"
     go("ramp", f"{RAMP} {save}")
     go("ramp observed", RAMP, controller(copus_mode="observe"))
