@@ -26,6 +26,7 @@ from copus_ext.planner.request import (
     InputProblem,
     UsageProblem,
     add_model_flags,
+    batch_of_flags,
     batches,
     borrowed_constants,
     cluster_of,
@@ -38,6 +39,7 @@ from copus_ext.planner.request import (
     megatron_flag,
     model_of,
     notes_on,
+    samples_of_flags,
     sizes,
     timings_of,
     uses_tp_pp_dp_mapping,
@@ -364,6 +366,7 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
 
 def answer(args: argparse.Namespace) -> int:
     """Searches, prints and writes; returns the exit code."""
+    from copus_ext.goodput.lr_scaling import decay_words
     from copus_ext.planner import report
     from copus_ext.planner.better_machine import what_would_help
     from copus_ext.planner.explain import help_line, timing_line
@@ -382,7 +385,8 @@ def answer(args: argparse.Namespace) -> int:
     headroom = headroom_of(args, planner, weighed)
     if not is_auto and args.format != "flags" and len(found.plans) == len(wanted):
         first = first_batch_of(args, planner)
-    finish(args, [*(first.addition for first in firsts), *(found.additions or ())])
+    decay = decay_of(args, planner.model, wanted[0])
+    finish(args, [*(one.addition for one in firsts), *(found.additions or ())])
     if args.format == "json":
         about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
         record = report.to_json(
@@ -395,6 +399,7 @@ def answer(args: argparse.Namespace) -> int:
             elapsed_s=None if args.output else time.monotonic() - started,
             headroom=headroom and headroom[1],
             first_batch=first and first[1],
+            weight_decay=decay,
         )
         write_output(report.dump(record), args.output)
     elif args.format == "flags":
@@ -412,6 +417,10 @@ def answer(args: argparse.Namespace) -> int:
             console.print(borrowed, highlight=False, markup=False)
         if first is not None:
             console.print(first[0], highlight=False, markup=False)
+        if decay is not None:
+            words = f"weight decay: {decay_words(decay['timescale'])}"
+            line = f"{words} at batch {decay['global_batch_size']:,}"
+            console.print(line, highlight=False, markup=False)
         if headroom is not None:
             console.print(headroom[0], highlight=False, markup=False)
         elif firsts:
@@ -453,7 +462,8 @@ def headroom_of(
 
 def run_length(args: argparse.Namespace, model: Any) -> tuple[float, dict[str, float]]:
     """The tokens of the run; and its samples and the tokens of one, by name."""
-    tokens = args.train_tokens or TOKENS_A_PARAMETER * float(model.num_active_parameters)
+    tokens = args.train_tokens or (samples_of_flags(args) or 0.0) * model.seq_length
+    tokens = tokens or TOKENS_A_PARAMETER * float(model.num_active_parameters)
     return tokens, {
         "total_samples": tokens / model.seq_length,
         "tokens_per_sample": model.seq_length,
@@ -478,6 +488,20 @@ def first_batch_of(args: argparse.Namespace, planner: Any) -> tuple[str, dict[st
         "train_tokens": tokens,
         **found.to_json(),
     }
+
+
+def decay_of(args: argparse.Namespace, model: Any, batch: int) -> dict[str, Any] | None:
+    """The batch of the run's flags, or else this one, with the timescale of the weight decay there;
+    None where they give no learning rate for Adam."""
+    from copus_ext.goodput.lr_scaling import decay_timescale
+
+    lr, decay = megatron_flag(args, "lr"), megatron_flag(args, "weight_decay")
+    if not lr or not decay or megatron_flag(args, "optimizer") not in (None, "adam"):
+        return None
+    batch = batch_of_flags(args) or batch
+    samples = run_length(args, model)[1]["total_samples"]
+    tau = decay_timescale(batch, lr=lr, weight_decay=decay, samples=samples)
+    return {"global_batch_size": batch, "timescale": tau}
 
 
 def ranked(args: argparse.Namespace, planner: Any, wanted: list[int], *, top: int) -> list[Any]:

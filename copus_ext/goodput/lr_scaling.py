@@ -91,6 +91,29 @@ class Ramp:
         return iteration - self.start_iteration + 1 >= self.num_steps or self.end <= self.start
 
 
+def decay_timescale(batch: float, *, lr: float, weight_decay: float, samples: float) -> float:
+    """Share of a run whose updates the weights average at the peak learning rate, tau =
+    B / (lr x weight decay x D); above 1 the decay does little (arXiv 2505.13738, 2405.13698).
+
+    Args:
+        batch: B, samples.
+        lr: peak learning rate.
+        weight_decay: of AdamW, decoupled.
+        samples: D, of the run.
+
+    Returns:
+        The share, infinite without weight decay.
+    """
+    decay = lr * weight_decay * samples
+    return batch / decay if decay > 0.0 else math.inf
+
+
+def decay_words(tau: float) -> str:
+    """The timescale in words."""
+    share = f"{tau:.2g}" if tau < 10.0 else f"{tau:.0f}"
+    return f"tau = B / (lr x weight decay x D) is {share} of the run"
+
+
 MAX_RAMP_STEPS = 100
 MAX_RAMP_SHARE = 0.05
 """Of the learning rate's decay that the way up to a larger batch takes at most."""

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from copus_ext.goodput.lr_scaling import decay_timescale, decay_words
 from copus_ext.monitor.explain import (
     date,
     gain,
@@ -59,8 +60,23 @@ def facts(status: RunStatus, run: RunHistory) -> dict[str, str]:
         "took": "" if took_s is None else seconds(took_s),
         "of this": "; ".join(_time_spent(run)),
         "ranks": " then ".join(_short(_ranks(run))),
+        "weight decay": _weight_decay(run),
     }
     return {label: value for label, value in found.items() if value}
+
+
+def _weight_decay(run: RunHistory) -> str:
+    """The timescale of the weight decay of Adam, which every batch keeps where the decay per token
+    stays; empty where the flags do not tell it."""
+    config = run.config
+    samples = number(config.get("train_samples"))
+    lr, decay = number(config.get("lr")), number(config.get("weight_decay"))
+    batch = number(config.get("copus_reference_batch_size"))
+    batch = batch or number(config.get("initial_global_batch_size"))
+    if config.get("optimizer") != "adam" or not (samples and lr and decay and batch):
+        return ""
+    tau = decay_timescale(batch, lr=lr, weight_decay=decay, samples=samples)
+    return f"{decay_words(tau)} at batch {batch:,.0f}"
 
 
 def _time_spent(run: RunHistory) -> list[str]:

@@ -62,6 +62,7 @@ def to_json(
     elapsed_s: float | None = None,
     headroom: dict[str, Any] | None = None,
     first_batch: dict[str, Any] | None = None,
+    weight_decay: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The answer of `copus plan --json`, as `docs/plan.schema.json` describes it.
 
@@ -111,6 +112,8 @@ def to_json(
         answer["headroom"] = headroom
     if first_batch is not None:
         answer["first_batch"] = first_batch
+    if weight_decay is not None:
+        answer["weight_decay"] = weight_decay
     if elapsed_s is not None:
         answer["elapsed_s"] = round(elapsed_s, 3)
     return answer

@@ -292,6 +292,20 @@ def megatron_flag(args: argparse.Namespace, name: str) -> Any:
     return getattr(found, name) if name in found.explicit_flags else None
 
 
+def samples_of_flags(args: argparse.Namespace) -> float | None:
+    """The length of the run in samples, where `--megatron-args` give it, else None."""
+    if samples := megatron_flag(args, "train_samples"):
+        return float(samples)
+    steps, batch = megatron_flag(args, "train_iters"), batch_of_flags(args)
+    return float(steps * batch) if steps and batch else None
+
+
+def batch_of_flags(args: argparse.Namespace) -> int | None:
+    """The global batch size of `--megatron-args`, else None."""
+    batch = megatron_flag(args, "global_batch_size")
+    return batch if isinstance(batch, int) else None
+
+
 def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
     """What of a Megatron-LM command line the answer does not depend on, a line each."""
     args = _parsed(megatron_args)

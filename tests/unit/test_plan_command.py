@@ -378,6 +378,40 @@ def test_what_the_answer_does_not_depend_on_is_told(capsys: pytest.CaptureFixtur
     assert code == 0 and not err and out == again
 
 
+def test_flags_of_a_run_tell_its_length_and_its_weight_decay(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shape = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128"
+    shape += " --max-position-embeddings 128 --vocab-size 1000 --overlap-grad-reduce"
+    where = "--cluster a100-80g:8 --global-batch-size 64 --top 1"
+    rates = "--lr 1e-3 --weight-decay 0.1"
+    for length in ("--train-samples 1000000", "--train-iters 15625 --global-batch-size 64"):
+        flags = f"--megatron-args '{shape} {rates} {length}'"
+        _, out, _ = run(capsys, f"{where} {flags}")
+        assert "\nover 1.28e+08 tokens: a first batch of" in out
+        assert (
+            "\nweight decay: tau = B / (lr x weight decay x D) is 0.64 of the run at batch 64\n"
+            in out
+        )
+        told = json.loads(run(capsys, f"{where} {flags} --json")[1])["weight_decay"]
+        assert told == {"global_batch_size": 64, "timescale": pytest.approx(0.64)}
+    # The rates are those of the batch of the flags, whatever batches are asked for.
+    flags = f"--megatron-args '{shape} {rates} --train-samples 1000000 --global-batch-size 128'"
+    assert "is 1.3 of the run at batch 128\n" in run(capsys, f"{where} {flags}")[1]
+    for other in ("--lr 1e-3", rates + " --optimizer sgd"):
+        assert "tau" not in run(capsys, f"{where} --megatron-args '{shape} {other}'")[1]
+
+
+def test_auto_ranks_the_layouts_of_the_first_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    first = json_of(capsys, f"{SEVEN} --global-batch-size auto --top 2")
+    named = json.loads(run(capsys, f"{SEVEN} --global-batch-size 64 --json")[1])["first_batch"]
+    assert first["global_batch_size"] == named["global_batch_size"]
+    best = first["ranked"][0]["configuration"]
+    assert all(f"{name}{best[name]}" in named["layout"].split(".") for name in ("tp", "pp", "dp"))
+    code, _, err = run(capsys, "--model gpt3-175b --cluster a100-80g:8 --global-batch-size auto")
+    assert code == 2 and "no batch fits; give one to see why" in err
+
+
 MIXTRAL = "--model mixtral-8x7b --seq-length 4096 --cluster h100-80g:32 --global-batch-size 128"
 
 

@@ -256,6 +256,27 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, steps: int | Non
     assert render(shown).count("<svg") == (4 if steps else 0)
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, "tau = B / (lr x weight decay x D) is 0.2 of the run at batch 8"),
+        (
+            {"copus_reference_batch_size": 16},
+            "tau = B / (lr x weight decay x D) is 0.4 of the run at batch 16",
+        ),
+        ({"optimizer": "sgd"}, None),
+        ({"weight_decay": 0.0}, None),
+        ({"lr": "fast"}, None),
+    ],
+)
+def test_the_timescale_of_the_weight_decay_is_told(
+    tmp_path: Path, more: dict[str, Any], told: str | None
+) -> None:
+    rates = {"optimizer": "adam", "lr": 0.1, "weight_decay": 0.1, "initial_global_batch_size": 8}
+    WrittenRun(tmp_path, **{**rates, **more}).step(2)
+    assert report_of(RunReader(tmp_path)).facts.get("weight decay") == told
+
+
 def test_of_a_run_its_journal_alone_makes_a_page(run: Path, tmp_path: Path) -> None:
     shutil.copy(run / "journal.jsonl", tmp_path / "kept.journal.jsonl")
     shown = report_of(RunReader(tmp_path / "kept.journal.jsonl"))

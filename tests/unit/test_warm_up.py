@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from copus_ext.goodput.lr_scaling import Ramp, RateRules
+from copus_ext.goodput.lr_scaling import Ramp, RateRules, decay_timescale, decay_words
 from megatron.trainer.common.step_settings import StepSettings, set_rates
 from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config.arguments import parse_args, resolve
@@ -79,6 +81,39 @@ def test_rates_after_going_up_and_down_equal_those_of_a_run_that_never_changed(l
         group = changing[0].param_groups[0]
         assert group["betas"][1] == (0.95 if batch == 16 else settings.beta2)
     assert changing[0].param_groups == plain[0].param_groups
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+def test_the_timescale_is_the_share_of_a_run_in_which_weights_fall_by_e(batch: int) -> None:
+    """AdamW, a constant rate and no gradient; the batches that rates follow have the same."""
+    flags: dict[str, float] = {"lr": 2e-3, "weight_decay": 0.5, "samples": 40_000}
+    tau = decay_timescale(batch, **flags)
+    weight = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], lr=flags["lr"], weight_decay=flags["weight_decay"])
+    for _ in range(round(tau * flags["samples"] / batch)):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    assert float(weight) == pytest.approx(math.exp(-1.0), rel=2e-3)
+    rules: Any = RateRules(
+        reference_batch=batch,
+        beta2=0.95,
+        lr="sqrt",
+        weight_decay="tokens",
+        beta2_rule="const",
+        ramp_steps=0,
+    )
+    after = rules.at(4 * batch, rules.lr_factor(4 * batch))
+    lr = flags["lr"] * after["lr_factor"]
+    decay = flags["weight_decay"] * after["weight_decay_factor"]
+    again = decay_timescale(4 * batch, lr=lr, weight_decay=decay, samples=flags["samples"])
+    assert again == pytest.approx(tau)
+
+
+def test_without_weight_decay_the_timescale_has_no_end() -> None:
+    tau = decay_timescale(8, lr=1e-3, weight_decay=0.0, samples=100)
+    assert tau == math.inf and decay_words(tau).endswith("is inf of the run")
+    assert decay_words(0.2136).endswith("is 0.21 of the run")
+    assert decay_words(1500.0).endswith("is 1500 of the run")
 
 
 def test_no_least_rate_is_above_that_of_the_schedule() -> None:
