@@ -21,6 +21,8 @@ _DOUBT = (0.5, 1.0, 2.0)
 
 _MIN_COMPARED = 0.9
 """Least share of the time that must be comparable."""
+_MANY_SAMPLES = 1.1
+"""Times the samples from which a line names them."""
 _MAX_SCATTER = 0.3
 """Most relative standard deviation of the speed of a configuration that was not timed itself: a
 noisy machine, or links that change, can put what others tell of it wrong by any factor."""
@@ -70,6 +72,10 @@ class TimeSaved:
     """Whether most of that time depends on the bound of the critical batch size alone."""
     by_prediction: bool
     """Whether the speed of the first configuration is in part derived from that of others."""
+    samples: float
+    """Samples trained."""
+    staying_samples: float
+    """Samples of the first configuration to the same progress."""
 
     @property
     def share(self) -> float:
@@ -125,6 +131,8 @@ def time_saved(segments: Sequence[Segment]) -> TimeSaved | None:
         by_batch=bool(of_batch),
         by_bound=2.0 * bound_s > sum(_staying_s(s) for s in of_batch),
         by_prediction=any(s.first_sd for s in others),
+        samples=sum(s.samples for s in segments),
+        staying_samples=sum(s.samples * _more_samples(s) for s in segments),
     )
 
 
@@ -138,11 +146,16 @@ def _staying_s(s: Segment, *, factor: float = 1.0, sds: float = 0.0) -> float:
     times a factor, and so many standard deviations faster."""
     if s.is_first or s.first_samples_per_s is None:
         return max(s.seconds - s.overhead_s, 0.0)
-    more = 1.0
-    if s.critical_batch_size is not None:
-        phi = factor * s.critical_batch_size
-        more = (1.0 + s.first_batch / phi) / (1.0 + s.batch / phi)
-    return s.samples * more / s.first_samples_per_s / (1.0 + sds * s.first_sd)
+    samples = s.samples * _more_samples(s, factor=factor)
+    return samples / s.first_samples_per_s / (1.0 + sds * s.first_sd)
+
+
+def _more_samples(s: Segment, *, factor: float = 1.0) -> float:
+    """Samples of the first batch that bring as far as one of a segment."""
+    if s.critical_batch_size is None:
+        return 1.0
+    phi = factor * s.critical_batch_size
+    return (1.0 + s.first_batch / phi) / (1.0 + s.batch / phi)
 
 
 # From the files of a run.
@@ -349,7 +362,8 @@ def so_far(run: RunHistory) -> tuple[str, TimeSaved | None]:
     share = _percent(found.share)
     side = f"{share} % {'less' if found.share > 0.0 else 'more'} time than"
     side = "as much time as" if share == "0.0" else side
-    return f"{side} staying at {first}{_doubt(found)}{_lacking(run)}", found
+    words = f"{side} staying at {first}{_doubt(found)}{_lost_steps(found)}{_lacking(run)}"
+    return words, found
 
 
 def line_at_end(run_dir: Path) -> str:
@@ -394,6 +408,13 @@ def _doubt(found: TimeSaved) -> str:
     size = "the bound of the critical batch size" if found.by_bound else "the critical batch size"
     reasons = [size] * found.by_batch + ["the predicted speed"] * found.by_prediction
     return f" ({span}, by {' and '.join(reasons)})"
+
+
+def _lost_steps(found: TimeSaved) -> str:
+    """How many times the samples staying would need, where it has so many too few steps that at
+    equal samples it is far behind, however fast it is."""
+    ratio = found.staying_samples / found.samples
+    return f"; staying needs {ratio:.1f} times the samples" if ratio >= _MANY_SAMPLES else ""
 
 
 def _lacking(run: RunHistory) -> str:

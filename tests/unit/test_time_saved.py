@@ -111,6 +111,66 @@ def test_the_range_is_that_of_half_and_twice_the_critical_batch_size() -> None:
     assert (found.low, found.high) == (pytest.approx(share(4.0)), pytest.approx(share(16.0)))
 
 
+FAR_START = [
+    (256, 256, 0.76, 0.0, 42),
+    (32, 768, 2.36, 0.13, 42),
+    (16, 320, 1.95, 0.05, 24),
+    (32, 640, 2.62, 0.5, 42),
+    (32, 1280, 6.57, 0.77, 37),
+    (32, 3200, 12.02, 1.87, 96),
+    (32, 1984, 6.36, 0.7, 118),
+    (32, 3360, 9.66, 0.89, 137),
+    (32, 2400, 6.71, 0.62, 155),
+    (128, 2560, 5.5, 0.26, 164),
+    (32, 640, 2.44, 0.29, 177),
+    (128, 2560, 7.57, 0.33, 180),
+    (128, 5632, 13.51, 1.4, 222),
+]
+"""A run on real text that began with a batch of 256: batch, samples, seconds, those of pauses and
+decisions, and the critical batch size that decisions went by."""
+STATIC_AT = {6464: 70.0, 8448: 87.0, 11808: 120.2, 14208: 146.5, 25600: 175.6}
+"""Samples of that run, and the seconds after which batch 256 alone, at 315.5 samples a second, had
+the same loss. It took 55,400 samples in place of 25,600."""
+
+
+def test_a_start_that_is_far_off_is_paid_for_by_who_stays() -> None:
+    """The steps that a batch of 256 has too few of count, as a run of it shows."""
+    segments, told = [], {}
+    for batch, samples, seconds, overhead_s, phi in FAR_START:
+        segments.append(
+            Segment(
+                samples=float(samples),
+                seconds=seconds,
+                overhead_s=overhead_s,
+                batch=batch,
+                first_batch=256,
+                is_first=batch == 256,
+                critical_batch_size=float(phi),
+                first_samples_per_s=315.5,
+            )
+        )
+        found = time_saved(segments)
+        assert found is not None
+        told[int(found.samples)] = found
+    for samples, static_s in STATIC_AT.items():
+        found = told[samples]
+        true = 1.0 - found.taken_s / static_s
+        assert found.low < true < found.high and abs(found.share - true) < 0.05, samples
+    assert told[25600].staying_samples == pytest.approx(55_400, rel=0.05)
+
+
+def test_the_samples_that_staying_lacks_are_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, batch=32)
+    run.step(10, 1.0)
+    run.speeds[32] = 32.0, "measured"
+    run.decide(4)
+    run.step(40, 0.5)
+    # 160 samples in batches of 4 are (1 + 32/8) / (1 + 4/8) = 3.33 times as many in batches of 32.
+    more = (320.0 + 160.0 * 5.0 / 1.5) / 480.0
+    assert run.line.endswith(f"; staying needs {more:.1f} times the samples")
+    assert "samples" not in grown(tmp_path / "grown").line
+
+
 def test_a_speed_that_was_not_measured_widens_the_range() -> None:
     sure = time_saved([AWAY])
     unsure = time_saved([dataclasses.replace(AWAY, first_sd=0.1)])
