@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from copus_ext.controller.flags import CopusConfig
 from copus_ext.launch import restart_policy
 from copus_ext.launch.failure import Failure
 from copus_ext.launch.layout_fit import LayoutFit, NoFit, layouts_for
@@ -363,6 +364,17 @@ def test_other_ranks_get_a_layout_with_the_batch_kept(tmp_path: Path) -> None:
     assert resolve(parse_args(fit.first_flags(4)[0]), 4).layout == Layout(pp=4), (
         "as the checkpoint has it"
     )
+
+
+def test_a_batch_that_is_still_to_be_chosen_fits_any_layout() -> None:
+    """The launch takes a multiple of what its layout can cut, whatever the ranks are."""
+    flags = "--tensor-model-parallel-size 2 --copus --global-batch-size auto"
+    fit = of_flags(flags)
+    assert fit.first_flags(2) == (fit.flags, "")
+    less, line = fit.first_flags(1)
+    assert "start 1 ranks under tp1.pp1.dp1: world size 1" in line
+    args = parse_args(less, {"copus controller": CopusConfig})
+    assert args.global_batch_size == "auto" and args.tensor_model_parallel_size == 1
 
 
 def test_flags_that_fit_stay_and_ranks_that_no_layout_can_use_are_refused() -> None:
