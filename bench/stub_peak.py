@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from megatron.trainer.resilience.env_checks import import_core, set_process_defaults
@@ -26,7 +27,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from megatron.trainer.common.device import use_device  # noqa: E402
+from megatron.trainer.common.device import settle_memory, use_device  # noqa: E402
 from megatron.trainer.config.arguments import parse_args, resolve  # noqa: E402
 from megatron.trainer.model.gpt import build_model  # noqa: E402
 from megatron.trainer.optim.optimizer import build_optimizer, optimizer_step  # noqa: E402
@@ -57,7 +58,8 @@ def balance_experts(config: Any) -> None:
 
 
 def peak_of(world: int, rank: int, flags: list[str]) -> dict[str, Any]:
-    """Bytes of the third step: `held` before it, `peak` allocated in it, `reserved` by then."""
+    """Bytes of the third step: `held` before it, `peak` allocated in it, `reserved` by then; and
+    what is `needed`."""
     config = resolve(parse_args(flags), world, cuda_available=True)
     config = config.replace(padded_vocab_size=VOCAB_SIZE)
     micro, layout, seq = config.batch.micro_batch_size, config.layout, config.batch.seq_length
@@ -68,6 +70,7 @@ def peak_of(world: int, rank: int, flags: list[str]) -> dict[str, Any]:
         model = build_model(config, groups, device, draw=False)
         if config.moe.num_experts:
             balance_experts(model.core_config)
+        settle_memory(device)
         optimizer: Any = build_optimizer(config, model, groups)
         optimizer.get_grad_norm = lambda: 1.0
         count = config.batch.global_batch_size // micro // layout.dp
@@ -83,11 +86,8 @@ def peak_of(world: int, rank: int, flags: list[str]) -> dict[str, Any]:
         if layout.pp > 1:
             link = P2PCommunicator(groups.pp, model.core_config)
             messages = {"p2p_communicator": link, "pg_collection": groups}
-        for step in range(3):
-            if step == 2:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                held = torch.cuda.memory_allocated()
+
+        def take_step() -> None:
             for chunk in model.chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
@@ -104,11 +104,35 @@ def peak_of(world: int, rank: int, flags: list[str]) -> dict[str, Any]:
                 **messages,
             )
             optimizer_step(optimizer)
-    return {
-        "held": held,
-        "peak": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
-    }
+
+        for step in range(3):
+            if step == 2:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+                held = torch.cuda.memory_allocated()
+            take_step()
+        seen = {
+            "held": held,
+            "peak": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
+        return {**seen, "needed": needed(take_step, seen["reserved"])}
+
+
+def needed(take_step: Callable[[], None], reserved: int) -> int:
+    """The smallest memory, in steps of 1 %, in which a step ends. Where it runs full, the allocator
+    gives back what is cached, so that this is less than what it reserves with room to spare."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    found = reserved
+    for percent in range(99, 50, -1):
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(percent / 100 * reserved / total)
+        try:
+            take_step()
+        except torch.OutOfMemoryError:
+            break
+        found = percent * reserved // 100
+    return found
 
 
 def main() -> None:

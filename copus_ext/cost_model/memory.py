@@ -288,7 +288,7 @@ def _of_stages(
         "context": np.broadcast_to(context, held.shape),
     }
     moving = stages["activations"] + stages["logits"] + stages["buffers"]
-    stages["fragmentation"] = (FRAGMENTATION - 1) * moving
+    stages["fragmentation"] = (FRAGMENTATION - 1) * moving + _embedding_gap(rows, stage)
     if correction != AS_PREDICTED:
         for name in MOVING:
             stages[name] = correction.moving * stages[name]
@@ -297,6 +297,14 @@ def _of_stages(
         free = correction.moving * FRAGMENTATION * moving
         stages["optimizer"] = stages["optimizer"] + np.maximum(copied * owned - free, 0.0)
     return {name: np.where(inside, values, 0.0) for name, values in stages.items()}
+
+
+def _embedding_gap(rows: ConfigBatch, stage: Any) -> Any:
+    """[m, n] bytes for the gradient of the embedding before it is added to the others, in plain
+    torch on a GPU. Where logits have been it finds room. A first stage without them frees its
+    activations by then, but in pieces with others between them."""
+    gradient = rows.element_bytes * rows.padded_vocab_size / rows.tp * rows.hidden_size
+    return np.where(rows.plain_on_gpu & (rows.pp > 1) & (stage == 0), gradient, 0.0)
 
 
 def _ends_on_gpu(rows: ConfigBatch, stage: Any) -> tuple[Any, Any]:
@@ -350,8 +358,10 @@ def _layer_bytes(rows: ConfigBatch, routed: Any = None, working: Any = 0.0) -> t
     if routed is not None:
         saved = saved + routed
     kept = share * message_bytes(rows) + (1 - share) * saved
-    # In plain torch what the activation gave has a gradient of its own.
-    matrices = rows.mlp_matrices + np.where(rows.plain_on_gpu, 1.0, 0.0)
+    # In plain torch what the activation gave has a gradient of its own, and of GELU the derivative
+    # is made of columns, unless a compiler makes it one kernel.
+    derivative = np.where(rows.mlp_matrices == 2, 4.0, 1.0)
+    matrices = rows.mlp_matrices + np.where(rows.plain_on_gpu, derivative, 0.0)
     mlp = matrices * rows.ffn_hidden_size / rows.tp
     again = np.where(share == 1, saved, core)
     gathered = np.where(rows.plain_on_gpu, gathered_bytes(rows), 0.0)

@@ -19,6 +19,7 @@ LIBRARIES = (
     "libcublasLt.so.13",
     "libcublas.so.13",
     "libnccl.so.2",
+    "libnvidia-ml.so.1",
 )
 
 

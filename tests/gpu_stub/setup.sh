@@ -79,6 +79,8 @@ library libcudart.so.13 "$cuda/lib/libcudart.so.13" versioned streams memory dev
 library libcublas.so.13 "$cuda/lib/libcublas.so.13" versioned blas
 library libcublasLt.so.13 "$cuda/lib/libcublasLt.so.13" versioned blas_lt
 library libnccl.so.2 "$nvidia/nccl/lib/libnccl.so.2" plain nccl_numbers nccl_messages nccl_comms
-library libcuda.so.1 "" plain driver
+library libcuda.so.1 "" plain driver virtual_memory
+gcc -shared -fPIC -O3 "$here/cuda/management.c" -o "$out/libnvidia-ml.so.1" \
+    -Wl,-soname,libnvidia-ml.so.1
 echo "$wanted" >"$out/done"
 echo "$python"

@@ -12,6 +12,7 @@ CHECKED = [
     "gpt, 4 tp2 sp",
     "llama, 1 pp4 stage 1",
     "llama, 1 tp2",
+    "llama, 2 dp4",
     "long, 1 cp2",
     "experts, 1 ep2",
 ]
@@ -21,4 +22,4 @@ CHECKED = [
 def test_the_planner_knows_what_a_step_allocates(name: str) -> None:
     row = row_of(POINTS[name], measured(POINTS[name]))
     assert abs(row["error_of_moving"]) < 0.03, row
-    assert abs(row["error"]) < 0.15, "what is reserved beside it, in holes"
+    assert abs(row["error"]) < 0.05, "what is reserved beside it, in holes"

@@ -138,6 +138,7 @@ def test_the_rotary_embedding_keeps_tensors_in_a_cache_that_can_be_cleared() -> 
         (distrib_optimizer, "Adam"),
         (distrib_optimizer, "HAVE_APEX_OR_TE"),
         (clip_grads, "l2_norm_impl"),
+        (clip_grads, "multi_tensor_scale_impl"),
         (distrib_optimizer, "USING_APEX_OPTIMIZER"),
     ],
 )

@@ -55,14 +55,15 @@ def use_fused_adam() -> None:
     distributed.USING_APEX_OPTIMIZER = True
 
 
-def use_norm_on_device() -> None:
-    """Gives megatron-core a norm that is computed where the gradients are, where neither
-    Transformer Engine nor apex is there: with its own the host waits for each tensor.
-    Idempotent."""
+def use_clipping_on_device() -> None:
+    """Gives megatron-core a norm that is computed where the gradients are, and a product in place,
+    where neither Transformer Engine nor apex is there. With its own norm the host waits for each
+    tensor, and its own product needs room for the largest gradient once more. Idempotent."""
     if have_transformer_engine() or have_nvidia_apex():
         return
     clip_grads: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
     clip_grads.l2_norm_impl = _l2_norm
+    clip_grads.multi_tensor_scale_impl = _scale
 
 
 def _l2_norm(
@@ -71,6 +72,16 @@ def _l2_norm(
     """As apex's `multi_tensor_l2norm`: the norm of all tensors together, [1] in fp32."""
     norms = torch._foreach_norm(tensor_lists[0], 2, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+def _scale(
+    chunk_size: int, overflow: torch.Tensor, tensor_lists: list[list[torch.Tensor]], scale: float
+) -> None:
+    """As apex's `multi_tensor_scale`: the second list becomes the first one times a number."""
+    read, written = tensor_lists
+    if read is not written:
+        torch._foreach_copy_(written, read)
+    torch._foreach_mul_(written, scale)
 
 
 def optimizer_config(config: Config) -> OptimizerConfig:
@@ -95,7 +106,7 @@ def build_optimizer(
         step.
     """
     use_fused_adam()
-    use_norm_on_device()
+    use_clipping_on_device()
     core = optimizer_config(config)
     optimizer = get_megatron_optimizer(
         core,

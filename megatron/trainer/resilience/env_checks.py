@@ -33,6 +33,9 @@ SUPPORTED_CORE = ">=0.16.1,<0.20"
 _COMPUTES = "torch", "megatron-core", "transformer-engine", "triton"
 _MAX_PORT = 65535
 _TORCH_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Settings of torch's allocator on GPUs: the name, and what it was up to 2.8."""
+_ALLOCATOR_OF_AMD = "PYTORCH_HIP_ALLOC_CONF"
 
 
 def check_environment() -> None:
@@ -237,6 +240,9 @@ def set_process_defaults() -> None:
     never_collect_inherited()
     os.environ.setdefault(_TORCH_RESTART, "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if not any(name in os.environ for name in (*_ALLOCATOR, _ALLOCATOR_OF_AMD)):
+        # Else small tensors settle where a large one was, which then needs a segment of its own.
+        os.environ.update(dict.fromkeys(_ALLOCATOR, "expandable_segments:True"))
 
 
 if __name__ == "__main__":

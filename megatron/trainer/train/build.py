@@ -16,7 +16,7 @@ from megatron.trainer.checkpoint.load import Stored, load_weights
 from megatron.trainer.checkpoint.save import Checkpointer
 from megatron.trainer.checkpoint.writer_process import end_writer_process
 from megatron.trainer.common.collectives import broadcast_from_rank0
-from megatron.trainer.common.device import Device
+from megatron.trainer.common.device import Device, settle_memory
 from megatron.trainer.common.errors import TrainingFailure, UsageError
 from megatron.trainer.common.signals import StopAsked
 from megatron.trainer.common.train_state import TrainState
@@ -54,6 +54,7 @@ def build_job(
     tracker = services.tracker
     groups = groups_of(config)
     model = build_model(config, groups, device)
+    settle_memory(device)
     optimizer = build_optimizer(config, model, groups)
     if stored is not None:
         load_weights(stored, config, model, optimizer, groups)

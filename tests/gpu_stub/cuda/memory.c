@@ -43,6 +43,27 @@ static int find(struct block **list, const void *p) {
     return found;
 }
 int stub_device_of(const void *p) { return find(&blocks, p); }
+/* Counts bytes of a device; 0: it has not so many left. */
+int stub_take_bytes(int device, size_t n) {
+    pthread_mutex_lock(&stub_mutex);
+    int fits = CONTEXT + used[device] + n <= stub_device_bytes();
+    if (fits) used[device] += n;
+    pthread_mutex_unlock(&stub_mutex);
+    return fits;
+}
+void stub_give_bytes(int device, size_t n) {
+    pthread_mutex_lock(&stub_mutex);
+    used[device] -= n;
+    pthread_mutex_unlock(&stub_mutex);
+}
+/* Places in a range of addresses, for `stub_device_of`. */
+void stub_add_block(char *start, size_t n, int device) { add(&blocks, start, n, device); }
+void stub_take_block(void *start) {
+    pthread_mutex_lock(&stub_mutex);
+    struct block *block = take(&blocks, start);
+    pthread_mutex_unlock(&stub_mutex);
+    free(block);
+}
 static int is_pinned(const void *p) { return find(&pinned_blocks, p) >= 0; }
 
 /* ---- allocations ------------------------------------------------------------------------------- */
@@ -55,11 +76,7 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 }
 cudaError_t cudaMalloc(void **p, size_t n) {
     n = UP(n ? n : 1, PIECE);
-    pthread_mutex_lock(&stub_mutex);
-    int fits = CONTEXT + used[stub_device] + n <= stub_device_bytes();
-    if (fits) used[stub_device] += n;
-    pthread_mutex_unlock(&stub_mutex);
-    if (!fits) return cudaErrorMemoryAllocation;
+    if (!stub_take_bytes(stub_device, n)) return cudaErrorMemoryAllocation;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     char *whole = mmap(0, n + PIECE, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (whole == MAP_FAILED) return cudaErrorMemoryAllocation;

@@ -26,6 +26,11 @@ int stub_enqueue(void *handle, void (*run)(void *), void *argument, int here);
 /* The device that an address belongs to; -1: memory of the host. */
 int stub_device_of(const void *p);
 
+int stub_take_bytes(int device, size_t n);
+void stub_give_bytes(int device, size_t n);
+void stub_add_block(char *start, size_t n, int device);
+void stub_take_block(void *start);
+
 /* Devices that torch sees, and bytes of each. */
 int stub_device_count(void);
 size_t stub_device_bytes(void);
