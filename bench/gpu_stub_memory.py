@@ -4,8 +4,10 @@
 
 Needs `bash tests/gpu_stub/setup.sh`, and no GPU: torch's own allocator counts on a stub of CUDA
 (`bench/stub_peak.py`). Each point is one rank of one layout. A third of the points were not looked
-at when the rows of `cost_model/memory.py` were written. `--again` only predicts anew, of points
-that the results file has. Writes docs/results/gpu_stub_memory.json.
+at when the rows of `cost_model/memory.py` were written; two terms of stages without logits (GELU's
+derivative, the gradient of the embedding) came later, when errors of all points were known. No
+number was fitted to them. `--again` only predicts anew, of points that the results file has. Writes
+docs/results/gpu_stub_memory.json.
 
 Errors are against what the allocator reserves with room to spare, with segments that grow, as the
 trainer has them. Out of memory is where a step does not end: the allocator's limit was lowered by
