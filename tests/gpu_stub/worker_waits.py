@@ -66,9 +66,21 @@ class Waits(Callback):
             self._found[place()] += 1
             synchronize(*args, **kwargs)
 
+        for kind in (torch.cuda.Stream, torch.cuda.Event):
+            self._watch_kind(kind)
         warnings.simplefilter("always")
         warnings.showwarning, torch.cuda.synchronize = seen, wait
         torch.cuda.set_sync_debug_mode("warn")
+
+    def _watch_kind(self, kind: Any) -> None:
+        """Counts waits for a stream or an event, of which torch does not warn."""
+        synchronize = kind.synchronize
+
+        def wait(of: Any) -> None:
+            self._found[place()] += 1
+            synchronize(of)
+
+        kind.synchronize = wait
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         total = self._runtime.stub_count(0)

@@ -277,14 +277,15 @@ class Balance:
                 none = [0.0] * self.num_experts
                 known = fractions or state.expert_fractions
                 own = known[self.layers.index(layer)] if known else none
-                router.fractions = router.sums.new_tensor(own)
+                fractions_of_layer = torch.tensor(own, dtype=router.sums.dtype)
+                router.fractions = fractions_of_layer.to(router.sums.device, non_blocking=True)
 
     def give_biases(self, chunks: Sequence[Any], state: TrainState) -> None:
         """Gives the routers of this rank the biases of the run."""
         for layer, router in routers_of(chunks) if state.expert_biases else ():
             own = torch.tensor(state.expert_biases[self.layers.index(layer)])
             router._maintain_float32_expert_bias()  # a half-precision model has cast it
-            router.expert_bias.copy_(own)  # pyright: ignore[reportAttributeAccessIssue]
+            router.expert_bias.copy_(own, non_blocking=True)  # pyright: ignore[reportAttributeAccessIssue]
 
     def biases_of(self, chunks: Sequence[Any], device: torch.device) -> list[list[float]]:
         """[layers with experts, E] the biases that the routers hold. All ranks of the world."""
@@ -298,12 +299,14 @@ class Balance:
         return (rows[:, 0] / rows[:, 1]).tolist()
 
     def counted(self, chunks: Sequence[Any], device: torch.device) -> torch.Tensor:
-        """[layers with experts, 3, E] sums over the global batch, fp64. All ranks of the world."""
+        """[layers with experts, 3, E] sums over the global batch, fp64, in memory of the host. From
+        a GPU they are on their way until somebody waits for it. All ranks of the world."""
         sums = self._zeros(3, device)
         for layer, router in routers_of(chunks):
             sums[self.layers.index(layer)] = router.sums
         dist.all_reduce(sums)
-        return sums.cpu()
+        on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=sums.is_cuda)
+        return on_host.copy_(sums, non_blocking=True)
 
     def _zeros(self, rows: int, device: torch.device) -> torch.Tensor:
         """[layers with experts, rows, E] fp64."""

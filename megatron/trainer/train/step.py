@@ -303,12 +303,15 @@ def train_step(job: Job) -> tuple[StepInfo, StepSummary]:
     )
     job.fire("on_grads_ready", microbatch_tokens=None if losses is None else tokens)
     result = _update(job)
-    load = None if balance is None else _count_experts(job, balance, updated=result.updated)
+    sums = None if balance is None else _expert_sums(job, balance)
     if result.updated:
         job.scheduler.step(increment=counted_samples)
         if state.settings.changes_rates:
             job.set_rates()
     _wait_for_kernels(job)
+    load = None
+    if balance is not None and sums is not None:
+        load = _count_experts(job, balance, sums, updated=result.updated)
     shared = share_numbers(
         job,
         losses,
@@ -390,15 +393,21 @@ def prepare_routers(job: Job, balance: Balance, sizes: Sequence[int]) -> None:
                 forward_only=True,
             )
         set_counting(chunks, False)
-        fractions = balance.fractions_of(balance.counted(chunks, job.device.torch_device))
+        sums = balance.counted(chunks, job.device.torch_device)
+        _wait_for_kernels(job)
+        fractions = balance.fractions_of(sums)
         seed_step(job.config.runtime.seed, state.consumed_samples, job.groups)
     balance.prepare(chunks, state, mean_tokens=mean_tokens, fractions=fractions)
 
 
-def _count_experts(job: Job, balance: Balance, *, updated: bool) -> ExpertLoad:
-    """Adds up over all ranks what the routers chose in a step, and moves on what they know."""
+def _expert_sums(job: Job, balance: Balance) -> torch.Tensor:
+    """What the routers of all ranks chose in a step, as `Balance.counted`."""
     with job.trace.span("expert load"):
-        sums = balance.counted(job.model.chunks, job.device.torch_device)
+        return balance.counted(job.model.chunks, job.device.torch_device)
+
+
+def _count_experts(job: Job, balance: Balance, sums: torch.Tensor, *, updated: bool) -> ExpertLoad:
+    """Moves on what the routers know, by sums that are there."""
     if updated:
         balance.advance(job.state, sums, global_batch_size=job.counted_samples)
         balance.give_biases(job.model.chunks, job.state)
@@ -453,7 +462,7 @@ def _counted(batches: Iterator[Batch], tokens: list[float]) -> Iterator[Batch]:
 
 
 def _wait_for_kernels(job: Job) -> None:
-    """Lets a step's time hold its kernels; sharing the numbers would wait for them anyway."""
+    """Lets a step's time hold its kernels, and numbers arrive that were sent to the host."""
     if job.device.is_cuda:
         torch.cuda.synchronize()
 
