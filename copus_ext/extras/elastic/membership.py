@@ -210,6 +210,7 @@ class Membership:
         dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=meeting)
         barrier()
         self._is_meeting = False
+        self._lines.send(met=1)
         usual = datetime.timedelta(minutes=timeout_minutes)
         self.timeout_s = usual.total_seconds()
         store.set_timeout(usual)

@@ -119,7 +119,7 @@ def _check_asked(data: Any) -> None:
 Vocabulary = Mapping[str, Callable[[Any], object]]
 """The fields that messages may have, each with its check, which raises ValueError."""
 FROM_RANK: Vocabulary = {
-    **dict.fromkeys(("ready", "leaving", "released", "failing"), _check_mark),
+    **dict.fromkeys(("ready", "met", "leaving", "released", "failing"), _check_mark),
     "broken": _check_generation_number,
 }
 FROM_LAUNCHER: Vocabulary = {"generation": Generation.from_json}

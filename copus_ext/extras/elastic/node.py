@@ -127,10 +127,7 @@ class Agent:
         self._store = f"{host}:{store.port}"
         self._peers.publish()
         try:
-            if self._first_run:
-                self._join_running()
-            else:
-                self._meet()
+            (self._join_running if self._first_run else self._meet)()
             self._loop()
             self._check_not_fenced()
             self._kill_all()  # those that still wait to join a run that is lost
@@ -144,10 +141,10 @@ class Agent:
 
     def _check_not_fenced(self) -> None:
         """Ranks that have ended here may have done so because others have gone on: `Fenced`."""
-        if self.generation is not None and not self._is_ending and not self._is_released:
-            following = self.folder / f"generation-{self.generation.number + 1}"
-            if following.exists():
-                raise Fenced("the other nodes have gone on without it")
+        if self.generation is None or self._is_ending or self._is_released:
+            return
+        if (self.folder / f"generation-{self.generation.number + 1}").exists():
+            raise Fenced("the other nodes have gone on without it")
 
     @property
     def _run_dir(self) -> Path:
@@ -180,7 +177,7 @@ class Agent:
             self._peers.tell(gone=[rank.member])
             self._forget(rank.member)
             return
-        if code != 0:
+        if code != 0 and (rank.has_met or not self._is_ending):
             self._failures[rank.member] = rank.failure(code, self._rank_of(rank.member))
         if rank.has_left:
             self._leave(rank.member)
@@ -219,23 +216,24 @@ class Agent:
         members = () if now is None else (*now.members, *now.released)
         for place in self._places:
             place.start_again_at = None
-            if place.rank is not None and (is_late or place.rank.member not in members):
-                place.rank.has_left = self._is_ending
-                place.rank.was_released = self._is_released
-                place.rank.process.kill()
+        for rank in (place.rank for place in self._places if place.rank is not None):
+            # One that joins waits for others, who have left with the run.
+            waits = self._is_ending and not rank.has_met
+            if is_late or waits or rank.member not in members:
+                rank.has_left, rank.was_released = self._is_ending, self._is_released
+                rank.process.kill()
 
     def _rank_of(self, member: Member) -> int:
         members = () if self.generation is None else self.generation.members
         return members.index(member) if member in members else -1
 
     def _kill_all(self) -> None:
-        for place in self._places:
-            if place.rank is not None:
-                with contextlib.suppress(psutil.Error):
-                    for child in psutil.Process(place.rank.process.pid).children(recursive=True):
-                        child.kill()
-                place.rank.process.kill()
-                place.rank.process.wait()
+        for rank in (place.rank for place in self._places if place.rank is not None):
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(rank.process.pid).children(recursive=True):
+                    child.kill()
+            rank.process.kill()
+            rank.process.wait()
 
     def _what_failed(self) -> list[Failure]:
         """A rank that died is no failure of the run if that went on without it, to its end."""
@@ -384,11 +382,8 @@ class Agent:
                 if (found := self._peers.greet(key.fileobj)) is not None:
                     self._welcome(*found)
                 continue
-            if kind == "rank":
-                rank = self._places[who].rank
-                lines = rank and rank.lines
-            else:
-                lines = self._peers.lines.get(who)
+            rank = self._places[who].rank if kind == "rank" else None
+            lines = rank.lines if rank else self._peers.lines.get(who)
             if lines is None or key.fileobj is not lines.connection:
                 continue
             messages = lines.read()
@@ -405,6 +400,8 @@ class Agent:
     def _hear_rank(self, local: int, message: dict[str, Any]) -> None:
         rank = self._places[local].rank
         assert rank is not None
+        if "met" in message:
+            rank.has_met = True
         if "leaving" in message:
             rank.has_left = True
         if "released" in message:

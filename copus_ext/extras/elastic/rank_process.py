@@ -28,6 +28,8 @@ class RankProcess:
     """The connection with it; it does not block."""
     error_file: Path
     """Where it leaves its error."""
+    has_met: bool = False
+    """It has been in a world."""
     has_left: bool = False
     """It said that it ends, before it did."""
     was_released: bool = False

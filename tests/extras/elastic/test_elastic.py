@@ -324,6 +324,25 @@ def test_a_second_release_gives_ranks_their_time_again(tmp_path: Path) -> None:
     assert one._is_released and not killed
 
 
+@pytest.mark.parametrize("has_met", [False, True])
+def test_a_rank_that_joins_as_the_run_ends_waits_for_nobody(tmp_path: Path, has_met: bool) -> None:
+    one, killed = agent(tmp_path, 1, 1), []
+    rank: Any = SimpleNamespace(
+        member=Member(0, 0, 1),
+        has_met=False,
+        lines=SimpleNamespace(send=lambda **message: None),
+        process=SimpleNamespace(kill=lambda: killed.append("rank")),
+    )
+    one._places = [SimpleNamespace(rank=rank, start_again_at=None)]  # pyright: ignore[reportAttributeAccessIssue]
+    joined = replace(generation(1, 1), members=(Member(1, 0), Member(0, 0, 1)))
+    one._take(replace(joined, kind="join", number=2))
+    if has_met:
+        one._hear_rank(0, {"met": 1})
+    one._hear_peer(1, {"left": [[1, 0, 0]]})
+    one._end_the_rest()
+    assert killed == ([] if has_met else ["rank"])
+
+
 @pytest.mark.parametrize("text", ["many", "-3", "0", "3.5", "\u0663"])
 def test_no_number_of_ranks_is_said_once_and_changes_nothing(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
