@@ -18,6 +18,7 @@ OBSERVE = "--copus --copus-mode observe"
 CASES = {
     "one rank": (1, TINY, SHARDED),
     "kfac": (2, TINY, f"{SHARDED} --kfac --kfac-interval 2"),
+    "clipped groups": (2, TINY, f"{SHARDED} --clip-group-size 4 --clip-group-norm 1.5"),
     "dp2 with overlap": (2, TINY, OVERLAP),
     "cp2": (2, TINY, f"{SHARDED} --context-parallel-size 2"),
     "tp2.pp2 with sequence parallelism": (4, TINY, f"{SHARDED} {TP2} {PP2} --sequence-parallel"),
