@@ -12,6 +12,7 @@ Nothing is changed: the steps are bit for bit those of a run without the hooks.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -41,9 +42,10 @@ Estimator = Literal["micro", "rank", "half"]
 ESTIMATORS: tuple[Estimator, ...] = ("micro", "rank", "half")
 
 _NUM = len(GROUPS)
-# Behind the squares of small and big gradients: small signal and noise, those of experts, batch W
-# and A, tokens.
-_WEIGHTS = slice(2 * _NUM, 2 * _NUM + 7)
+# Behind the squares of small and big gradients: small signal and noise, batch W and A, tokens.
+# Then, where samples of several replicas meet in an expert, the roots of the signal of each small
+# gradient of experts: they add up over those replicas, their squares do not.
+_WEIGHTS, _ROOTS = 2 * _NUM, 2 * _NUM + 5
 
 
 def unavailable(
@@ -178,7 +180,11 @@ class GradientNormHooks:
         self._mode: Estimator | None = None
         self._num_microbatches = 0
         self._shares: list[float] | None = None
-        self._numbers = torch.zeros(_WEIGHTS.stop, dtype=torch.float64, device=device)
+        # Sets of replicas whose samples meet in an expert, and the one that this replica is in.
+        met = replicas_of_an_expert(groups)
+        self._num_sets = math.ceil(groups.dp.size() / met) if met > 1 else 0
+        self._set = groups.dp.rank() // met
+        self._numbers = torch.zeros(_ROOTS, dtype=torch.float64, device=device)
         self._norms = torch.zeros((0, len(self._measured)), device=device)
         # Per parameter: its slots for norms, those not yet used in this step, accumulations seen.
         self._slots: list[tuple[torch.Tensor, ...]] = []
@@ -256,7 +262,8 @@ class GradientNormHooks:
             return
         if estimator != self._hooked:
             self._hook(estimator)
-        self._numbers.zero_()
+        roots = self._num_sets * len(self._parts())
+        self._numbers = self._numbers.new_zeros(_ROOTS + roots)
         self._make_slots({"micro": num_microbatches, "rank": 0, "half": 1}[estimator])
 
     def _make_slots(self, per_parameter: int) -> None:
@@ -308,8 +315,7 @@ class GradientNormHooks:
     @torch.no_grad()
     def reduce(self, microbatch_tokens: list[float] | None) -> Any:
         """Starts the one all-reduce of a measured step, when the gradients are reduced and neither
-        clipped nor used. The host waits for no kernel, unless samples of several replicas meet in
-        an expert.
+        clipped nor used. The host waits for no kernel.
 
         Args:
             microbatch_tokens: loss tokens of this replica's micro-batches, on ranks of the last
@@ -322,82 +328,47 @@ class GradientNormHooks:
             return None
         is_first = self._groups.tp.rank() == 0 and self._groups.cp.rank() == 0
         own = microbatch_tokens if is_first else None
-        # The ranks send each other tokens while they read gradients.
-        gathered = None if own is None else self._gather_tokens(own)
         self._add(self._reduced, self._reduced_index, _NUM)
         if len(self._norms):
             squares = self._norms.double().square().sum(dim=0)
             self._numbers[:_NUM].index_add_(0, self._index, squares)
         self._numbers[:_NUM] *= self._factor**2
         if own is not None:
-            weights = self._local_weights(self._tokens_of_expert_group(own, gathered))
-            self._numbers[_WEIGHTS] = self._sent(weights)
+            weights = torch.tensor(self._local_weights(own), dtype=torch.float64)
+            self._numbers[_WEIGHTS:] = weights.to(self._device, non_blocking=True)
         return dist.all_reduce(self._numbers, async_op=True)
 
-    def _sent(self, numbers: list[float]) -> torch.Tensor:
-        """[n] numbers on the device, in fp64; the host goes on."""
-        return torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
+    def _parts(self) -> list[slice]:
+        """The micro-batches of each small gradient of a replica."""
+        count = self._num_microbatches
+        if self._mode == "micro":
+            return [slice(i, i + 1) for i in range(count)]
+        return [slice(count if self._mode == "rank" else count // 2)]
 
-    def _gather_tokens(self, own: list[float]) -> tuple[torch.Tensor, Any] | None:
-        """Starts to gather the loss tokens of the replicas of the last stage, where samples of
-        several meet in an expert; None where they do not. The handle comes with them."""
-        if replicas_of_an_expert(self._groups) == 1:
-            return None
-        dp, sent = self._groups.dp, self._sent(own)
-        rows = sent.new_empty(dp.size() * len(own))
-        handle = dist.all_gather_into_tensor(rows, sent, group=dp, async_op=True)
-        return rows, handle
-
-    def _tokens_of_expert_group(
-        self, own: list[float], gathered: tuple[torch.Tensor, Any] | None
-    ) -> list[list[float]]:
-        """Loss tokens by micro-batch of the replicas whose samples meet in an expert, this one
-        first."""
-        if gathered is None:
-            return [own]
-        gathered[1].wait()
-        dp, count = self._groups.dp, replicas_of_an_expert(self._groups)
-        rows = gathered[0].view(dp.size(), -1).tolist()
-        first = dp.rank() // count * count
-        others = [rows[r] for r in range(first, first + count) if r != dp.rank()]
-        return [rows[dp.rank()], *others]
-
-    def _local_weights(self, tokens: list[list[float]]) -> list[float]:
-        """This replica's share of: small signal, small noise, both of experts, batch W, batch A,
-        tokens.
+    def _local_weights(self, tokens: list[float]) -> list[float]:
+        """This replica's share of small signal, small noise, batch W, batch A, tokens, and of the
+        roots of experts.
 
         Args:
-            tokens: of the replicas whose samples meet in an expert, by micro-batch; of this one
-                first.
+            tokens: of this replica, by micro-batch.
         """
-        count = len(tokens[0])
-        form: Any = {
-            "divisor": 1 if self._per_token else count,
-            "per_token": self._per_token,
-            "tokens_per_sample": 1.0,
-        }
-        parts = {
-            "micro": [slice(i, i + 1) for i in range(count)],
-            "rank": [slice(count)],
-            "half": [slice(count // 2)],
-        }
-        shares = self._shares
 
-        def of(part: slice, replicas: list[list[float]]) -> Weights:
-            both = [n for row in replicas for n in row[part]]
-            own = shares and shares[part] * len(replicas)
-            return group_weights(both, shares=own, **form)
+        def of(part: slice) -> Weights:
+            return group_weights(
+                tokens[part],
+                divisor=1 if self._per_token else len(tokens),
+                per_token=self._per_token,
+                tokens_per_sample=1.0,
+                shares=self._shares and self._shares[part],
+            )
 
-        def total(replicas: list[list[float]]) -> Weights:
-            each = (of(part, replicas) for part in parts[self._mode or "micro"])
-            return sum(each, start=Weights(signal=0.0, noise=0.0))
-
-        small, experts = total(tokens[:1]), total(tokens)
-        # Every replica of the group adds its share of what they have in common.
-        common = [experts.signal / len(tokens), experts.noise / len(tokens)]
-        whole = of(slice(count), tokens[:1])
-        batch = [whole.signal**0.5, whole.noise, sum(tokens[0])]
-        return [small.signal, small.noise, *common, *batch]
+        small, whole = [of(part) for part in self._parts()], of(slice(None))
+        total = sum(small, start=Weights(signal=0.0, noise=0.0))
+        roots = [[0.0] * len(small) for _ in range(self._num_sets)]
+        if roots:
+            roots[self._set] = [one.signal**0.5 for one in small]
+        batch = [whole.signal**0.5, whole.noise, sum(tokens)]
+        return [total.signal, total.noise, *batch, *itertools.chain(*roots)]
 
     def finish(
         self, handle: Any, *, global_batch_size: int, loss_scale: torch.Tensor
@@ -414,7 +385,7 @@ class GradientNormHooks:
         *numbers, scale = torch.cat([self._numbers, loss_scale.view(1)]).tolist()
         estimator, self._mode = self._mode, None
         assert estimator is not None
-        small_signal, small_noise, expert_signal, expert_noise, w, a, tokens = numbers[_WEIGHTS]
+        small, experts, noise, w, a, tokens = _totals(numbers[_WEIGHTS:])
         if not all(map(math.isfinite, numbers)) or not tokens:
             return None
         dp, per_sample = self._groups.dp.size(), tokens / global_batch_size
@@ -426,12 +397,12 @@ class GradientNormHooks:
             estimator=estimator,
             small=dict(zip(GROUPS, (x / scale for x in numbers[:_NUM]))),
             big=dict(zip(GROUPS, (x / scale for x in numbers[_NUM : 2 * _NUM]))),
-            small_weights=Weights(signal=small_signal, noise=small_noise * per_sample),
-            small_expert_weights=Weights(signal=expert_signal, noise=expert_noise * per_sample),
+            small_weights=Weights(signal=small, noise=noise * per_sample),
+            small_expert_weights=Weights(signal=experts, noise=noise * per_sample),
             big_weights=Weights(signal=big[0], noise=big[1] * per_sample),
             tokens=tokens,
             tokens_per_sample=per_sample,
-            are_small_equal=abs(count * small_signal - w * w) <= 1e-9 * w * w,
+            are_small_equal=abs(count * small - w * w) <= 1e-9 * w * w,
         )
 
     def close(self) -> None:
@@ -439,6 +410,13 @@ class GradientNormHooks:
         self._unhook()
         self._measured, self._chunks, self._reduced = [], [], []
         self._slots, self._free = [], []
+
+
+def _totals(weights: list[float]) -> tuple[float, float, float, float, float, float]:
+    """Signal of small gradients and of those of experts, noise of both (it adds up over samples),
+    batch W, batch A, tokens: from the sum over replicas of their `_local_weights`."""
+    signal, noise, w, a, tokens, *roots = weights
+    return signal, sum(x**2 for x in roots) if roots else signal, noise, w, a, tokens
 
 
 def _indices(part: list[Measured], device: torch.device) -> torch.Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
-from copus_ext.gns.estimators import Weights
+from copus_ext.gns.estimators import group_weights
 from copus_ext.gns.hooks import GROUPS, GradientNormHooks, StepNorms
 
 SAMPLES, DP, EXPERT_SHARE = 16, 4, 0.5
@@ -22,11 +25,36 @@ def gradients(seed: int) -> tuple[np.ndarray, np.ndarray]:
     return dense, EXPERT_SHARE * experts
 
 
-def hooks_of(mode: str) -> Any:
-    """Without a model."""
-    hooks: Any = object.__new__(GradientNormHooks)
-    hooks._per_token, hooks._shares, hooks._mode = False, None, mode
-    return hooks
+def group(rank: int, size: int) -> Any:
+    return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+
+def weighed(
+    mode: Any, rows: list[list[float]], shared: int, *, per_token: bool = False, shares: Any = None
+) -> StepNorms:
+    """What hooks without parameters find in a step of replicas with a rank each.
+
+    Args:
+        mode: `micro`, `rank` or `half`.
+        rows: loss tokens by replica and micro-batch.
+        shared: replicas whose samples meet in an expert.
+        per_token: `--calculate-per-token-loss`.
+        shares: of micro-batches of unequal size.
+    """
+    sent: list[torch.Tensor] = []
+    alone, work = group(0, 1), SimpleNamespace(wait=lambda: None)
+    with patch("torch.distributed.all_reduce", lambda numbers, async_op: sent.append(numbers)):
+        for replica, row in enumerate(rows):
+            dp, ep = group(replica, len(rows)), group(replica % shared, shared)
+            groups = SimpleNamespace(tp=alone, cp=alone, dp=dp, ep=ep, expt_tp=alone)
+            hooks = GradientNormHooks([], groups, per_token=per_token, device=torch.device("cpu"))
+            hooks.begin(mode, len(row), shares)
+            hooks.reduce(row)
+    sent[-1].copy_(torch.stack(sent).sum(dim=0))
+    samples: Any = sum(map(sum, rows))
+    found = hooks.finish(work, global_batch_size=samples, loss_scale=torch.ones(1))
+    assert found is not None
+    return found
 
 
 def measured(
@@ -52,24 +80,17 @@ def measured(
     theirs = theirs.reshape(DP // shared, shared, num_microbatches, -1).sum(axis=1)
     if mode == "rank":
         own, theirs = own.sum(axis=1, keepdims=True), theirs.sum(axis=1, keepdims=True)
-    rows = [[float(micro)] * num_microbatches for _ in range(shared)]
-    numbers = np.sum([hooks_of(mode)._local_weights(rows) for _ in range(DP)], axis=0)
-    small_signal, small_noise, expert_signal, expert_noise, w, a, _ = numbers
+    rows = [[float(micro)] * num_microbatches for _ in range(DP)]
+    known = weighed(mode, rows, shared)
     small = {"attention": (own**2).sum(), "experts": (theirs**2).sum()}
     big = {
         "attention": (dense.mean(axis=0) ** 2).sum(),
         "experts": (experts.mean(axis=0) ** 2).sum(),
     }
-    return StepNorms(
-        estimator="micro",
+    return replace(
+        known,
         small={name: float(small.get(name, 0.0)) for name in GROUPS},
         big={name: float(big.get(name, 0.0)) for name in GROUPS},
-        small_weights=Weights(signal=small_signal, noise=small_noise),
-        small_expert_weights=Weights(signal=expert_signal, noise=expert_noise),
-        big_weights=Weights(signal=(w / DP) ** 2, noise=a / DP**2),
-        tokens=float(SAMPLES),
-        tokens_per_sample=1.0,
-        are_small_equal=True,
     )
 
 
@@ -104,11 +125,37 @@ def test_one_unit_for_all_would_be_wrong() -> None:
     dense, experts = gradients(7)
     norms = measured(dense, experts, np.arange(SAMPLES), mode="micro", micro=1, shared=4)
     trace = norms.estimate(("attention", "experts")).grad_variance_trace
-    wrong = StepNorms(**{**vars(norms), "small_expert_weights": norms.small_weights})
+    wrong = replace(norms, small_expert_weights=norms.small_weights)
     assert wrong.estimate(("attention", "experts")).grad_variance_trace > 1.1 * trace
 
 
-def test_weights_of_one_replica_are_those_of_the_rest() -> None:
-    for mode, rows in itertools.product(("micro", "rank", "half"), ([[3.0, 5.0]], [[2.0] * 4])):
-        small_signal, small_noise, *experts, _, _, _ = hooks_of(mode)._local_weights(rows)
-        assert experts == [small_signal, small_noise]
+@pytest.mark.parametrize("mode", ["micro", "rank", "half"])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("shares", [None, [0.75, 0.25]])
+def test_an_expert_is_weighed_as_one_gradient_of_the_samples_that_meet_in_it(
+    mode: str, per_token: bool, shares: Any
+) -> None:
+    """Also where replicas have unequal numbers of tokens, or a micro-batch has none."""
+    rows = [[3.0, 5.0], [2.0, 0.0], [7.0, 1.0], [4.0, 4.0]]
+    parts = {"micro": [[0], [1]], "rank": [[0, 1]], "half": [[0]]}[mode]
+    each = [
+        group_weights(
+            [rows[r][i] for r in together for i in part],
+            divisor=1 if per_token else 2,
+            per_token=per_token,
+            tokens_per_sample=1.0,
+            shares=shares and [shares[i] for _ in together for i in part],
+        )
+        for together in ((0, 1), (2, 3))
+        for part in parts
+    ]
+    found = weighed(mode, rows, 2, per_token=per_token, shares=shares).small_expert_weights
+    assert found.signal == pytest.approx(sum(one.signal for one in each), rel=1e-12)
+    assert found.noise == pytest.approx(sum(one.noise for one in each), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["micro", "rank", "half"])
+def test_weights_of_one_replica_are_those_of_the_rest(mode: str) -> None:
+    for rows in ([[3.0, 5.0]], [[2.0] * 4]):
+        found = weighed(mode, rows, 1)
+        assert found.small_expert_weights == found.small_weights
