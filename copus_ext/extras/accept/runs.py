@@ -208,7 +208,10 @@ def _start(words: Sequence[str], file: IO[str], env: dict[str, str]) -> subproce
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
+    # NVIDIA's container and Transformer Engine have products of fp32 round their factors to TF32,
+    # by more than losses of two layouts may be apart.
+    plain = {"OMP_NUM_THREADS": "1", "NVIDIA_TF32_OVERRIDE": "0"}
+    return {**plain, **os.environ, "PYTHONPATH": path}
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

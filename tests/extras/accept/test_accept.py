@@ -55,6 +55,14 @@ def test_a_run_that_lasts_is_ended_with_its_children(bench: Bench, tmp_path: Pat
     assert not _is_alive(pid)
 
 
+def test_runs_compute_fp32_in_full(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    program = "import os; print(os.environ['NVIDIA_TF32_OVERRIDE'])"
+    assert bench.run([sys.executable, "-c", program], tmp_path / "log", {}) == (0, "0\n")
+
+
 @pytest.mark.parametrize(
     ("raised", "verdict", "line"),
     [
