@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,21 +15,39 @@ from tests.gpu_stub import on_stub
 from tests.gpu_stub.launch import variables
 from tests.helpers.launch import ROOT
 
-CHECKS = {1: "sums,resume,memory", 2: "moves,moves_when_full,noise_of_layouts,recovery"}
+CHECKS = {1: "sums,resume,memory", 2: "moves,noise_of_layouts,recovery"}
 """By the number of GPUs. `noise` has tests of its own here; a full GPU has, too."""
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("gpus", CHECKS)
-def test_checks_pass(gpus: int, tmp_path: Path) -> None:
-    file = tmp_path / "accept.jsonl"
-    words = ["--size", "small", "--checks", CHECKS[gpus], "--output", str(file)]
+def accepted(gpus: int, checks: str, folder: Path, **more: str) -> list[dict[str, Any]]:
+    """The rows of checks of which none has failed; `more` are variables of the environment."""
+    file = folder / "accept.jsonl"
+    words = ["--size", "small", "--checks", checks, "--output", str(file)]
     program = [on_stub.venv() / "bin/python", ROOT / "copus_ext/commands/main.py", "accept"]
-    env = {**os.environ, **variables(gpus), "TMPDIR": str(tmp_path)}
+    env = {**os.environ, **variables(gpus), "TMPDIR": str(folder), **more}
     # Each check has a limit of its own.
     done = subprocess.run([*program, *words], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     first, *rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert (first["device"], first["ranks"]) == ("cuda", gpus) and first["versions"]["nccl"]
-    assert [row["check"] for row in rows] == CHECKS[gpus].split(",")
+    assert [row["check"] for row in rows] == checks.split(",")
     assert {row["verdict"] for row in rows} == {"passed"}
+    return rows
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("gpus", CHECKS)
+def test_checks_pass(gpus: int, tmp_path: Path) -> None:
+    accepted(gpus, CHECKS[gpus], tmp_path)
+
+
+REFUSED = r"cancelled .*1\.9\d GB are needed beside the old state and 1\.7\d GB are free"
+SHORT = {16: f"{REFUSED}; {REFUSED}", 20: "moved; moved"}
+"""GiB of a GPU, and how both moves end while a tenth of it is free. New communicators of NCCL and
+buffers of messages need 1.9 GB as a move reckons, whatever the model."""
+
+
+@pytest.mark.parametrize("size", SHORT)
+def test_a_move_where_memory_is_short_is_refused_or_done(size: int, tmp_path: Path) -> None:
+    (row,) = accepted(2, "moves_when_full", tmp_path, STUB_GPU_BYTES=str(size << 30))
+    assert re.fullmatch(SHORT[size], row["line"]), row["line"]
