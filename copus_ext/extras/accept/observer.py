@@ -157,8 +157,8 @@ def _held() -> dict[str, int]:
 
 
 def _memory(context: CallbackContext) -> dict[str, float]:
-    """The peak of this GPU, and what the planner predicts for the run, if it knows such GPUs; empty
-    on a CPU."""
+    """The peak of this GPU, and the peak and the seconds of a step that the planner predicts, if it
+    knows such GPUs; empty on a CPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -167,6 +167,7 @@ def _memory(context: CallbackContext) -> dict[str, float]:
     from copus_ext.cost_model.cluster_spec import kind_of, preset
     from copus_ext.cost_model.memory import peaks
     from copus_ext.cost_model.spec_file import SpecError
+    from copus_ext.cost_model.step import step_time
     from copus_ext.planner.space import points_of, to_config_batch
 
     config = context.config
@@ -179,7 +180,9 @@ def _memory(context: CallbackContext) -> dict[str, float]:
     measured = {"peak_bytes": float(torch.cuda.max_memory_reserved() + outside)}
     try:
         cluster = preset(f"{kind_of(*gpu)}:{config.layout.world_size}")
-        predicted, _ = peaks(to_config_batch(model_of(config), cluster, one))
+        rows = to_config_batch(model_of(config), cluster, one)
+        step_s = step_time(rows, cluster.load_constants()).step_s
+        predicted = {"predicted_bytes": peaks(rows)[0], "predicted_s": step_s}
     except SpecError:
         return measured
-    return {**measured, "predicted_bytes": float(predicted[0])}
+    return {**measured, **{name: float(values[0]) for name, values in predicted.items()}}

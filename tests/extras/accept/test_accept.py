@@ -12,7 +12,7 @@ import pytest
 
 from copus_ext.extras.accept import command, many
 from copus_ext.extras.accept.finding import Check, Failed, Finding, Skipped, judged, most_apart
-from copus_ext.extras.accept.runs import SIZES, Bench
+from copus_ext.extras.accept.runs import SIZES, Bench, RunResult
 from megatron.trainer.common.errors import UsageError
 
 pytestmark = pytest.mark.unit
@@ -116,6 +116,7 @@ def test_layouts_have_all_ranks_and_divide_the_models(ranks: int) -> None:
     found = [Layout.from_text(text) for text in many.layouts(ranks)]
     assert len(set(found)) == len(found) >= 3
     assert all(layout.world_size == ranks for layout in found)
+    assert sum(layout.cp > 1 for layout in found) == 1
     for models in SIZES.values():
         for flags in filter(None, models.values()):
             words = flags.split()
@@ -135,8 +136,9 @@ def test_layouts_have_all_ranks_and_divide_the_models(ranks: int) -> None:
 
 
 def test_flags_start_a_layout() -> None:
-    assert many.flags_of("tp2.pp4.ep2.etp1.dp8") == [
-        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"),
+    assert many.flags_of("tp2.cp2.pp4.ep2.etp1.dp8") == [
+        *("--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
+        *("--pipeline-model-parallel-size", "4"),
         *("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"),
     ]
 
@@ -153,3 +155,24 @@ def test_what_is_left_behind_is_told() -> None:
 def test_series_of_other_lengths_are_apart() -> None:
     assert most_apart([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
     assert most_apart([1.0], [1.0, 2.0]) == most_apart([], []) == float("inf")
+
+
+def test_the_measured_time_is_shown_beside_the_planned_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.ranks = 2
+    known = {"peak_bytes": 2e9, "predicted_bytes": 2.1e9, "predicted_s": 0.5}
+
+    def train(self: Bench, name: str, flags: Any, **more: Any) -> RunResult:
+        steps = [{"elapsed_per_iteration_ms": 250.0}] * 12
+        ranks = [known if "tp2" in name else {}]
+        return RunResult(steps=steps, ranks=ranks, output="", folder=self.folder)
+
+    monkeypatch.setattr(Bench, "train", train)
+    monkeypatch.setattr(Bench, "flags", lambda self, model: [])
+    finding = many.speeds(bench)
+    assert "tp1.pp1.dp2 0.250 s, tp2.pp1.dp1 0.250 s (planned 0.500)," in finding.line
+    assert (finding.verdict, finding.numbers["layouts"]["tp2.pp1.dp1"]["predicted_s"]) == (
+        "passed",
+        0.5,
+    )
