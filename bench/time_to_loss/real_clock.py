@@ -45,8 +45,8 @@ from bench.support import (
     read_run,
 )
 from bench.time_to_loss import real_clock_figures as figures
-from bench.time_to_loss.scenarios import FILE as SCENARIOS
-from bench.time_to_loss.scenarios import save
+from bench.time_to_loss.results import FILE as OUTPUT
+from bench.time_to_loss.results import save
 from copus_ext.planner.configuration import Configuration
 from megatron.trainer.config.layout import Layout
 
@@ -558,7 +558,7 @@ def main() -> None:
     if not (args.summary or args.draw):
         run(args.output, scenarios, args.minutes)
     if args.summary:
-        summarise(args.output, scenarios, RESULTS / SCENARIOS)
+        summarise(args.output, scenarios, RESULTS / OUTPUT)
     if args.draw:
         draw(args.output, S4, args.output.with_suffix(".svg"))
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from bench.support import figure, interval, interval_of_few
-from bench.time_to_loss.scenarios import MEASURING
+from bench.time_to_loss.results import MEASURING
 
 ORDINARY = 1.5
 """A step longer than this times the median of its configuration is not an ordinary one."""

@@ -32,7 +32,7 @@ ERROR_SD, GROWTH_SD = 0.10, 0.03
 number of micro-batches e times `_USUAL_COUNT`. Both are what the planner's correction has where
 runs choose: 4/3 of .03, .03, .04 and .05 together, and of .02."""
 _USUAL_COUNT = 4
-_PER_BATCH = 64
+_PER_BATCH = 20
 """Configurations of a batch that the controller ranks."""
 _EVERY = 400
 _TIMED = WARM_UP_STEPS + MIN_TIMED_STEPS
@@ -152,6 +152,12 @@ class _Unprofiled(Speeds):
         ]
         at = next((i for i, r in enumerate(rows) if r.configuration == now.configuration), None)
         if at is None:
-            rows.append(dataclasses.replace(now, relative_sd=0.0))
+            # None of the first of its batch; what was timed is known all the same.
+            known = now.configuration in timed
+            speed = machine.true(now.configuration) if known else now.samples_per_s
+            source = "measured" if known else now.source
+            rows.append(
+                dataclasses.replace(now, samples_per_s=speed, source=source, relative_sd=0.0)
+            )
             at = len(rows) - 1
         return rows, {(now.layout, now.global_batch_size): at}

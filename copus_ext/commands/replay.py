@@ -34,7 +34,6 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help="compare with decisions under another noise scale multiplier",
     )
-    p.add_argument("--objective", help="compare with decisions under another objective")
     return p
 
 
@@ -78,8 +77,8 @@ def answer(args: argparse.Namespace) -> int:
     if problem:
         tell("replay.py", f"error: {problem}")
         return 5
-    names = ("noise_scale_multiplier", "objective")
-    changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    multiplier = args.noise_scale_multiplier
+    changes = {} if multiplier is None else {"noise_scale_multiplier": multiplier}
     same = different = 0
     unread = list[None]()
     try:
@@ -92,7 +91,10 @@ def answer(args: argparse.Namespace) -> int:
                 mark = "same" if is_same else "DIFFERENT"
                 print(f"{record['number']:5d}  step {record['iteration']:7d}  {mark:9s}  ", end="")
                 print(f"{again['kind']:8s} {again['reason']}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except TypeError as error:
+        tell("replay.py", f"error: {path}: no journal of this version of copus: {error}")
+        return 5
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         tell("replay.py", f"error: {path}: {type(error).__name__}: {error}")
         return 5
     if unread:

@@ -226,9 +226,7 @@ class Controller(Callback):
                 "current speed",
                 self.table.note,
             )
-        headroom = self.headroom_notice.at_start(
-            context, self.table, self.rules, self.state, self.gns.observer.noise()
-        )
+        headroom = self.headroom_notice.at_start(context, self.table, self.rules, self.state)
         self.log.append(
             "start",
             iteration=context.state.iteration,
@@ -377,6 +375,12 @@ class Controller(Callback):
         state, step = self.state, context.step
         assert step is not None
         answer: dict[str, Any] | None = None
+        observer, ratio = self.gns.observer, self.rules.length_ratio
+        state.look(
+            observer.noise(),
+            samples=step.consumed_samples / ratio,
+            half_life=observer.half_life_samples,
+        )
         if dist.get_rank() == 0:
             try:
                 answer = self._decide_on_rank_0(context)
@@ -516,8 +520,6 @@ class Controller(Callback):
                 reason=decision.reason,
             ),
             ramp=ramp,
-            critical_batch_size=decision.critical_batch_size,
-            by_bound=decision.critical_batch_size_is_bound,
         )
         self.log.count(changes=self.state.num_changes)
         if dist.get_rank() == 0:

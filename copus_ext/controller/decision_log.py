@@ -23,7 +23,7 @@ from megatron.trainer.common.plain_file import append_plain, open_plain
 logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
-VERSION = 8
+VERSION = 9
 """Of the records. It changes when a record could not be read, or a decision would be decided in
 another way. No other version is read."""
 

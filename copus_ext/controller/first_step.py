@@ -135,7 +135,7 @@ def leave_batch(state: ControllerState, *, ramp: Ramp, context: CallbackContext)
         context: of the start.
     """
     state.loss_watch, state.steps_after_change = None, 0
-    state.last_change_samples, state.ramp = context.state.consumed_samples, ramp
+    state.ramp = ramp
 
 
 def within_bounds(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from copus_ext.goodput.objectives import OBJECTIVES
 from copus_ext.goodput.policies import POLICIES
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.outside import parse_yaml
@@ -23,8 +22,6 @@ MAX_GROWTH, MAX_SHRINKING = 64, 64
 """Times that the batch may grow, or shrink where that is allowed, from the first."""
 DECISION_STEPS = 20
 """Steps between two decisions."""
-EARLY_STEPS = 100.0
-"""The critical batch size is at most the samples trained over this (docs/decisions/032)."""
 
 PAPER = "paper"
 """What users may call the policy `copus`."""
@@ -49,18 +46,12 @@ class CopusConfig:
     """YAML file with the controller's other settings. docs/copus.yaml lists all. A flag on the
     command line wins over the file."""
     copus_policy: str = option("adaptive", choices=(*POLICIES, PAPER))
-    """How the batch is chosen. adaptive maximises `objective` over all configurations. paper is
-    arXiv 2604.26687 (also called copus). docs/controller.md and
+    """How the batch is chosen. adaptive takes the configuration that is expected to finish the run
+    soonest. paper is arXiv 2604.26687 (also called copus). docs/controller.md and
     docs/baselines.md describe the others."""
-    copus_objective: str = _setting("goodput", choices=OBJECTIVES)
-    """What adaptive maximises. B is the batch, T the throughput, C the critical batch size.
-    goodput: T/(B + C). copus: T sqrt(B)/(B + C). lr_model: goodput that knows the learning rate."""
-    copus_switch_rule: str = _setting("forward", choices=("forward", "paper"))
-    """forward: a change needs a confident gain that pays for its pause over the rest of the run.
-    paper: a change needs a gain of 10 %."""
     copus_noise_scale_multiplier: float | None = option(None)
     """The critical batch size is this times the measured noise scale. Default: 8; 2 with the
-    objective copus and the published policies."""
+    published policies. For adaptive it is a first guess, good to a factor of 3."""
     copus_interval: float | None = option(None)
     """Tokens between two decisions. Default: the tokens of 20 steps."""
     copus_min_global_batch_size: int | None = option(None)
@@ -90,9 +81,6 @@ class CopusConfig:
     never."""
     copus_allow_shrink: bool | None = _setting(None)
     """Let the batch shrink. Default: yes with adaptive, no with the published policies."""
-    copus_early_steps: float = _setting(EARLY_STEPS)
-    """For adaptive: the critical batch size is at most the samples trained over this, and of the
-    first 3 % of the run that many; or half of a published law of tokens, if more. 0: no bound."""
     copus_anneal_by_batch: float = _setting(0.0)
     """For adaptive and --lr-decay-style constant: over this part of the run, at its end, the batch
     grows as far as the learning rate would fall to 0, and the rate stays. 0: no such growth."""

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from copus_ext.controller.segments import config_of
 from copus_ext.controller.throughput_table import ThroughputTable
-from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput import headroom
-from copus_ext.goodput.headroom import Headroom, Prior
-from copus_ext.goodput.inputs import DecisionInputs, Rules
+from copus_ext.goodput.headroom import Headroom
+from copus_ext.goodput.inputs import DecisionInputs, Rules, belief_of
 from copus_ext.goodput.state import ControllerState
 from megatron.trainer.train.callbacks import CallbackContext
 
@@ -30,7 +29,6 @@ class HeadroomNotice:
         table: ThroughputTable,
         rules: Rules,
         state: ControllerState,
-        noise: NoiseScale,
     ) -> Headroom | None:
         """The headroom of any batch of the grid before the first step of a launch; None if it is
         unknown.
@@ -40,19 +38,11 @@ class HeadroomNotice:
             table: of throughputs.
             rules: of the decisions.
             state: what this run has measured before.
-            noise: as restored from the checkpoint.
         """
         config, settings = config_of(context), context.state.settings
         batch = settings.global_batch_size or rules.first_batch
 
         def find() -> Headroom | None:
-            prior = Prior.of(
-                noise,
-                rules,
-                start=context.state.consumed_samples // rules.length_ratio,
-                end=config.batch.train_samples // rules.length_ratio,
-                tokens_per_sample=config.batch.seq_length,
-            )
             rows, current = table.rows(
                 sorted({*rules.grid, batch}),
                 micro_batch_size=settings.micro_batch_size or config.batch.micro_batch_size,
@@ -61,7 +51,9 @@ class HeadroomNotice:
                 end_share=state.end_share,
                 visited=state.timed_layouts,
             )
-            return headroom.of_rows(rows, current, prior)
+            belief = belief_of(rules, state.looks, config.batch.train_samples)
+            start = context.state.consumed_samples / rules.length_ratio
+            return headroom.of_rows(rows, current, belief, start=start)
 
         return self._say(find)
 

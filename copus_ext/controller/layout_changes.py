@@ -131,7 +131,7 @@ class LayoutChangeManager:
         if pending is None or pending.to != str(context.config.layout):
             return
         pause_s = min(max(broadcast_from_rank0(time.time()) - pending.time, 0.0), _MAX_PAUSE_S)
-        self._costs.record_success(seconds=pause_s, iteration=context.state.iteration)
+        self._costs.record_success(seconds=pause_s)
         self._state.elapsed_s += pause_s
         outcome = ReshardResult(kind="moved", pause_s=pause_s)
         about = {"number": pending.number, "start": pending.start, "to": pending.to}
@@ -220,9 +220,7 @@ class LayoutChangeManager:
         if outcome.peak_bytes:  # on all ranks or on none
             outcome.peak_bytes = max(all_gather_object(outcome.peak_bytes))
         if outcome.kind == "moved":
-            self._costs.record_success(
-                seconds=outcome.pause_s, iteration=host.state.iteration, prior_s=prior_s
-            )
+            self._costs.record_success(seconds=outcome.pause_s, prior_s=prior_s)
         else:
             self._costs.record_failure(start, change.to, outcome.reason, seconds=outcome.pause_s)
         self._state.elapsed_s += outcome.pause_s

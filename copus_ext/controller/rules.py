@@ -18,7 +18,7 @@ from copus_ext.controller.flags import (
 from copus_ext.controller.segments import config_of, length_ratio
 from copus_ext.cost_model.model_spec import divisors
 from copus_ext.goodput import policies
-from copus_ext.goodput.inputs import Rules
+from copus_ext.goodput.inputs import ADAPTIVE, Rules
 from copus_ext.goodput.lr_scaling import MAX_RAMP_SHARE, RateRules, ramp_steps
 from copus_ext.goodput.state import (
     MIN_TIMED_STEPS,
@@ -79,9 +79,6 @@ def check(flags: CopusConfig) -> None:
     if not 1 < flags.copus_doubling_ratio < math.inf:
         name, ratio = name_of("copus_doubling_ratio"), flags.copus_doubling_ratio
         raise UsageError(f"{name} {ratio:g} must exceed 1 and be finite")
-    if not 0 <= flags.copus_early_steps < math.inf:
-        name, steps = name_of("copus_early_steps"), flags.copus_early_steps
-        raise UsageError(f"{name} {steps:g} must be at least 0 and finite")
     if not 0 <= flags.copus_anneal_by_batch < 1:
         name, share = name_of("copus_anneal_by_batch"), flags.copus_anneal_by_batch
         raise UsageError(f"{name} {share:g} must be at least 0 and below 1")
@@ -275,12 +272,9 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
     ratio = length_ratio(config)
     tokens = flags.copus_doubling_first_tokens
     first_doubling = None if tokens is None else max(int(tokens * ratio / batch.seq_length), 1)
-    is_paper, is_ours = (flags.copus_policy == name for name in ("copus", "adaptive"))
-    switch_rule: Any = flags.copus_switch_rule
+    is_ours = flags.copus_policy == ADAPTIVE
     return Rules(
         policy=flags.copus_policy,
-        objective="copus" if is_paper else flags.copus_objective,
-        switch_rule="paper" if is_paper else switch_rule,
         noise_scale_multiplier=_noise_scale_multiplier(flags),
         reference_batch=flags.copus_reference_batch_size or first,
         first_batch=first,
@@ -292,7 +286,6 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         doubling_first_samples=first_doubling,
         doubling_ratio=flags.copus_doubling_ratio,
         relayout=flags.copus_layouts == "all",
-        early_steps=flags.copus_early_steps if is_ours else 0.0,
         anneal_share=flags.copus_anneal_by_batch,
         seq_length=batch.seq_length,
         length_ratio=ratio,
@@ -300,11 +293,10 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
 
 
 def _noise_scale_multiplier(flags: CopusConfig) -> float:
-    """c. The root of the batch in the objective `copus` stands in for a larger one."""
     if flags.copus_noise_scale_multiplier is not None:
         return flags.copus_noise_scale_multiplier
-    weighs = flags.copus_policy == "adaptive" and flags.copus_objective != "copus"
-    return NOISE_SCALE_MULTIPLIER if weighs else PUBLISHED_NOISE_SCALE_MULTIPLIER
+    is_ours = flags.copus_policy == ADAPTIVE
+    return NOISE_SCALE_MULTIPLIER if is_ours else PUBLISHED_NOISE_SCALE_MULTIPLIER
 
 
 def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:
@@ -362,10 +354,10 @@ def samples_to_decision(
         return max(min(samples, left / _ANNEALING_DECISIONS), batch)
     if flags.copus_interval is not None:
         samples = flags.copus_interval * ratio / config.batch.seq_length
-    if flags.copus_policy == "adaptive" and state.changed_speed_alone:
+    if flags.copus_policy == ADAPTIVE and state.changed_speed_alone:
         return min(samples, TRIED_STEPS * batch)
-    if flags.copus_policy == "adaptive" and flags.copus_early_steps:
-        # At first the bound of the critical batch size grows fast.
+    if flags.copus_policy == ADAPTIVE:
+        # At first the critical batch size grows fast.
         return min(samples, max(last, batch))
     is_early = not last and flags.copus_layouts == "all"
     return min(samples, _FIRST_STEPS * batch) if is_early else samples

@@ -93,8 +93,6 @@ class LayoutChangeCosts:
     """Those seconds over what was predicted for each change."""
     paused_s: float = 0.0
     """Seconds of all changes, failed ones included."""
-    last_iteration: int | None = None
-    """Step after which the layout last changed."""
     failed: list[FailedChange] = field(default_factory=list)
     """Changes that are not tried again."""
     num_failed: int = 0
@@ -132,21 +130,17 @@ class LayoutChangeCosts:
         more or less as the worst of the last three was off."""
         return prior_s * max(self.ratios) if self.ratios else max(self.pauses_s, default=prior_s)
 
-    def record_success(
-        self, *, seconds: float, iteration: int, prior_s: float | None = None
-    ) -> None:
+    def record_success(self, *, seconds: float, prior_s: float | None = None) -> None:
         """Adds a change that came about.
 
         Args:
             seconds: of it.
-            iteration: step after which it was.
             prior_s: what was predicted for it before any was measured; None if nothing was.
         """
         self.pauses_s = [*self.pauses_s, seconds][-_NEWEST:]
         if prior_s:
             self.ratios = [*self.ratios, seconds / prior_s][-_NEWEST:]
         self.paused_s += seconds
-        self.last_iteration = iteration
 
     def record_failure(self, start: Layout, to: Layout, reason: str, *, seconds: float) -> None:
         """Adds a change that failed: it is not tried again."""

@@ -17,13 +17,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from copus_ext.goodput.headroom import Saving, published_critical_batch_size
+from copus_ext.goodput.belief import EXPONENT, LEVEL_SD, published_critical_batch_size
+from copus_ext.goodput.headroom import Saving
 from copus_ext.goodput.inputs import ConfigThroughput
 
-EXPONENT = 0.46
-"""Power of the progress with which the critical batch size grows (arXiv 2505.13738, 2410.21676)."""
-LEVEL_SD = math.log(4.0)
-"""Standard deviation of the logarithm of the published level."""
 _WITHIN = 0.03
 """Share of the time by which a batch may be slower and still be as good."""
 HABITUAL_TOKENS = 2**22

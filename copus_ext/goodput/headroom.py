@@ -8,40 +8,24 @@ seconds, a perfect schedule of batches saves
 
 over the best fixed batch, h = a / b, expectations over progress. So nothing is to be gained where
 the fixed cost of a step is worth far fewer samples than the critical batch size. This module takes
-the throughputs as they are instead, and the trajectory of Phi from a prior. Pauses are not counted.
+the throughputs as they are instead, and the course of Phi that is believed. Pauses are not counted.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from copus_ext.gns.observer import NoiseScale
-from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
+from copus_ext.goodput.belief import EARLIEST, Belief, published_critical_batch_size
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.planner.plan import Plan
 
 WORTH = 0.02
 """Share of the time from which another batch is worth looking for."""
-EXPONENTS = (0.46, 0.63, 0.9)
-"""Powers of the consumed samples with which the critical batch size grows: arXiv 2505.13738 and
-2410.21676 over the lengths of runs; the doublings of arXiv 2505.23971; and its fast early growth.
-The middle one counts as likely."""
-_LEVEL_TOKENS, _LEVEL_AT_TOKENS, _LEVEL_EXPONENT = 5e6, 1.4e10, 0.462
-"""Critical batch size of a run of that many tokens, and its power of the length (2505.13738). The
-level is the middle of what was measured: 4.4e7 tokens on GPT-3 175B (MLPerf), and on models of
-0.1M parameters 8e3 at the end of 2e6 tokens, a tenth of what this gives there."""
-LEVEL_SPREAD = {"measured": 3.0, "published": 8.0}
-"""Factor by which the level may be off, either way: of a multiple of the noise scale, and of a
-published law."""
-_EARLIEST = 1e-3
-"""Share of the run that is left out at its start: no law was measured there, and the learning rate
-is warming up."""
-_INTERVALS, _GRID = 300, 2000
+_INTERVALS = 300
 _SHOWN = 0.005
 """Share of the time from which a line names it."""
 
@@ -61,146 +45,32 @@ class Trajectory:
     """[intervals] in it, samples."""
 
 
-def power_law_course(
-    *,
-    start: float,
-    end: float,
-    batch: float,
-    level: float,
-    level_at: float,
-    exponent: float,
-    at_most: float = math.inf,
-    num_intervals: int = _INTERVALS,
-) -> Trajectory:
-    """A critical batch size that grows as a power of the progress, from `start` to `end`.
-
-    It is a power of the progress and not of the samples: of a batch far above it samples count
-    for little.
+def trajectories(belief: Belief, *, start: float, batch: float) -> list[Trajectory]:
+    """What is believed of the rest of a run: the likely course first, then those one standard
+    deviation below and above it. All hold the same samples of the present batch.
 
     Args:
+        belief: about the critical batch size.
         start: samples consumed.
-        end: samples of the whole run.
-        batch: of all samples, from the first on; 0 counts them as progress.
-        level: critical batch size after `level_at`, samples.
-        level_at: where that is, samples consumed.
-        exponent: of the growth, below 1.
-        at_most: critical batch size at which the growth ends, samples.
-        num_intervals: how finely to cut the rest.
+        batch: present one, samples.
 
     Raises:
-        ValueError: nothing is left of the run, or an exponent that is too large.
+        ValueError: nothing is left of the run.
     """
-    if not 0 <= start < end:
-        raise ValueError(f"nothing is left of {end:g} samples after {start:g}")
-    if not 0 <= exponent < 1:
-        raise ValueError(f"exponent {exponent:g} must be from 0 to below 1")
-
-    def phi(progress: Any) -> Any:
-        return np.minimum(level * (progress / known) ** exponent, at_most)
-
-    # Samples up to a progress P: the integral of 1 + batch / phi, P + P batch / phi(P) / (1 - e).
-    known = level_at / (1.0 + batch / (level * (1.0 - exponent)))
-    grid = np.geomspace(1e-9 * end, end, _GRID)
-    middle = np.sqrt(grid[1:] * grid[:-1])
-    first = grid[0] * (1.0 + batch / phi(grid[0]) / (1.0 - exponent))
-    samples = first + np.cumsum([0.0, *np.diff(grid) * (1.0 + batch / phi(middle))])
-    first, last = np.interp([max(start, _EARLIEST * end), end], samples, grid).tolist()
-    edges = np.geomspace(first, last, num_intervals + 1)
-    middle = np.sqrt(edges[1:] * edges[:-1])
-    return Trajectory(progress=np.diff(edges), critical_batch_size=phi(middle))
+    if not 0 <= start < belief.end:
+        raise ValueError(f"nothing is left of {belief.end:g} samples after {start:g}")
+    edges = np.geomspace(max(start, EARLIEST * belief.end), belief.end, _INTERVALS + 1)
+    mean, sd = belief.log_critical_batch_size(np.sqrt(edges[1:] * edges[:-1]))
+    courses = [np.exp(mean + sds * sd) for sds in (0.0, -1.0, 1.0)]
+    return [
+        Trajectory(progress=np.diff(edges) / (1.0 + batch / phi), critical_batch_size=phi)
+        for phi in courses
+    ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prior:
-    """What is known of the critical batch size over a run."""
-
-    source: Source
-    """Whether its level is a multiple of a measured noise scale, or a published law's."""
-    level: float
-    """Critical batch size at `level_at`, samples."""
-    level_at: float
-    """Samples of the run at which it holds."""
-    start: float
-    """Samples consumed."""
-    end: float
-    """Samples of the whole run."""
-    at_most: float = math.inf
-    """Critical batch size at which the growth ends, samples."""
-
-    @classmethod
-    def of(
-        cls,
-        noise: NoiseScale,
-        rules: Rules,
-        *,
-        start: float,
-        end: float,
-        tokens_per_sample: float | None,
-    ) -> Prior | None:
-        """The prior from what is known; None if nothing is, or nothing is left of the run.
-
-        Args:
-            noise: as measured. It counts from as many measurements on as for a decision.
-            rules: of the decisions.
-            start: samples consumed.
-            end: samples of the whole run.
-            tokens_per_sample: for the published law; None if unknown.
-        """
-        phi = noise.phi_samples
-        if noise.status == "ok" and phi and noise.effective_steps >= rules.min_effective_steps:
-            level = rules.noise_scale_multiplier * phi
-            return cls.measured(level, start=start, end=end)
-        return cls.published(start=start, end=end, tokens_per_sample=tokens_per_sample)
-
-    @classmethod
-    def measured(cls, level: float, *, start: float, end: float) -> Prior | None:
-        """From a critical batch size after `start` of `end` samples; None at the end of the run."""
-        here = max(start, _EARLIEST * end)
-        if not 0 <= start < end or not 0 < level < math.inf:
-            return None
-        return cls(source="measured", level=level, level_at=here, start=start, end=end)
-
-    @classmethod
-    def published(
-        cls, *, start: float, end: float, tokens_per_sample: float | None
-    ) -> Prior | None:
-        """From published laws; None at the end of the run, or without the tokens of a sample."""
-        if not 0 <= start < end or not tokens_per_sample:
-            return None
-        level = published_critical_batch_size(end, tokens_per_sample)
-        return cls(source="published", level=level, level_at=end, start=start, end=end)
-
-    def trajectories(self, batch: float) -> list[Trajectory]:
-        """The trajectories that the prior allows, the likely one first.
-
-        Args:
-            batch: present one, samples.
-        """
-        spread = LEVEL_SPREAD[self.source]
-        members = itertools.product((1.0, 1.0 / spread, spread), _likely_first(EXPONENTS))
-        return [
-            power_law_course(
-                start=self.start,
-                end=self.end,
-                batch=batch,
-                level=factor * self.level,
-                level_at=self.level_at,
-                exponent=exponent,
-                at_most=self.at_most,
-            )
-            for factor, exponent in members
-        ]
-
-
-def published_critical_batch_size(samples: float, tokens_per_sample: float) -> float:
-    """Critical batch size, samples, at the end of a run by published laws; good to a factor."""
-    tokens = samples * tokens_per_sample
-    return _LEVEL_TOKENS * (tokens / _LEVEL_AT_TOKENS) ** _LEVEL_EXPONENT / tokens_per_sample
-
-
-def _likely_first(values: Sequence[float]) -> list[float]:
-    middle = values[len(values) // 2]
-    return [middle, *(value for value in values if value != middle)]
+def source_of(belief: Belief) -> Source:
+    """What a belief rests on."""
+    return "measured" if belief.looks else "published"
 
 
 # The figures.
@@ -213,7 +83,7 @@ class Saving:
     likely: float
     """On the likely trajectory of the critical batch size."""
     low: float
-    """Least over the trajectories of the prior."""
+    """Least over the trajectories that are believed."""
     high: float
     """Most over them."""
 
@@ -286,8 +156,8 @@ class Headroom:
             parts[0] += f", and {self.batch} over the present one"
         if others:
             parts += [*others, f"all together {self.together}"]
-        known = "from the noise scale" if self.source == "measured" else "from published laws"
-        return "; ".join([*parts, f"this takes the critical batch size {known}"])
+        known = "the law and the noise scale" if self.source == "measured" else "the law alone"
+        return "; ".join([*parts, f"this takes the critical batch size by {known}"])
 
     def of_a_plan(self) -> str:
         """The same before a run, over its best fixed configuration."""
@@ -421,20 +291,23 @@ def _saved(after: float, before: float) -> float:
     return max(1.0 - after / before, 0.0)
 
 
-def of_rows(rows: Sequence[ConfigThroughput], current: int, prior: Prior | None) -> Headroom | None:
-    """The headroom of a run; None where too little is known of throughputs or critical batch size.
+def of_rows(
+    rows: Sequence[ConfigThroughput], current: int, belief: Belief, *, start: float
+) -> Headroom | None:
+    """The headroom of a run; None at its end, or where too little is known of throughputs.
 
     Args:
         rows: configurations to choose from. An assumed throughput says nothing.
         current: index of the present one.
-        prior: of the critical batch size.
+        belief: about the critical batch size.
+        start: samples consumed.
     """
     now = rows[current]
     known = [row for row in rows if row.source != "assumed" or row is now]
-    if prior is None or len(known) < 2:
+    if start >= belief.end or len(known) < 2:
         return None
-    trajectories = prior.trajectories(now.global_batch_size)
-    return estimate(known, known.index(now), trajectories, source=prior.source)
+    courses = trajectories(belief, start=start, batch=now.global_batch_size)
+    return estimate(known, known.index(now), courses, source=source_of(belief))
 
 
 def rows_of(plans: Sequence[Plan]) -> list[ConfigThroughput]:
@@ -463,10 +336,10 @@ def of_plans(
         tokens_per_sample: for the published law.
     """
     rows = rows_of(plans)
-    known = {"end": total_samples, "tokens_per_sample": tokens_per_sample}
-    prior = Prior.published(start=0, **known)
-    if prior is None or len({row.global_batch_size for row in rows}) < 2:
+    if total_samples <= 0 or len({row.global_batch_size for row in rows}) < 2:
         return None
+    law = published_critical_batch_size(total_samples, tokens_per_sample)
+    belief = Belief(law=law, end=total_samples, multiplier=1.0)
     batches = [row.global_batch_size for row in rows]
     speed = np.array([row.samples_per_s for row in rows])
 
@@ -476,11 +349,10 @@ def of_plans(
     # The batch that counts the samples is not known before the best one is.
     at = 0
     for _ in range(3):
-        at = best(prior.trajectories(batches[at])[0])
-    trajectories = prior.trajectories(batches[at])
+        at = best(trajectories(belief, start=0.0, batch=batches[at])[0])
     each = [
-        estimate(rows, best(trajectory), [trajectory], source=prior.source)
-        for trajectory in trajectories
+        estimate(rows, best(trajectory), [trajectory], source="published")
+        for trajectory in trajectories(belief, start=0.0, batch=batches[at])
     ]
     return replace(
         each[0],
@@ -492,12 +364,4 @@ def of_plans(
 
 def of_inputs(s: DecisionInputs) -> Headroom | None:
     """The headroom from what a decision knows; None where that is too little."""
-    ratio = s.rules.length_ratio
-    prior = Prior.of(
-        s.noise,
-        s.rules,
-        start=s.consumed_samples // ratio,
-        end=s.total_samples // ratio,
-        tokens_per_sample=s.noise.smoothed_tokens_per_sample,
-    )
-    return of_rows(s.rows, s.current, prior)
+    return of_rows(s.rows, s.current, s.belief, start=s.trained_samples)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from copus_ext.gns.observer import NoiseScale
+from copus_ext.goodput.belief import Belief, Look, published_critical_batch_size
 from copus_ext.goodput.state import ControllerState
 from copus_ext.planner.configuration import Configuration
 from megatron.trainer.config.layout import LAYOUT_KEYS, Layout
@@ -90,35 +91,8 @@ _OPTIONS = {
 """Memory options of a configuration with their defaults, which the journal leaves out."""
 
 
-EARLY_SHARE = 0.03
-"""Share of the run that counts as trained from the start on for the bound of the critical batch
-size. Smaller batches than it gives cost steps and gain nothing."""
-
-
-_EARLY_TOKENS, _EARLY_EXPONENT = 11.5, 0.47
-"""Critical batch size in tokens over a power of the tokens trained. The power is published (arXiv
-2410.21676, and 0.46 in 2505.13738), over the lengths of runs. The level is that of the static
-batches of three small models, a third to a half of the published one."""
-
-
-def max_critical_batch_size(trained: float, early_steps: float, seq_length: int | None) -> float:
-    """An upper bound of the critical batch size that needs no measurement, samples.
-
-    By definition it is the samples over the steps that one could not do without (arXiv 1812.06162).
-    A run needs some steps to get anywhere, so early on it is small. Where samples are short, a law
-    of the tokens trained says more than these steps, and counts.
-
-    Args:
-        trained: samples.
-        early_steps: steps that a run needs; 0 knows no bound.
-        seq_length: tokens of a sample; None if unknown, which leaves the steps.
-    """
-    if not early_steps:
-        return math.inf
-    by_steps = trained / early_steps
-    if not seq_length:
-        return by_steps
-    return max(by_steps, _EARLY_TOKENS * (trained * seq_length) ** _EARLY_EXPONENT / seq_length)
+ADAPTIVE = "adaptive"
+"""The policy that decides by the belief about the critical batch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +101,8 @@ class Rules:
 
     policy: str
     """A name of `policies.POLICIES`."""
-    objective: str
-    """A name of `objectives.OBJECTIVES`."""
-    switch_rule: Literal["forward", "paper"]
-    """When a gain suffices for a change."""
     noise_scale_multiplier: float
-    """The critical batch size is this times the measured noise scale."""
+    """The critical batch size is this times the measured noise scale; `adaptive` starts there."""
     reference_batch: int
     """Batch for which the learning rate was chosen, samples."""
     first_batch: int
@@ -153,15 +123,24 @@ class Rules:
     """Of `doubling`: each further doubling comes after this times as many samples."""
     relayout: bool
     """Whether the layout may change."""
-    early_steps: float
-    """Steps of `max_critical_batch_size`; 0 knows no such bound."""
     anneal_share: float
     """Part of the run, at its end, over which the batch grows in place of the rate's decay."""
-    seq_length: int | None
-    """Tokens of a sample; None if unknown."""
+    seq_length: int
+    """Tokens of a sample."""
     length_ratio: int
     """Samples of positions and lengths of the run that a sample of a batch is; more than 1 where
     samples have become longer."""
+
+
+def belief_of(rules: Rules, looks: Sequence[Look], total_samples: int) -> Belief:
+    """The belief of a run of so many samples after some looks at the noise scale."""
+    end = total_samples / rules.length_ratio
+    return Belief(
+        law=published_critical_batch_size(end, rules.seq_length),
+        end=end,
+        multiplier=rules.noise_scale_multiplier,
+        looks=tuple(looks),
+    )
 
 
 def annealing_batch(first: int, part: float, left: int) -> float:
@@ -177,9 +156,6 @@ def annealing_batch(first: int, part: float, left: int) -> float:
         left: samples until the end.
     """
     return first * max(part / max(left, 1), 1.0) ** 2
-
-
-_INTERVAL_Z = 1.96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,14 +190,8 @@ class DecisionInputs:
     """Whether the learning rate still follows the last growth."""
     lr_decay_factor: float = 1.0
     """Schedule's learning rate over its largest, 1 before it decays."""
-    steps_since_change: int | None = None
-    """Steps since batch, micro-batch or layout last changed."""
     skipped_steps: int = 0
     """Of the last 100 steps those that left the weights unchanged."""
-    last_change_samples: int | None = None
-    """Samples at which the batch last changed."""
-    last_relayout_iteration: int | None = None
-    """Step after which the layout last changed."""
     blocked_layouts: tuple[Layout, ...] = ()
     """Layouts to which a change from the present one has failed."""
     relayouts_ended: bool = False
@@ -230,19 +200,8 @@ class DecisionInputs:
     """No growth before, because of a loss spike."""
     hold_shrinking_until_samples: int = 0
     """The same of shrinking."""
-    critical_batch_size_when_shrunk: float | None = None
-    """Critical batch size that the batch last became smaller by, samples; None once it has
-    grown."""
-    critical_batch_size_when_grown: float | None = None
-    """Critical batch size that the batch last became larger by, samples; None once it has
-    shrunk."""
-    changed_by_bound: bool = False
-    """Whether that was the bound, which needs no measurement."""
-    are_speeds_news: bool = False
-    """Whether speeds tell something that was not known when the batch last changed."""
-    left_for_good: tuple[str, ...] = ()
-    """Configurations, by key, that were left for another one of their batch after both had been
-    timed, conditions being the same since."""
+    looks: tuple[Look, ...] = ()
+    """At the noise scale so far."""
     annealing_from: int | None = None
     """Batch at which the run began to anneal by batch, samples; None before."""
     paused: bool = False
@@ -254,94 +213,41 @@ class DecisionInputs:
         return self.rows[self.current]
 
     @property
-    def is_noise_known(self) -> bool:
-        """Whether decisions go by the noise scale.
-
-        Where the bound decides early on, it does so alone while the learning rate still warms up in
-        the first 3 % of the run. The noise scale of hardly trained weights is far too small.
-        """
-        is_early = self.consumed_samples < EARLY_SHARE * self.total_samples
-        return self.is_noise_measured and not (
-            self.rules.early_steps and self.in_warmup and is_early
-        )
-
-    @property
-    def is_noise_measured(self) -> bool:
-        """Whether the noise scale rests on enough measurements and is positive."""
-        phi = self._noise_samples
-        is_enough = self.noise.effective_steps >= self.rules.min_effective_steps
-        return is_enough and phi is not None and phi > 0
-
-    @property
-    def is_noise_bound(self) -> bool:
-        """Whether decisions go by the lower end of the noise scale's interval, because nothing
-        bounds it above. Published policies know no interval and take the estimate."""
-        return self.noise.status == "lower_bound_only" and self.rules.policy == "adaptive"
-
-    @property
-    def _noise_samples(self) -> float | None:
-        return self.noise.low_samples if self.is_noise_bound else self.noise.phi_samples
-
-    @property
     def trained_samples(self) -> float:
-        """Samples of the present length that count as trained for the bound of the critical batch
-        size."""
-        trained = max(self.consumed_samples, EARLY_SHARE * self.total_samples)
-        return trained / self.rules.length_ratio
+        """Samples trained, in those of the present length."""
+        return self.consumed_samples / self.rules.length_ratio
 
-    @property
-    def max_critical_batch_size(self) -> float:
-        """The function of this name, of the run as it is."""
-        rules = self.rules
-        return max_critical_batch_size(self.trained_samples, rules.early_steps, rules.seq_length)
+    @functools.cached_property
+    def belief(self) -> Belief:
+        """What is believed of the critical batch size."""
+        return belief_of(self.rules, self.looks, self.total_samples)
 
     @property
     def critical_batch_size(self) -> float | None:
-        """The critical batch size that decisions go by, samples; None without any knowledge.
-
-        While only a lower bound of the noise scale is known, `adaptive` takes that.
-        """
-        phi = self._noise_samples
-        if phi is None or (self.rules.early_steps and not self.is_noise_known):
-            phi = math.inf
-        return self.critical_batch_size_of(phi)
+        """The critical batch size that decisions go by, samples: the median of the belief, or for a
+        published policy a multiple of the noise scale. None where that is not measured."""
+        if self.rules.policy == ADAPTIVE:
+            return self.belief.interval(self.trained_samples)[0]
+        phi = self.noise.phi_samples
+        return self.rules.noise_scale_multiplier * phi if phi and phi > 0 else None
 
     @property
-    def measured_critical_batch_size(self) -> float | None:
-        """What the noise scale gives, within the bound, samples; None where it is not measured."""
-        phi = self._noise_samples
-        return None if phi is None else self.critical_batch_size_of(phi)
-
-    def critical_batch_size_of(self, noise_scale: float) -> float | None:
-        """The multiplier times a noise scale, within its bound; samples. None if neither bounds
-        it."""
-        known = min(self.rules.noise_scale_multiplier * noise_scale, self.max_critical_batch_size)
-        return None if math.isinf(known) else known
+    def critical_batch_size_range(self) -> tuple[float | None, float | None]:
+        """One standard deviation down and up of what is believed; None without a belief."""
+        if self.rules.policy != ADAPTIVE:
+            return None, None
+        return self.belief.interval(self.trained_samples)[1:]
 
     @property
-    def is_critical_batch_size_bound(self) -> bool:
-        """Whether the bound decides, and not the noise scale."""
-        if not self.rules.early_steps:
-            return False
-        phi = self._noise_samples if self.is_noise_known else None
-        bound = self.max_critical_batch_size
-        return phi is None or self.rules.noise_scale_multiplier * phi >= bound
-
-    @property
-    def log_noise_variance(self) -> float:
-        """Variance of the logarithm of the noise scale, from its interval; 0 for a lower bound, and
-        where the bound of the critical batch size decides."""
-        return 0.0 if self.is_critical_batch_size_bound else self.noise_interval_variance
-
-    @property
-    def noise_interval_variance(self) -> float:
-        """The same whatever decides; 0 where the noise scale has no upper bound."""
-        low, phi, high = self.noise.low_samples, self.noise.phi_samples, self.noise.high_samples
-        if self.noise.status != "ok" or not phi or not high:
-            return 0.0
-        # An interval down to 0 does not bound the noise scale below: assume it as wide as above.
-        width = math.log(high / low) if low else 2 * math.log(high / phi)
-        return (width / (2 * _INTERVAL_Z)) ** 2
+    def critical_batch_size_words(self) -> str:
+        """The same and what it comes from, as the log and the report put it; empty if unknown."""
+        if self.rules.policy == ADAPTIVE:
+            return self.belief.words(self.trained_samples)
+        critical, multiplier = self.critical_batch_size, self.rules.noise_scale_multiplier
+        if critical is None:
+            return ""
+        scale = critical / multiplier
+        return f"critical batch size {critical:.1f} = {multiplier:g} x noise scale {scale:.1f}"
 
     @property
     def annealing_batch(self) -> float:
@@ -370,6 +276,7 @@ class DecisionInputs:
             "noise": self.noise.to_json(),
             "rows": [row.to_json() for row in self.rows],
             "blocked_layouts": [str(layout) for layout in self.blocked_layouts],
+            "looks": [asdict(look) for look in self.looks],
         }
 
     @classmethod
@@ -389,7 +296,7 @@ class DecisionInputs:
                 "noise": NoiseScale.from_json(data["noise"]),
                 "rows": tuple(ConfigThroughput.from_json(row) for row in data["rows"]),
                 "blocked_layouts": tuple(map(Layout.from_text, data.get("blocked_layouts", ()))),
-                "left_for_good": tuple(data.get("left_for_good", ())),
+                "looks": tuple(Look(**look) for look in data.get("looks", ())),
             }
         )
 
@@ -429,19 +336,12 @@ def build_inputs(
         in_warmup=in_warmup,
         in_ramp=state.is_in_ramp(iteration),
         lr_decay_factor=lr_decay_factor,
-        steps_since_change=state.steps_since_change,
         skipped_steps=state.skipped_steps,
-        last_change_samples=state.last_change_samples,
-        last_relayout_iteration=costs.last_iteration,
         blocked_layouts=costs.blocked_layouts(rows[current].layout),
         relayouts_ended=costs.has_given_up,
         hold_growth_until_samples=state.hold_growth_until_samples,
         hold_shrinking_until_samples=state.hold_shrinking_until_samples,
-        critical_batch_size_when_shrunk=state.critical_batch_size_when_shrunk,
-        critical_batch_size_when_grown=state.critical_batch_size_when_grown,
-        changed_by_bound=state.changed_by_bound,
-        are_speeds_news=state.are_speeds_news,
-        left_for_good=state.left_for_good,
+        looks=tuple(state.looks),
         annealing_from=state.annealing_from,
         paused=paused,
     )
@@ -464,8 +364,8 @@ class Candidate:
     blocked_reason: str
     """Why the run cannot change to it now, or `PRESENT`; empty if it can."""
     gain_sd: float | None = None
-    """Standard deviation of the logarithm of 1 plus the gain: of both throughputs, and of the
-    noise scale. None without a gain."""
+    """Standard deviation of the logarithm of 1 plus the gain, of the throughputs; 0 where both were
+    timed. None without a gain."""
 
     def to_json(self) -> dict[str, Any]:
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "row": self.row.to_json()}
@@ -485,9 +385,6 @@ class Decision:
     """Predicted goodput over the present one, minus 1."""
     target_batch: float | None
     """Batch that the policy wants in the end, samples."""
-    batch_above_optimal: bool
-    """Whether the present batch is above the optimal one even at the upper end of the noise
-    scale's interval."""
     gain_sd: float | None = None
     """Standard deviation of the logarithm of 1 plus that; None without a gain."""
     is_scaled: bool = True
@@ -495,8 +392,10 @@ class Decision:
     or that of `to`."""
     critical_batch_size: float | None = None
     """What the decision went by, samples."""
-    critical_batch_size_is_bound: bool = False
-    """Whether that is the bound, which needs no measurement."""
+    critical_batch_size_low: float | None = None
+    """One standard deviation below that; None where no belief says so."""
+    critical_batch_size_high: float | None = None
+    """One standard deviation above."""
     candidates: tuple[Candidate, ...] = field(default_factory=tuple)
     """The best, best first."""
 

@@ -8,7 +8,6 @@ from copus_ext.cost_model.conditions import is_small
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import best_alternative
 from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
-from copus_ext.goodput.objectives import useful_samples_per_s
 from copus_ext.goodput.state import WINDOW_STEPS
 from megatron.trainer.common.errors import counted
 
@@ -105,14 +104,8 @@ def goodput(s: DecisionInputs, row: ConfigThroughput) -> float | None:
     critical = s.critical_batch_size
     if not critical or critical <= 0:
         return None
-    value = useful_samples_per_s(
-        s.rules.objective,
-        row.samples_per_s,
-        row.global_batch_size,
-        critical,
-        reference_batch=s.rules.reference_batch,
-    )
-    return float(value)
+    worth = (s.rules.reference_batch + critical) / (row.global_batch_size + critical)
+    return row.samples_per_s * worth
 
 
 def next_choice(s: DecisionInputs, decision: Decision) -> Candidate | None:

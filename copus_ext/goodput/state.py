@@ -11,6 +11,8 @@ from typing import Any
 
 from copus_ext.cost_model.conditions import Timings, is_small
 from copus_ext.cost_model.constants import USUAL, PartFactors
+from copus_ext.gns.observer import NoiseScale
+from copus_ext.goodput.belief import Look, take_look
 from copus_ext.goodput.conditions import Conditions
 from copus_ext.goodput.config_change import ConfigChange, config_key
 from copus_ext.goodput.costs import LayoutChangeCosts
@@ -29,7 +31,7 @@ from copus_ext.goodput.step_time_watch import FIRST_STEPS, StepTimeShift, StepTi
 from copus_ext.planner.configuration import Configuration
 from megatron.trainer.config.layout import Layout
 
-VERSION = 3
+VERSION = 4
 """Of the JSON form. No other version is read."""
 TIMED_STEPS = 20
 """Newest step times that are kept of a configuration."""
@@ -74,8 +76,6 @@ class ControllerState:
     """Changes of configuration so far."""
     steps_after_change: int = 0
     """Steps since the last of them, or since the start of the run."""
-    last_change_samples: int | None = None
-    """Samples at which the global batch size last changed."""
     loss_watch: LossWatch | None = None
     """Watches the loss after the last change of the batch; None once that has passed."""
     hold_growth_until_samples: int = 0
@@ -84,19 +84,8 @@ class ControllerState:
     """The batch does not shrink before, because of a loss spike."""
     consecutive_spikes: int = 0
     """Growths in a row that a loss spike followed."""
-    critical_batch_size_when_shrunk: float | None = None
-    """Critical batch size, samples, that the batch last shrank by; None once it has grown."""
-    critical_batch_size_when_grown: float | None = None
-    """Critical batch size, samples, that the batch last grew by; None once it has shrunk."""
-    changed_by_bound: bool = False
-    """Whether that was the bound, which needs no measurement."""
-    entered_untimed: bool = False
-    """Whether the present batch had not been timed on its layout when the run changed to it."""
-    conditions_at_change: int = 0
-    """`conditions.num_changes` then."""
-    left: dict[str, int] = field(default_factory=dict)
-    """Configurations, by key, that were left for another one of their batch after both had been
-    timed; with `conditions.num_changes` of then."""
+    looks: list[Look] = field(default_factory=list)
+    """At the noise scale, which the belief about the critical batch size rests on."""
     annealing_from: int | None = None
     """Batch, samples, at which the run began to anneal by batch; None before."""
     step_times: dict[str, list[float]] = field(default_factory=dict)
@@ -146,6 +135,7 @@ class ControllerState:
             "conditions": Conditions.from_json(data["conditions"]),
             "watch": StepTimeWatch.from_json(data["watch"]),
         }
+        parts["looks"] = [Look(**look) for look in data["looks"]]
         if data["loss_watch"] is not None:
             parts["loss_watch"] = LossWatch(**data["loss_watch"])
         return cls(**{**data, **parts})
@@ -238,11 +228,8 @@ class ControllerState:
     def begin_launch(self, usual: Timings) -> None:
         """Starts a launch under conditions that count as usual, as they were timed. Times of a
         launch that became slower, or of a machine of another speed, tell nothing of it."""
-        self.left = dict.fromkeys(self.left_for_good, 0)
-        is_news = self.conditions.num_changes != self.conditions_at_change
         if self.conditions.factors != USUAL or not usual.is_like(self.conditions.usual):
-            self.step_times, self.end_shares, self.left, is_news = {}, {}, {}, True
-        self.conditions_at_change = -1 if is_news else 0
+            self.step_times, self.end_shares = {}, {}
         self.conditions, self.watch, self._shift = Conditions(usual=usual), StepTimeWatch(), None
         self.begin_visit()
 
@@ -268,8 +255,7 @@ class ControllerState:
             self.answered_batch = self.answered_batch * before // after
         if self.annealing_from is not None:
             self.annealing_from = max(self.annealing_from * before // after, 1)
-        self.critical_batch_size_when_shrunk = self.critical_batch_size_when_grown = None
-        self.left, self.end_shares = {}, {}
+        self.looks, self.end_shares = [], {}
         self.steps, self.step_times, self.open_change, self.loss_watch = [], {}, None, None
         self.steps_after_change = 0
         self.conditions.earlier_s, self.watch, self._shift = {}, StepTimeWatch(), None
@@ -337,24 +323,6 @@ class ControllerState:
         return statistics.median(shares) if len(shares) >= MIN_TIMED_STEPS else None
 
     @property
-    def _timed_keys(self) -> set[str]:
-        """Configurations that count as measured."""
-        return {key for key, some in self.step_times.items() if len(some) >= MIN_TIMED_STEPS}
-
-    @property
-    def are_speeds_news(self) -> bool:
-        """Whether speeds tell something that was not known when the batch last changed: that of the
-        present batch, which was not timed before, or speeds under other conditions."""
-        return self.entered_untimed or self.conditions.num_changes != self.conditions_at_change
-
-    @property
-    def left_for_good(self) -> tuple[str, ...]:
-        """Configurations, by key, that were left for another one of their batch after both had been
-        timed; conditions have not changed since."""
-        now = self.conditions.num_changes
-        return tuple(key for key, then in self.left.items() if then == now)
-
-    @property
     def timed_layouts(self) -> list[Layout]:
         """Layouts under which steps were timed, under whatever conditions."""
         keys = (*self.step_times, *self.conditions.earlier_s)
@@ -364,11 +332,6 @@ class ControllerState:
     def skipped_steps(self) -> int:
         """Steps of the newest 100 that left the weights unchanged."""
         return sum(not step.updated for step in self.steps)
-
-    @property
-    def steps_since_change(self) -> int | None:
-        """Steps since the last change; None before the first."""
-        return self.steps_after_change if self.num_changes else None
 
     @property
     def num_changes_before(self) -> int:
@@ -443,21 +406,24 @@ class ControllerState:
         self.last_decision_samples, self.answered_batch = consumed_samples, scheduled
         self.skipped_samples = 0
 
-    def apply(
-        self,
-        change: ConfigChange,
-        *,
-        ramp: Ramp | None,
-        critical_batch_size: float | None,
-        by_bound: bool = False,
-    ) -> None:
+    def look(self, noise: NoiseScale, *, samples: float, half_life: float) -> None:
+        """Takes a look at the noise scale before a decision, if it tells anything new.
+
+        Args:
+            noise: as measured.
+            samples: trained, in those of the present length.
+            half_life: of its average, samples.
+        """
+        known = {"samples": samples, "half_life": half_life}
+        if (look := take_look(self.looks, noise, **known)) is not None:
+            self.looks.append(look)
+
+    def apply(self, change: ConfigChange, *, ramp: Ramp | None) -> None:
         """Makes the configuration of a change the present one, and starts to measure its outcome.
 
         Args:
             change: without its outcome; the figures before the change are filled in here.
             ramp: the learning rate's way to the new batch.
-            critical_batch_size: that the decision went by, samples; None where it knew none.
-            by_bound: whether that was the bound, which needs no measurement.
         """
         before = measure_before(change, self.steps, num_losses=TIMED_STEPS)
         self.open_change = change
@@ -466,17 +432,6 @@ class ControllerState:
         if change.to_batch != change.from_batch:
             self._watch_loss_after(change, len(before))
             self.ramp = ramp
-            self.last_change_samples = change.consumed_samples
-            shrinks = change.to_batch < change.from_batch
-            self.critical_batch_size_when_shrunk = critical_batch_size if shrinks else None
-            self.critical_batch_size_when_grown = None if shrinks else critical_batch_size
-            self.changed_by_bound = by_bound
-            layout, batch = str(change.to_layout), str(change.to_batch)
-            names = (key.split() for key in self._timed_keys)
-            self.entered_untimed = not any(n[0] == layout and n[2] == batch for n in names)
-            self.conditions_at_change = self.conditions.num_changes
-        elif {change.from_key, change.to_key} <= self._timed_keys:
-            self.left[change.from_key] = self.conditions.num_changes
         self.global_batch_size, self.micro_batch_size = change.to_batch, change.to_micro_batch
 
     def _watch_loss_after(self, change: ConfigChange, num_losses_before: int) -> None:

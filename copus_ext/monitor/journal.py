@@ -51,8 +51,8 @@ class Account:
     """Samples in which the run counts that a sample of the present length is."""
     critical_batch_size: float | None
     """That the decision went by, samples of the present length."""
-    is_bound: bool
-    """Whether that is the bound, which needs no measurement."""
+    critical_range: tuple[float, float] | None
+    """One standard deviation down and up of that, as it was believed."""
     first: Sizes
     """The first configuration, samples of the present length."""
     first_samples_per_s: float | None
@@ -411,12 +411,13 @@ def _account(record: dict[str, Any], first: Sizes) -> Account:
     found = next((row for row in known if sizes_of(row).layout == own.layout), {})
     source, sd = text(found.get("source"), 20), number(found.get("relative_sd")) or 0.0
     critical = number(decision.get("critical_batch_size"))
+    low, high = (number(decision.get(f"critical_batch_size_{end}")) for end in ("low", "high"))
     is_told = source in ("measured", "profiled", "corrected")
     return Account(
         deciding_s=number(record.get("seconds")) or 0.0,
         length_ratio=ratio,
         critical_batch_size=critical if critical and critical > 0 else None,
-        is_bound=decision.get("critical_batch_size_is_bound") is True,
+        critical_range=None if not low or not high else (low, high),
         first=own,
         first_samples_per_s=number(found.get("samples_per_s")) if is_told else None,
         first_sd=0.0 if source == "measured" else min(max(sd, 0.0), 0.9),

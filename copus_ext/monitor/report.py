@@ -175,9 +175,8 @@ def _noise(run: RunHistory) -> list[Chart]:
     chart = Chart(
         title="Gradient noise scale",
         caption="The smoothed noise scale with its 95 % interval, open above where only the lower "
-        "end is known; the batch, dotted; and the critical batch size that each decision went by: "
-        "the noise scale times --copus-noise-scale-multiplier, or a bound that needs no "
-        "measurement.",
+        "end is known; the batch, dotted; and the critical batch size that each decision went by, "
+        "which a published law and the noise scale tell together.",
         unit="samples",
         is_log=True,
         series=[
@@ -194,7 +193,7 @@ def _noise(run: RunHistory) -> list[Chart]:
                 name="critical batch size",
                 x=[d.samples or 0 for d in used],
                 y=[_used(d) for d in used],
-                tips=[f"step {d.iteration}: {_used(d):.4g} by {_source(d)}" for d in used],
+                tips=[f"step {d.iteration}: {_used(d):.4g}{_range(d)}" for d in used],
                 kind="points",
                 style="second",
             ),
@@ -209,9 +208,9 @@ def _used(d: DecisionRecord) -> float:
     return d.account.critical_batch_size
 
 
-def _source(d: DecisionRecord) -> str:
-    is_bound = d.account is not None and d.account.is_bound
-    return "a bound that needs no measurement" if is_bound else "the noise scale"
+def _range(d: DecisionRecord) -> str:
+    found = None if d.account is None else d.account.critical_range
+    return "" if found is None else f" ({found[0]:.4g} to {found[1]:.4g})"
 
 
 def render(report: Report) -> str:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from copus_ext.goodput.decide import critical_batch_size_words
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.journal import MOVED, DecisionRecord
@@ -410,7 +409,7 @@ def _last_decision(record: Mapping[str, Any]) -> dict[str, Any]:
         "kind": text(record["decision"]["kind"], LINE),
         "reason": text(record["decision"]["reason"], LINE),
         "critical_batch_size": s.critical_batch_size,
-        "critical_batch_size_source": critical_batch_size_words(s) if s.critical_batch_size else "",
+        "critical_batch_size_source": s.critical_batch_size_words,
     }
 
 

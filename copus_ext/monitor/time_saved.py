@@ -46,8 +46,6 @@ class Segment:
     """Whether the run was in its first configuration."""
     critical_batch_size: float | None
     """That decisions went by, samples."""
-    is_bound: bool = False
-    """Whether that is its bound, which needs no measurement."""
     first_samples_per_s: float | None
     """Throughput of the first configuration."""
     first_sd: float = 0.0
@@ -68,8 +66,6 @@ class TimeSaved:
     """Most of it."""
     by_batch: bool
     """Whether it depends on the critical batch size."""
-    by_bound: bool
-    """Whether most of that time depends on the bound of the critical batch size alone."""
     by_prediction: bool
     """Whether the speed of the first configuration is in part derived from that of others."""
     samples: float
@@ -122,14 +118,12 @@ def time_saved(segments: Sequence[Segment]) -> TimeSaved | None:
     ]
     others = [s for s in segments if not s.is_first]
     of_batch = [s for s in others if s.batch != s.first_batch]
-    bound_s = sum(_staying_s(s) for s in of_batch if s.is_bound)
     return TimeSaved(
         taken_s=taken_s,
         staying_s=likely,
         low=min(shares),
         high=max(shares),
         by_batch=bool(of_batch),
-        by_bound=2.0 * bound_s > sum(_staying_s(s) for s in of_batch),
         by_prediction=any(s.first_sd for s in others),
         samples=sum(s.samples for s in segments),
         staying_samples=sum(s.samples * _more_samples(s) for s in segments),
@@ -195,7 +189,6 @@ def segments_of(run: RunHistory) -> list[Segment]:
                 first_batch=first.batch,
                 is_first=_chosen(run, before, group) == first,
                 critical_batch_size=phi and phi / group.ratio,
-                is_bound=accounts[at].is_bound,
                 first_samples_per_s=speed,
                 first_sd=sd,
             )
@@ -405,8 +398,8 @@ def _doubt(found: TimeSaved) -> str:
         span = " to ".join(ends if low >= 0.0 else ends[::-1]) + " %"
     else:
         return ""
-    size = "the bound of the critical batch size" if found.by_bound else "the critical batch size"
-    reasons = [size] * found.by_batch + ["the predicted speed"] * found.by_prediction
+    reasons = ["the critical batch size"] * found.by_batch
+    reasons += ["the predicted speed"] * found.by_prediction
     return f" ({span}, by {' and '.join(reasons)})"
 
 

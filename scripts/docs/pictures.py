@@ -2,7 +2,7 @@
 
     python scripts/docs/pictures.py [--output docs/pictures]
 
-From the journals of two runs in docs/results, and the planner's predictions.
+From the journal of a run in docs/results, and the planner's predictions.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 _TOP = 512
 """Upper end of the picture of the noise scale, samples."""
-_DECISION = 5
-"""The decision of the slow link's run whose speeds and noise scale are shown."""
+_DECISION = 15
+"""The decision of that run whose speeds and critical batch size are shown."""
 _TWO_RANKS = {
-    "pp=2, two chunks": {"tp": 1, "pp": 2, "vpp": 2, "dp": 1},
+    "pp=2, four chunks": {"tp": 1, "pp": 2, "vpp": 4, "dp": 1},
     "dp=2": {"tp": 1, "pp": 1, "vpp": 1, "dp": 2},
     "tp=2": {"tp": 2, "pp": 1, "vpp": 1, "dp": 1},
 }
@@ -29,8 +29,6 @@ _16_GPUS = {
     "pp=4, dp=4": {"tp": 1, "pp": 4, "dp": 4},
 }
 """Layouts, by the name they are shown under."""
-_MULTIPLIER = 4.0
-"""c of the run that the goodput is drawn of."""
 
 
 def _pyplot() -> Any:
@@ -77,11 +75,9 @@ def draw_noise(decisions: list[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_goodput(situation: dict[str, Any], path: Path) -> None:
+def draw_goodput(decided: dict[str, Any], path: Path) -> None:
     """Throughput, efficiency and their product by batch and layout, at one decision."""
-    from copus_ext.goodput.objectives import goodput
-
-    phi = _MULTIPLIER * situation["noise"]["phi_samples"]
+    situation, phi = decided["situation"], decided["decision"]["critical_batch_size"]
     sizes = sorted({row["global_batch_size"] for row in situation["rows"]})
     figure, panels = _pyplot().subplots(1, 3, figsize=(7.5, 2.8), layout="constrained")
     speed, sample, product = panels
@@ -91,10 +87,7 @@ def draw_goodput(situation: dict[str, Any], path: Path) -> None:
         fastest = [
             max(r["samples_per_s"] for r in rows if r["global_batch_size"] == b) for b in sizes
         ]
-        worth = [
-            phi * float(goodput("goodput", t, b, phi, reference_batch=1))
-            for t, b in zip(fastest, sizes)
-        ]
+        worth = [t / (1 + b / phi) for t, b in zip(fastest, sizes)]
         speed.plot(sizes, fastest, "o-", markersize=3, label=name)
         (line,) = product.plot(sizes, worth, "o-", markersize=3)
         best = worth.index(max(worth))
@@ -162,8 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     run = [d for d in _decisions("act_run") if d["situation"]["noise"]["phi_samples"]]
     draw_noise(run, args.output / "noise.svg")
-    linked = next(d for d in _decisions("slow_link") if d["number"] == _DECISION)
-    draw_goodput(linked["situation"], args.output / "goodput.svg")
+    draw_goodput(next(d for d in run if d["number"] == _DECISION), args.output / "goodput.svg")
     draw_layouts(args.output / "layouts.svg")
     return 0
 

@@ -98,7 +98,6 @@ def test_a_resumed_run_knows_of_the_change(results: dict[str, Any]) -> None:
     account = json.loads(results["resumed"]["states"][0][0])["layout_costs"]
     (relayout,) = of_kind(results["moved"], "relayout")
     assert account["pauses_s"][0] == relayout["outcome"]["pause_s"]
-    assert account["last_iteration"] == relayout["iteration"]
 
 
 @pytest.mark.parametrize("name", ["moved", "observed", "rolled back"])

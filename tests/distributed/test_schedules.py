@@ -67,13 +67,17 @@ def check_rates(
 
 def test_ten_steps_of_warm_up_stay_ten_steps(runs: dict[str, Any]) -> None:
     plain, acting, kept = (runs[name] for name in ("sixty", "sixty acting", "sixty kept"))
-    assert kept["steps"] == plain["steps"], "a batch that stays changes no bit"
+    for name in ("consumed_samples", "global_batch_size", "learning_rate"):
+        assert column(kept, name) == column(plain, name), "a batch that stays changes no rate"
+    # The micro-batch may change, and with it the order of sums.
+    assert column(kept, "loss") == pytest.approx(column(plain, "loss"), rel=1e-6)
     assert len(batches(plain)) == 60 and column(plain, "learning_rate")[9] == 1e-3
     check_rates(acting, SIXTY, least=1e-4)
     assert acting["steps"][-1]["consumed_samples"] == plain["steps"][-1]["consumed_samples"] == 480
     rates = column(acting, "learning_rate")
-    factor = max(b / 8 for b in batches(acting)[:12]) ** 0.5
-    assert max(rates[:12]) >= 1e-3 * min(factor, 1.0), "the peak"
+    # A record has the rate of the next step.
+    peaks = [rate * (8 / b) ** 0.5 for rate, b in zip(rates, batches(acting)[1:])]
+    assert max(peaks) == pytest.approx(1e-3, rel=1e-3), "the peak, by the rule of roots"
     print("held-out losses, plain and acting:", plain["evaluations"], acting["evaluations"])
     assert not told(acting, "warms up")
 

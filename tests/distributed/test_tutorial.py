@@ -17,14 +17,14 @@ SMALLER = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attenti
 --seq-length 32 --max-position-embeddings 32 --train-iters 60 --eval-iters 1"""
 NUMBER, LAYOUT = r"[-+]?\d+(?:\.\d+)?", r"tp\d+\.pp\d+\.dp\d+"
 CHANGE = rf"(?:(?:, )?(?:batch|micro-batch) {NUMBER} -> {NUMBER})+"
-GAIN = rf"predicted to gain {NUMBER} \+- {NUMBER} %, (?:needs|worth a trial above) {NUMBER} %"
+GAIN = rf"predicted to gain {NUMBER}(?: \+- {NUMBER})? %, (?:needs|worth a trial above) {NUMBER} %"
 CRITICAL = (
-    rf"critical batch size (?:at least )?{NUMBER} = (?:half of a published law at {NUMBER} tokens|"
-    rf"{NUMBER} samples / {NUMBER}|{NUMBER} x noise scale {NUMBER})"
+    rf"critical batch size about {NUMBER} samples \({NUMBER} to {NUMBER}\), by the law "
+    r"(?:alone|and the noise scale, which (?:agrees|asks for more|asks for less))"
 )
 STAYS = rf"batch {NUMBER} in micro-batches of {NUMBER} on {LAYOUT}: .+|the learning rate .+"
 LINE = re.compile(
-    rf" +\d+  step +\d+  same +(?:(?:batch) +{CHANGE}; (?:{GAIN})(?:; {CRITICAL})?"
+    rf" +\d+  step +\d+  same +(?:(?:batch) +{CHANGE}; (?:{GAIN}); {CRITICAL}"
     rf"; target batch {NUMBER}|stay +(?:{STAYS}))"
 )
 LAST = re.compile(r"(\d+) decisions the same, 0 different")

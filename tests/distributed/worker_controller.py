@@ -141,19 +141,19 @@ def main(output: Path) -> Any:
     record("shrunk resumed", [*SHRINKS, *saved], noting(**SHRINKING))
     record("plain", [])
     # A run of 360 samples is early to its end.
-    eager = {"copus_noise_scale_multiplier": 1e3, "copus_early_steps": 0.0}
+    eager = {"copus_noise_scale_multiplier": 1e3}
     observe = {"copus_mode": "observe", **eager}
     record("observed", ["--log-interval", "1"], noting(**observe))
     record("adaptive", [], noting(**eager, copus_max_global_batch_size=64))
     annealing = {"copus_anneal_by_batch": 0.5, "copus_max_micro_batch_size": 1}
     keep = ["--save", str(output / "annealed saved"), "--save-interval", "3"]
-    record("annealed", keep, noting(**annealing, copus_max_global_batch_size=32))
+    record("annealed", keep, noting(**annealing, copus_max_global_batch_size=64))
     begun = [
         i for i, s in enumerate(steps_of(output / "annealed"), 1) if s["consumed_samples"] > 180
     ]
     middle = next(i for i in begun if i % 3 == 0)
     keep = ["--load", str(output / "annealed saved"), "--ckpt-step", str(middle)]
-    record("annealed resumed", keep, noting(**annealing, copus_max_global_batch_size=32))
+    record("annealed resumed", keep, noting(**annealing, copus_max_global_batch_size=64))
     record("paper", [], noting(copus_policy="copus", copus_noise_scale_multiplier=1e3))
     if dist.get_rank() == 0:
         (output / "paused" / "control").mkdir(parents=True)

@@ -112,7 +112,7 @@ def main(output: Path) -> Any:
     if dist.get_rank() == 0:
         write_profile(profile, dist.get_world_size())
     dist.barrier()
-    eager: dict[str, Any] = {"copus_noise_scale_multiplier": 1e3, "copus_early_steps": 0.0}
+    eager: dict[str, Any] = {"copus_max_global_batch_size": 16}
     go("plain", 60, "--save-interval", "30", **eager)
     go("plain", 90, **eager)
     go("plain", 120, *PIPED, **eager)

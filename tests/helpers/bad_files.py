@@ -43,7 +43,7 @@ def settings(rng: random.Random, folder: Path) -> str | None:
     from megatron.trainer.common.errors import UsageError
 
     lines = [
-        "objective: copus",
+        "gns_estimator: micro",
         "min-global-batch-size: 8",
         "interval: 1e6",
         "batch-grid: [8, 16]",
@@ -51,7 +51,9 @@ def settings(rng: random.Random, folder: Path) -> str | None:
     ]
     text = spoil.spoiled_text(rng, "\n".join(lines)) if rng.random() < 0.7 else ""
     path = folder / "copus.yaml"
-    data = text.encode(errors="surrogatepass") or spoil.spoiled_json(rng, {"objective": "copus"})
+    data = text.encode(errors="surrogatepass") or spoil.spoiled_json(
+        rng, {"gns_estimator": "micro"}
+    )
     path.write_bytes(data)
     return spoil.problem_of(lambda: read_settings(path), UsageError)
 

@@ -13,6 +13,7 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import noise_scalars
 from copus_ext.controller.rules import rules_of
 from copus_ext.gns.observer import NoiseScale
+from copus_ext.goodput.belief import Look
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.headroom import of_inputs
@@ -96,15 +97,10 @@ def row(
 
 
 def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> DecisionInputs:
-    """Flat throughput, so that the best batch is the noise scale."""
-    rows = tuple(row(b) for b in (8, 16, 32, 64, 128))
+    """Saturating throughput, so that a batch above the first one is best."""
+    rows = tuple(row(b, 30.0 * b / (b + 32)) for b in (8, 16, 32, 64, 128))
     return DecisionInputs(
-        rules=shipped_rules(
-            grid=(8, 16, 32, 64, 128),
-            objective="copus",
-            noise_scale_multiplier=1.0,
-            early_steps=0.0,
-        ),
+        rules=shipped_rules(grid=(8, 16, 32, 64, 128)),
         noise=noise(phi),
         rows=rows,
         current=next(i for i, r in enumerate(rows) if r.global_batch_size == batch),
@@ -114,6 +110,7 @@ def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> Decision
         half_life_samples=1000.0,
         elapsed_s=1600.0,
         relayout_cost_s=60.0,
+        looks=(Look(samples=40.0, noise_scale=1.0, log_variance=0.01),),
     )
 
 
@@ -210,7 +207,7 @@ def record_decisions(run: Path, *, reason: str | None = None) -> DecisionLog:
         gain=decision.gain,
         reason=reason or decision.reason,
     )
-    state.apply(change, ramp=None, critical_batch_size=None)
+    state.apply(change, ramp=None)
     for i in range(WINDOW_STEPS):
         state.record_step(
             key=change.to_key,

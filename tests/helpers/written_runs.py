@@ -11,6 +11,7 @@ from typing import Any
 
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.gns.observer import NoiseScale
+from copus_ext.goodput.belief import Look
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.planner.configuration import Configuration
@@ -134,12 +135,15 @@ class WrittenRun:
             if row.layout == self.layout
             and (row.global_batch_size, row.micro_batch_size) == (self.batch, self.micro)
         )
+        rows[current] = dataclasses.replace(rows[current], source="measured", relative_sd=0.0)
+        seen = self.noise().phi_samples
+        assert seen is not None
+        look = Look(samples=float(self.samples), noise_scale=seen, log_variance=0.01)
         return DecisionInputs(
+            looks=(look,),
             rules=shipped_rules(
                 flags={"copus_layouts": "all"},
                 grid=GRID,
-                objective="copus",
-                noise_scale_multiplier=2.0,
             ),
             noise=self.noise(),
             rows=tuple(rows),
@@ -150,7 +154,6 @@ class WrittenRun:
             half_life_samples=100.0,
             elapsed_s=1000.0,
             relayout_cost_s=2.0,
-            steps_since_change=1000,
         )
 
     def decide(self, *, applied: bool = True, reason: str | None = None) -> Decision:

@@ -27,12 +27,12 @@ from copus_ext.controller.rules import (
 )
 from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
 from copus_ext.cost_model.cluster_spec import GPUS, preset
-from copus_ext.goodput import costs, lr_scaling, switch_rule, trial
+from copus_ext.goodput import belief, costs, lr_scaling, question
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.costs import FIXED_S, RELAUNCH_S
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.headroom import Headroom
-from copus_ext.goodput.inputs import EARLY_SHARE, ConfigThroughput, Rules
+from copus_ext.goodput.inputs import ConfigThroughput, Rules
 from copus_ext.goodput.lr_scaling import RateRules
 from copus_ext.goodput.messages import decision_line, length_line, summary
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS, ControllerState
@@ -46,7 +46,7 @@ from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.relayout import with_layout
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT
-from tests.unit.test_decide import noise, situation
+from tests.unit.test_decide import situation
 
 
 def config(more: str = "", world: int = 2) -> Any:
@@ -66,8 +66,6 @@ def flags(**values: Any) -> CopusConfig:
         ({"copus_batch_grid": "8,x"}, "--copus-config: batch_grid 8,x"),
         ({"copus_doubling_ratio": 1.0}, "--copus-config: doubling_ratio 1"),
         ({"copus_doubling_ratio": math.inf}, "--copus-config: doubling_ratio inf must exceed 1"),
-        ({"copus_early_steps": math.inf}, "--copus-config: early_steps inf must be"),
-        ({"copus_early_steps": -1.0}, "--copus-config: early_steps -1 must be"),
         ({"copus_lr_ramp_steps": -1}, "--copus-config: lr_ramp_steps -1"),
         ({"copus_relayout_checkpoint_tokens": 0.0}, "--copus-config: relayout_checkpoint_tokens 0"),
         ({"copus_gns_interval": 0}, "--copus-config: gns_interval 0"),
@@ -121,8 +119,6 @@ def test_the_grid_holds_what_the_layout_can_cut() -> None:
 
 
 def test_the_papers_policy_is_the_papers() -> None:
-    rules = rules_of(flags(copus_policy="copus", copus_objective="goodput"), config())
-    assert (rules.objective, rules.switch_rule) == ("copus", "paper")
     steps = ["--step-batch-size-schedule", "0:4 2K:8"]
     falling = resolve(parse_args([*TINY.split(), "--train-samples", "640", *steps]), 2)
     of_schedule = flags(copus_policy="step_schedule")
@@ -136,25 +132,23 @@ def test_the_papers_policy_is_the_papers() -> None:
 
 OBJECTIVE, CONTROLLER = "docs/decisions/020-goodput-with-c-4.md", "docs/controller.md"
 BOTH_WAYS = "docs/decisions/032-the-batch-goes-both-ways.md"
+RULE = "docs/decisions/077-one-belief-and-one-question.md"
 SHIPPED = [
     # The rules of a run with --copus alone whose first batch is 8, and what justifies each.
     ("policy", "adaptive", CONTROLLER),
-    ("objective", "goodput", OBJECTIVE),
     ("noise_scale_multiplier", 8.0, BOTH_WAYS),
-    ("switch_rule", "forward", CONTROLLER),
     ("reference_batch", 8, CONTROLLER),
     ("first_batch", 8, CONTROLLER),
     ("grid", (2, 4, 8, 16, 32, 64, 128, 256, 512), BOTH_WAYS),
     ("allow_shrink", True, BOTH_WAYS),
     ("growth", 4.0, BOTH_WAYS),
-    ("early_steps", 100.0, BOTH_WAYS),
     ("min_effective_steps", 20.0, "docs/controller.md"),
     ("schedule", (), CONTROLLER),
     ("doubling_first_samples", None, CONTROLLER),
     ("doubling_ratio", 3.0, "copus_ext/controller/flags.py"),
     ("relayout", False, "docs/decisions/016-layouts-change-on-request.md"),
     ("anneal_share", 0.0, "docs/decisions/034-annealing-by-batch.md"),
-    ("seq_length", 32, "docs/decisions/057-early-batches-of-short-samples.md"),
+    ("seq_length", 32, RULE),
     ("length_ratio", 1, "docs/decisions/038-phases-count-in-the-first-length.md"),
 ]
 SHIPPED_RATES = [
@@ -173,16 +167,17 @@ CONSTANTS = [
     (lr_scaling.MAX_RAMP_STEPS, 100, "docs/decisions/014-batch-ramp-at-most-100-steps.md"),
     (costs.MAX_FAILURES, 3, "docs/decisions/016-layouts-change-on-request.md"),
     (costs.RELAUNCH_S, 60.0, "copus_ext/controller/flags.py"),
-    (switch_rule.Z, 1.28, CONTROLLER),
-    (EARLY_SHARE, 0.03, BOTH_WAYS),
-    (trial.MAX_TRIED, 2, CONTROLLER),
-    (trial.MIN_WON, 0.002, "docs/decisions/051-a-trial-is-worth-what-it-may-win.md"),
-    (switch_rule.BATCH_MARGIN, 0.005, CONTROLLER),
-    (switch_rule.RELAYOUT_MARGIN, 0.01, CONTROLLER),
-    (switch_rule.PAPER_MARGIN, 0.10, CONTROLLER),
-    (switch_rule.MAX_PAUSED, 0.02, CONTROLLER),
-    (switch_rule.COOL_DOWN_STEPS, (100, 200), CONTROLLER),
-    (switch_rule.COOL_DOWN_COSTS, 10.0, CONTROLLER),
+    (question.MARGIN, 0.01, RULE),
+    (question.PAUSES, 5.0, RULE),
+    (belief.LEVEL_SD, math.log(4.0), RULE),
+    (belief.EXPONENT, 0.46, RULE),
+    (belief.EXPONENT_SD, 0.2, RULE),
+    (belief.WANDER_SD, 0.3, RULE),
+    (belief.MULTIPLIER_SD, math.log(3.0), RULE),
+    (belief.LOOK_SD, 0.1, RULE),
+    (belief.EARLIEST, 0.003, RULE),
+    (belief.APART, 2.0, RULE),
+    (belief.MIN_STEPS, 10.0, RULE),
     (MIN_TIMED_STEPS + WARM_UP_STEPS, 8, "docs/decisions/019-doubt-of-a-ratio.md"),
 ]
 
@@ -439,13 +434,13 @@ def test_the_user_reads_what_there_is_to_gain_at_the_start_and_with_the_noise_sc
         settings = StepSettings(global_batch_size=8, micro_batch_size=1)
         at = SimpleNamespace(settings=settings, consumed_samples=consumed_samples)
         context: Any = SimpleNamespace(config=run, state=at)
-        return notice.at_start(context, table, rules, ControllerState(), noise(None))
+        return notice.at_start(context, table, rules, ControllerState())
 
     notice = HeadroomNotice()
     found = at_start(notice)
     assert found is not None and found.source == "published" and found.num_layouts > 1
     assert capsys.readouterr().out == f"copus: {found}\n"
-    few, many = situation(16, measured=noise(60.0, steps=5.0)), situation(16, 60.0)
+    few, many = situation(16, None), situation(16, 60.0)
     said = [notice.at_decision(s) for s in (few, many, few, many)]
     assert [h and h.source for h in said] == ["published", "measured"] * 2
     assert capsys.readouterr().out == f"copus: {said[1]}\n"
@@ -542,12 +537,11 @@ def test_the_journal_which_knows_no_infinity_can_hold_every_setting() -> None:
 
 def test_words_for_the_log() -> None:
     stays = decide(situation(16, 64.0, in_ramp=True))
-    assert "copus: batch 16 stays | target batch 64 | batch 64 in" in decision_line(stays)
-    moves = decide(situation(16, measured=noise(22.5)))
-    assert "would change batch 16 -> 64; predicted to gain 25.1 +- 0.0 %" in decision_line(moves)
-    assert "critical batch size 90.0 = 4 x noise scale 22.5; target batch 64" in moves.reason
-    bound = decide(situation(16, measured=noise(22.5, status="lower_bound_only")))
-    assert "critical batch size at least 90.0 = 4 x noise scale 22.5" in bound.reason
+    want = f"copus: batch 16 stays | target batch {stays.target_batch:.0f} | batch 64 in"
+    assert want in decision_line(stays)
+    moves = decide(situation(16, 64.0))
+    assert "would change batch 16 -> 64; predicted to gain" in decision_line(moves)
+    assert "by the law and the noise scale, which" in moves.reason
     length = length_line(3200, before=400, after=354)
     assert "measured in samples: its 3200 samples now end at step 354 instead of 400" in length
     assert "nothing was changed" in summary([], mode="act")

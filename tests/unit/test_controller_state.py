@@ -63,7 +63,7 @@ def grown(state: ControllerState, **values: Any) -> ControllerState:
     known |= {"from_micro_batch": 1, "to_micro_batch": 1, "consumed_samples": 480, "gain": 0.1}
     ramp = Ramp(start_iteration=60, num_steps=20, start=1.0, end=2**0.5)
     change = ConfigChange(**{"decision": 1, **known, **values})
-    state.apply(change, ramp=ramp, critical_batch_size=50.0)
+    state.apply(change, ramp=ramp)
     return state
 
 
@@ -99,7 +99,7 @@ def test_the_end_of_a_step_is_known_as_its_time_is_and_forgotten_with_the_condit
 
 def test_the_outcome_of_a_change_is_measured_when_enough_steps_have_followed() -> None:
     state = grown(filled(60))
-    assert (state.global_batch_size, state.last_change_samples) == (16, 480)
+    assert (state.global_batch_size, state.num_changes) == (16, 1)
     assert state.is_in_ramp(61) and not state.is_in_ramp(79)
     filled(WINDOW_STEPS - 1, state=state, batch=16, loss=2.9, seconds=0.2)
     assert state.record_outcome() is None
@@ -249,10 +249,10 @@ def test_times_of_a_slow_launch_do_not_count_in_the_next() -> None:
 def test_a_change_of_layout_costs_the_most_of_the_last_three() -> None:
     costs = LayoutChangeCosts(prior_s=7.0)
     assert costs.seconds == 7.0
-    for number, seconds in enumerate([9.0, 1.0, 2.0, 3.0]):
-        costs.record_success(seconds=seconds, iteration=number)
+    for seconds in (9.0, 1.0, 2.0, 3.0):
+        costs.record_success(seconds=seconds)
     assert costs.seconds == 3.0
-    assert costs.paused_s == 15.0 and costs.last_iteration == 3
+    assert costs.paused_s == 15.0
 
 
 def test_failures_block_the_pair_and_then_every_change_of_layout() -> None:

@@ -133,9 +133,9 @@ def test_the_documented_file_holds_every_setting_at_its_default() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("objektive: copus", "unknown setting objektive; did you mean objective"),
+        ("batch_grit: 8", "unknown setting batch_grit; did you mean batch_grid"),
         ("copus: true", "unknown setting copus"),
-        ("objective: speed", "objective: 'speed' is not one of"),
+        ("gns_estimator: speed", "gns_estimator: 'speed' is not one of"),
         ("prebuild: 1.5", "prebuild: '1.5' is not a whole number"),
         ("prebuild: true", "prebuild: True is no int"),
         ("allow_shrink: 1", "allow_shrink: 1 is neither true nor false"),

@@ -148,20 +148,6 @@ def test_the_python_of_the_tutorial_reads_a_journal(
     assert len(capsys.readouterr().out.splitlines()) == len(decisions) + rows
 
 
-def test_what_troubleshooting_says_of_the_run_that_would_not_grow(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from copus_ext.commands.replay import main
-
-    words = " ".join((DOCS / "troubleshooting.md").read_text().split())
-    command, number = re.findall(r"`copus replay (docs[^`]+)`, every one of its (\d+)", words)[0]
-    assert main([*command.replace("docs/", f"{DOCS}/").split(), "--all"]) == 0
-    lines = [s for s in capsys.readouterr().out.splitlines() if " step " in s]
-    assert len(lines) == int(number)
-    keeps = r"(?:same|DIFFERENT) +(?:stay|batch +micro-batch \d+ -> \d+;)"
-    assert all(re.search(keeps, line) for line in lines)
-
-
 def test_the_pictures_can_be_drawn_again(tmp_path: Path) -> None:
     assert pictures.main(["--output", str(tmp_path)]) == 0
     drawn = {path.name for path in tmp_path.iterdir()}

@@ -81,7 +81,7 @@ def test_an_extra_has_what_it_names(extra: Extra) -> None:
     folder = FOLDERS[extra.name]
     assert (folder / "README.md").is_file(), "what it is for, its source, its gain, how to use it"
     for reference in extra.policies.values():
-        assert callable(extra.load(reference).target), reference
+        assert callable(extra.load(reference).weigh), reference
     for module in extra.commands.values():
         assert (folder / module.replace(".", "/")).with_suffix(".py").is_file()
     lines = sum(len(file.read_text().splitlines()) for file in folder.rglob("*.py"))

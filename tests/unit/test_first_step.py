@@ -123,7 +123,7 @@ def test_what_was_measured_of_the_batch_before_ends_with_it() -> None:
     state = Launch(32, copus_max_global_batch_size=16).state
     assert state.open_change is None and [one.decision for one in state.changes] == [3]
     assert state.loss_watch is None
-    assert (state.last_change_samples, state.steps_since_change) == (SAMPLES, 0)
+    assert state.steps_after_change == 0
 
 
 def test_an_outcome_takes_no_steps_of_another_layout_or_micro_batch() -> None:

@@ -12,23 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from copus_ext.goodput.belief import Belief, Look, published_critical_batch_size
 from copus_ext.goodput.headroom import (
-    EXPONENTS,
-    LEVEL_SPREAD,
     WORTH,
     Headroom,
-    Prior,
     Trajectory,
     estimate,
     fixed_cost_samples,
     of_inputs,
     of_plans,
     of_rows,
-    power_law_course,
-    published_critical_batch_size,
+    trajectories,
 )
 from copus_ext.goodput.inputs import ConfigThroughput
-from tests.helpers.recorded import noise, row
+from tests.helpers.recorded import row
 from tests.unit.test_decide import situation
 
 FINE = [round(64 * 2 ** (k / 6)) for k in range(120)]
@@ -141,61 +138,25 @@ def test_samples_that_the_fixed_cost_is_worth(h: float) -> None:
     assert fixed_cost_samples([8, 16], [2.0, 1.0]) is None
 
 
-def test_the_prior_holds_the_level_where_it_is_known() -> None:
-    measured = Prior.measured(64.0, start=5000, end=100_000)
-    assert measured is not None and measured.source == "measured"
-    trajectories = measured.trajectories(32)
-    assert len(trajectories) == 9
-    spread = LEVEL_SPREAD["measured"]
-    for trajectory, factor in zip(trajectories, [1.0] * 3 + [1 / spread] * 3 + [spread] * 3):
-        assert trajectory.critical_batch_size[0] == pytest.approx(64 * factor, rel=0.01)
-        # The same samples at the present batch, whatever the trajectory.
-        samples = trajectory.progress @ (1 + 32 / trajectory.critical_batch_size)
-        assert samples == pytest.approx(95_000, rel=1e-3)
-    assert set(EXPONENTS) == {0.46, 0.63, 0.9}
-    published = Prior.published(start=0, end=100_000, tokens_per_sample=2048.0)
-    assert published is not None and published.source == "published"
-    level = published_critical_batch_size(100_000, 2048.0)
-    assert published.trajectories(32)[0].critical_batch_size[-1] == pytest.approx(level, rel=0.02)
+def believed(law: float, end: float, *looks: Look) -> Belief:
+    return Belief(law=law, end=end, multiplier=8.0, looks=looks)
+
+
+def test_trajectories_are_those_of_the_belief_and_hold_the_same_samples() -> None:
+    belief = believed(64.0, 1e5, Look(samples=4000.0, noise_scale=4.0, log_variance=0.01))
+    courses = trajectories(belief, start=5000, batch=32)
+    for course, sds in zip(courses, (0.0, -1.0, 1.0)):
+        for at, place in ((5000 * 20 ** (0.5 / 300), 0), (1e5 / 20 ** (0.5 / 300), -1)):
+            mean, sd = belief.log_critical_batch_size(at)
+            want = math.exp(mean[0] + sds * sd[0])
+            assert course.critical_batch_size[place] == pytest.approx(want, rel=1e-6)
+        samples = course.progress @ (1 + 32 / course.critical_batch_size)
+        assert samples == pytest.approx(95_000, rel=1e-9)
     # A law of tokens: twice the tokens a sample for half the samples halves the batch.
-    assert published_critical_batch_size(50_000, 4096.0) == pytest.approx(level / 2)
-    for start, tokens in ((100_000, 2048.0), (0, 0.0), (0, None)):
-        known = {"start": start, "end": 100_000, "tokens_per_sample": tokens}
-        assert Prior.published(**known) is None
+    law = published_critical_batch_size(100_000, 2048.0)
+    assert published_critical_batch_size(50_000, 4096.0) == pytest.approx(law / 2)
     with pytest.raises(ValueError, match="nothing is left"):
-        power_law_course(start=9, end=9, batch=1, level=1, level_at=1, exponent=0.5)
-
-
-def test_a_course_is_a_power_of_the_progress() -> None:
-    known: dict[str, Any] = {"level": 64.0, "level_at": 20_000.0, "exponent": 0.5}
-    trajectory = power_law_course(start=20_000, end=1e6, batch=512, **known)
-    # Samples up to there: P + 2 P 512 / Phi(P), which is 64 at 20,000 samples.
-    done = 20_000 / 17
-    progress = done + np.cumsum(trajectory.progress)
-    assert progress[-1] * (1 + 2 * 512 / (64 * math.sqrt(progress[-1] / done))) == pytest.approx(
-        1e6, rel=1e-3
-    )
-    last = 64 * math.sqrt(progress[-1] / done)
-    assert trajectory.critical_batch_size[-1] == pytest.approx(last, rel=0.01)
-    assert trajectory.progress @ (1 + 512 / trajectory.critical_batch_size) == pytest.approx(
-        980_000, rel=1e-3
-    )
-    # Where the batch costs no samples, progress is samples.
-    free = power_law_course(start=20_000, end=1e6, batch=0, **known)
-    assert free.progress.sum() == pytest.approx(980_000, rel=1e-3)
-    assert free.critical_batch_size[-1] == pytest.approx(64 * math.sqrt(50), rel=0.01)
-    with pytest.raises(ValueError, match="exponent 1"):
-        power_law_course(start=0, end=9, batch=1, level=1, level_at=1, exponent=1.0)
-
-
-def test_a_critical_batch_size_that_levels_off_leaves_less_to_gain() -> None:
-    def saved(at_most: float) -> float:
-        known: dict[str, Any] = {"level": 1e5, "level_at": 1e8, "exponent": 0.9, "at_most": at_most}
-        trajectory = power_law_course(start=0, end=1e8, batch=0, **known)
-        assert trajectory.critical_batch_size.max() <= at_most
-        return found(affine(5000.0), trajectory).adapting.likely
-
-    assert saved(1e5) > saved(1e4) > saved(1e3) > 0
+        trajectories(belief, start=1e5, batch=1)
 
 
 def test_a_plan_is_compared_with_what_is_best_for_the_whole_run() -> None:
@@ -217,9 +178,10 @@ def test_a_plan_is_compared_with_what_is_best_for_the_whole_run() -> None:
 
     length = {"total_samples": 1e8, "tokens_per_sample": 2048.0}
     h = of_plans(plans([*range(4, 64), *FINE]), **length)
-    prior = Prior.published(start=0, end=1e8, tokens_per_sample=2048.0)
-    assert h is not None and prior is not None and h.source == "published"
-    saved = [closed_form(2000.0, trajectory) for trajectory in prior.trajectories(h.best_batch)]
+    assert h is not None and h.source == "published"
+    belief = believed(published_critical_batch_size(1e8, 2048.0), 1e8)
+    courses = trajectories(belief, start=0, batch=h.best_batch)
+    saved = [closed_form(2000.0, course) for course in courses]
     wanted = (saved[0], min(saved), max(saved))
     assert dataclasses.astuple(h.adapting) == pytest.approx(wanted, abs=5e-4)
     assert h.adapting == h.batch and h.together == h.batch
@@ -233,10 +195,9 @@ def test_what_a_decision_knows() -> None:
     assert h is not None and h.source == "measured" and h.num_layouts == 1
     assert h.adapting.low <= h.adapting.likely <= h.adapting.high <= h.batch.high
     assert h.fixed_cost_samples == pytest.approx(24.0, rel=1e-6)
-    few = dataclasses.replace(s, noise=noise(64.0, steps=3.0))
-    early = of_inputs(few)
+    early = of_inputs(dataclasses.replace(s, looks=()))
     assert early is not None and early.source == "published"
-    assert early.batch.high - early.batch.low > h.batch.high - h.batch.low
+    assert early.batch.low > h.batch.low, "the law asks for more than this noise scale"
     assert of_inputs(dataclasses.replace(s, consumed_samples=s.total_samples)) is None
     # An assumed throughput says nothing.
     guessed = tuple(dataclasses.replace(r, source="assumed") for r in s.rows)
@@ -248,20 +209,18 @@ def test_it_survives_json_and_says_what_is_worth_it() -> None:
     other = [
         row(b, 1.2 * r.samples_per_s, tp=2, sd=0.03) for r in s.rows for b in [r.global_batch_size]
     ]
-    h = of_rows(
-        [*s.rows, *other],
-        s.current,
-        Prior.measured(256.0, start=s.consumed_samples, end=s.total_samples),
-    )
+    h = of_rows([*s.rows, *other], s.current, believed(600.0, 1e6), start=5e5)
     assert h is not None and h.batch_is_worth_it
     assert Headroom.from_json(json.loads(json.dumps(h.to_json()))) == h
     assert "over the best fixed one" in str(h) and "24 samples" in str(h)
     assert "the layout 17 +- 2.5 %" in str(h) and h.layout == pytest.approx(1 / 6)
+    known = believed(2000.0, 10_000)
     # Compute-bound: a step's cost is that of its samples, and the batch is small already.
     bound = of_rows(
         affine(0.01, (8, 16, 32)),
         0,
-        Prior.measured(2000.0, start=1000, end=10_000),
+        known,
+        start=1000,
     )
     assert bound is not None and bound.batch.high < WORTH and not bound.batch_is_worth_it
     assert "only layout and micro-batch are worth changing" in str(bound)
@@ -269,6 +228,7 @@ def test_it_survives_json_and_says_what_is_worth_it() -> None:
     large = of_rows(
         affine(0.01, (8, 16, 4096)),
         2,
-        Prior.measured(2000.0, start=1000, end=10_000),
+        known,
+        start=1000,
     )
     assert large is not None and large.batch_is_worth_it and large.adapting.high < WORTH

@@ -11,9 +11,9 @@ import pytest
 
 from copus_ext.gns.estimators import Estimate
 from copus_ext.gns.observer import CONTROL, NoiseObserver, NoiseScale
-from copus_ext.goodput import constraints
-from copus_ext.goodput.decide import critical_batch_size_words, decide
+from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import DecisionInputs
+from copus_ext.goodput.policy import ONLY_NOISE
 from tests.helpers.recorded import row, shipped_rules
 
 GRID = (8, 16, 32, 64, 128, 256, 512)
@@ -83,13 +83,11 @@ def takes_the_estimate(policy: str) -> DecisionInputs:
     assert noise.low_samples is not None and noise.low_samples < phi / 2
     s = inputs(policy, noise)
     assert s.critical_batch_size == pytest.approx(2 * phi)
-    assert "at least" not in critical_batch_size_words(s)
     return s
 
 
 def test_the_papers_policy_takes_the_estimate_and_no_end_of_an_interval() -> None:
-    s, (noise, phi) = takes_the_estimate("copus"), without_an_upper_end()
-    assert inputs("adaptive", noise).is_noise_bound, "ours is careful"
+    s, (_, phi) = takes_the_estimate("copus"), without_an_upper_end()
     # eq. 8 under flat throughput, twice the batch at most, and 10 %.
     values = [math.sqrt(b) / (b + 2 * phi) for b in (8, 16)]
     assert decide(s).to.global_batch_size == (16 if values[1] / values[0] > 1.1 else 8)
@@ -98,4 +96,4 @@ def test_the_papers_policy_takes_the_estimate_and_no_end_of_an_interval() -> Non
 def test_the_papers_policy_stays_where_there_is_no_estimate() -> None:
     """The paper divides by |G|^2 and does not say what follows where it is not positive."""
     decision = decide(inputs("copus", only_noise()))
-    assert decision.kind == "stay" and constraints.ONLY_NOISE in decision.reason
+    assert decision.kind == "stay" and ONLY_NOISE in decision.reason

@@ -190,10 +190,10 @@ def test_a_machine_is_read_of_the_planners_description() -> None:
 def test_measured_pauses_correct_predictions_in_proportion() -> None:
     known = LayoutChangeCosts()
     assert known.seconds_of(4.0) == 4.0
-    known.record_success(seconds=6.0, iteration=10, prior_s=4.0)
-    known.record_success(seconds=1.0, iteration=20, prior_s=2.0)
+    known.record_success(seconds=6.0, prior_s=4.0)
+    known.record_success(seconds=1.0, prior_s=2.0)
     assert known.seconds_of(8.0) == 12.0
     # A change whose prediction is not known counts by its seconds alone.
     other = LayoutChangeCosts()
-    other.record_success(seconds=3.0, iteration=10)
+    other.record_success(seconds=3.0)
     assert other.seconds_of(8.0) == 3.0

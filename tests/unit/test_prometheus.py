@@ -25,7 +25,6 @@ from megatron.trainer.logging.tracker import Tracker
 from tests.helpers.recorded import (
     BATCH,
     LAYOUT,
-    noise,
     record_decisions,
     record_run,
     situation,
@@ -116,7 +115,7 @@ def graded(steps: int = WINDOW_STEPS) -> ConfigChange:
 
 def test_a_decision_or_an_outcome_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     path, heard = tmp_path / "copus.prom", situation(5, 8)
-    deaf = replace(heard, noise=replace(noise(), phi_samples=None))
+    deaf = replace(heard, paused=True)
     first, then = (decision_scalars(s, decide(s), number=i) for i, s in enumerate((heard, deaf)))
     long, short = (outcome_scalars(graded(steps=n), num_changes=n) for n in (WINDOW_STEPS, 49))
     assert len(first) == 8 and first.keys() > then.keys() and len(long) == 4

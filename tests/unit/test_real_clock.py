@@ -18,7 +18,7 @@ from bench.support import RunRecord
 from bench.time_to_loss import real_clock, real_clock_figures
 from bench.time_to_loss.real_clock import S3, S4, Scenario, Spec, flags_of, tuned, wanted
 from bench.time_to_loss.real_clock_figures import Comparison, Curve, compare
-from bench.time_to_loss.scenarios import save
+from bench.time_to_loss.results import save
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import rate_rules_of
 

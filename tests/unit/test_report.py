@@ -78,7 +78,9 @@ def test_steps_are_those_of_the_record(run: Path, shown: Report) -> None:
     decisions = lines_of(run / "journal.jsonl", "decision")
     used = noise["critical batch size"]
     assert used.y == [d["decision"]["critical_batch_size"] for d in decisions]
-    assert all("by the noise scale" in tip for tip in used.tips)
+    ends = ("critical_batch_size_low", "critical_batch_size_high")
+    for tip, decided in zip(used.tips, decisions, strict=True):
+        assert "({:.4g} to {:.4g})".format(*(decided["decision"][end] for end in ends)) in tip
 
 
 def test_an_interval_without_an_upper_end_is_a_band_that_is_open_above() -> None:

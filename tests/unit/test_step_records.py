@@ -63,7 +63,7 @@ def change(state: ControllerState, to: str, of: str = "", **more: Any) -> Config
         to_layout=sides[1][0],
         **more,
     )
-    state.apply(made, ramp=None, critical_batch_size=None)
+    state.apply(made, ramp=None)
     return made
 
 

@@ -545,15 +545,6 @@ def test_what_others_tell_of_a_speed_counts_if_they_agree(
         assert told == [(4.0, scatter)] * 3
 
 
-def test_a_bound_of_the_critical_batch_size_is_named(tmp_path: Path) -> None:
-    run = grown(tmp_path)
-    path = tmp_path / "journal.jsonl"
-    text = path.read_text()
-    assert '"critical_batch_size_is_bound": false' in text
-    path.write_text(text.replace('_is_bound": false', '_is_bound": true'))
-    assert run.line.endswith(" %, by the bound of the critical batch size)")
-
-
 def test_a_launch_ends_with_the_line_if_anything_was_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from copus_ext.goodput.inputs import DecisionInputs
-from copus_ext.goodput.policies import Policy, first_not_below, last_not_above
+from copus_ext.goodput.targets import TargetPolicy, first_not_below, last_not_above
 
 ETA = 0.5
 """Of the norm test: the batch grows while the variance of its gradient exceeds eta^2 |g|^2."""
@@ -38,9 +38,9 @@ def _seesaw(s: DecisionInputs) -> float:
     return max(min(wanted, most), float(s.now.global_batch_size))
 
 
-CRITICAL_BATCH_SIZE = Policy(target=lambda s: s.critical_batch_size)
+CRITICAL_BATCH_SIZE = TargetPolicy(target=lambda s: s.critical_batch_size)
 """The critical batch size itself (arXiv 1812.06162), the baseline of arXiv 2604.26687."""
-NORM_TEST = Policy(target=_norm_test, needs_critical_batch_size=False, snap=first_not_below)
+NORM_TEST = TargetPolicy(target=_norm_test, needs_critical_batch_size=False, snap=first_not_below)
 """It compares the gradient with its variance, and so grows where the gradient shows only noise."""
-SEESAW = Policy(target=_seesaw, needs_critical_batch_size=False, snap=last_not_above)
+SEESAW = TargetPolicy(target=_seesaw, needs_critical_batch_size=False, snap=last_not_above)
 """Its cap goes by the noise scale: it goes nowhere where that cannot be measured."""

@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(prog=_NAME, description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     p.add_argument("--preset", help="machine, model and training; --list shows them")
     p.add_argument("--list", action="store_true", help="list presets and policies, and stop")
-    p.add_argument("--policies", help="such as static,cbs,adaptive_goodput_forward; default: all")
+    p.add_argument("--policies", help="such as static,cbs,adaptive; default: all")
     p.add_argument("--seeds", type=int, default=3, help="how many; each draws other estimates")
     p.add_argument("--first-seed", type=int, default=0)
     words = "seconds that every change of layout takes; default: predicted from bytes and links"

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from copus_ext.controller.flags import CopusConfig
-from copus_ext.goodput.objectives import OBJECTIVES
-from copus_ext.goodput.policies import TARGETS
+from copus_ext.goodput.inputs import ADAPTIVE
+from copus_ext.goodput.policies import POLICIES
 
 Start = Literal["small", "large"]
-SWITCH_RULES = ("forward", "paper")
-BASELINES = [name for name in TARGETS if name not in ("static", "step_schedule")]
+BASELINES = [n for n in POLICIES if n not in (ADAPTIVE, "copus", "static", "step_schedule")]
 
 
 class UnknownPolicy(ValueError):
@@ -47,11 +46,8 @@ def contenders(batches: Sequence[int]) -> dict[str, Contender]:
         Contender(name=f"{policy}_{start}", is_baseline=True, start=start, flags=flags(policy))
         for policy, start in itertools.product(BASELINES, starts)
     ]
-    for objective, rule in itertools.product(OBJECTIVES, SWITCH_RULES):
-        how = {"copus_objective": objective, "copus_switch_rule": rule, "copus_layouts": "all"}
-        name = f"adaptive_{objective}_{rule}"
-        found.append(Contender(name=name, flags=flags("adaptive", **how)))
-    found.append(Contender(name="paper", flags=flags("copus", copus_layouts="all")))
+    for name, policy in (("adaptive", ADAPTIVE), ("paper", "copus")):
+        found.append(Contender(name=name, flags=flags(policy, copus_layouts="all")))
     return {one.name: one for one in found}
 
 

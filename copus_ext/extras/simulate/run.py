@@ -251,6 +251,11 @@ class Runner:
         )
 
     def _decide(self) -> None:
+        self.state.look(
+            self.observer.noise(),
+            samples=float(self.consumed),
+            half_life=self.observer.half_life_samples,
+        )
         inputs = self._inputs()
         decision = decide(inputs)
         self.state.record_decision(consumed_samples=self.consumed, scheduled=self._scheduled())
@@ -282,9 +287,7 @@ class Runner:
             cost_s = self.scenario.pause_s(*pair)
             self.clock_s += cost_s
             self.state.elapsed_s += cost_s
-            self.state.layout_costs.record_success(
-                seconds=cost_s, iteration=self.out.steps, prior_s=cost_s
-            )
+            self.state.layout_costs.record_success(seconds=cost_s, prior_s=cost_s)
         self.state.record_outcome(now=True)
         self.state.apply(
             ConfigChange(
@@ -299,8 +302,6 @@ class Runner:
                 predicted_samples_per_s=to.samples_per_s,
             ),
             ramp=ramp,
-            critical_batch_size=decision.critical_batch_size,
-            by_bound=decision.critical_batch_size_is_bound,
         )
         self.row = to
         if decision.kind == "relayout":

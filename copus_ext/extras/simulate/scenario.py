@@ -13,7 +13,7 @@ import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import USUAL
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, read_json
 from copus_ext.extras.simulate.conditions import Event, factors_at, planner_under
 from copus_ext.extras.simulate.noise_trajectory import NoiseTrajectory, power_law
@@ -51,7 +51,7 @@ BEYOND = 1.5
 class Scenario:
     name: str
     model: str
-    """Name of the model's preset."""
+    """Name of the model's preset, or of `spec`."""
     seq_length: int
     cluster: ClusterSpec
     batches: tuple[int, ...]
@@ -77,11 +77,13 @@ class Scenario:
     peak: float = 1.0
     """Of its learning rate at the first batch."""
     lr_schedule: ScheduleKind = "cosine"
+    spec: ModelSpec | None = None
+    """The model itself, where no preset has it."""
     about: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def planner(self) -> Planner:
-        model = PRESETS[self.model].with_seq_length(self.seq_length)
+        model = (self.spec or PRESETS[self.model]).with_seq_length(self.seq_length)
         return Planner(model, self.cluster, limits=self.limits)
 
     @cached_property

@@ -13,21 +13,33 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.extras.baselines import published
 from copus_ext.gns.estimators import Estimate
 from copus_ext.gns.observer import CONTROL, NoiseObserver, NoiseScale
-from copus_ext.goodput import constraints
+from copus_ext.goodput import policies
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.policies import TARGETS, scheduled_batch, snap, target_batch
+from copus_ext.goodput.policies import POLICIES
+from copus_ext.goodput.policy import ONLY_NOISE
+from copus_ext.goodput.targets import TargetPolicy, scheduled_batch
 from megatron.trainer.common.extras import extras
 from tests.helpers.recorded import row, shipped_rules
-from tests.unit.test_decide import GRID, follow, noise, situation
+from tests.unit.test_decide import GRID, follow, situation
 from tests.unit.test_paper_policy import inputs, only_noise, takes_the_estimate
 
 NAMES = ("cbs", "norm_test", "seesaw")
 
 
+def named(policy: str) -> TargetPolicy:
+    found = policies.named(policy)
+    assert isinstance(found, TargetPolicy)
+    return found
+
+
+def target_batch(s: Any) -> float | None:
+    return named(s.rules.policy).target(s)
+
+
 def test_the_policies_are_choices() -> None:
-    assert set(NAMES) < set(TARGETS)
+    assert set(NAMES) < set(POLICIES)
     (own,) = (extra for extra in extras() if extra.name == "baselines")
-    assert tuple(own.policies) == NAMES
+    assert tuple(own.policies) == ("copus", *NAMES)
     assert CopusConfig(copus=True, copus_policy="cbs").copus_policy == "cbs"
 
 
@@ -121,12 +133,12 @@ def test_what_is_done_where_there_is_no_estimate(policy: str) -> None:
     if policy == "norm_test":
         assert decision.to.global_batch_size == 16
     else:
-        assert decision.kind == "stay" and constraints.ONLY_NOISE in decision.reason
+        assert decision.kind == "stay" and ONLY_NOISE in decision.reason
 
 
 def test_every_target_has_a_size_of_the_grid() -> None:
-    for policy in TARGETS:
-        assert snap(1e30, GRID, policy=policy) == GRID[-1]
+    for policy in NAMES:
+        assert named(policy).snap(1e30, GRID) == GRID[-1]
 
 
 def test_a_published_policy_doubles_the_batch_at_most() -> None:
@@ -153,13 +165,9 @@ def test_with_published_policies_only_the_layout_may_change_in_the_warm_up() -> 
     assert decide(papers).kind == "stay"
 
 
-def test_a_published_policy_shrinks_by_one_size_where_it_is_certain() -> None:
+def test_a_published_policy_shrinks_by_one_size() -> None:
     flags = {"copus_allow_shrink": True, "copus_policy": "cbs"}
     assert decide(situation(256, 8.0, flags=flags)).to.global_batch_size == 128
-    unsure = situation(256, measured=noise(8.0, sd=3.0), flags=flags)
-    assert "not certain" in decide(unsure).reason
-    bound = dataclasses.replace(noise(5.0), status="lower_bound_only", high_samples=None)
-    assert "no upper bound" in decide(situation(64, measured=bound, flags=flags)).reason
 
 
 @pytest.mark.parametrize(
@@ -192,8 +200,8 @@ def test_where_the_norm_test_stops(
 
 def test_targets_are_snapped_as_published() -> None:
     assert scheduled_batch(shipped_rules(flags={"copus_policy": "cbs"}), 5, 10) is None
-    assert snap(90.0, GRID, policy="cbs") == 64 and snap(91.0, GRID, policy="cbs") == 128
-    assert snap(65.0, GRID, policy="norm_test") == 128
+    assert named("cbs").snap(90.0, GRID) == 64 and named("cbs").snap(91.0, GRID) == 128
+    assert named("norm_test").snap(65.0, GRID) == 128
 
 
 def test_seesaw_trades_the_decay_for_batch() -> None:

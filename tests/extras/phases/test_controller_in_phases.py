@@ -13,6 +13,7 @@ from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.layout_changes import LayoutChangeManager
 from copus_ext.controller.segments import ends_segment, flags_in_segment
+from copus_ext.goodput.belief import Look
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.messages import summary
 from copus_ext.goodput.state import ControllerState, config_key
@@ -65,7 +66,7 @@ def test_batches_of_a_schedule_are_in_present_samples() -> None:
 def test_as_many_tokens_lie_between_decisions_in_every_phase() -> None:
     config = in_phase(config_of(RUN), 1).in_segment
     state = ControllerState(last_decision_samples=400)
-    act = CopusConfig(copus_interval=64 * 64.0, copus_early_steps=0.0)
+    act = CopusConfig(copus_policy="static", copus_interval=64 * 64.0)
     for one in (config, config_of(RUN)):
         assert rules.samples_to_decision(act, one, 8, state) == 64, "of the run"
 
@@ -95,10 +96,9 @@ def test_rates_are_relative_to_as_many_tokens() -> None:
 def test_the_state_of_the_controller_enters_a_phase() -> None:
     state = ControllerState(
         last_decision_samples=200,
-        last_change_samples=100,
         global_batch_size=64,
         micro_batch_size=4,
-        critical_batch_size_when_grown=30.0,
+        looks=[Look(samples=100.0, noise_scale=8.0, log_variance=0.1)],
         annealing_from=32,
         hold_shrinking_until_samples=400,
     )
@@ -112,10 +112,10 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
     assert (same.global_batch_size, same.micro_batch_size) == (32, 2)
     assert same.step_times == state.step_times and same.last_decision_samples == 200
     state.enter_segment(before=1, after=4, global_batch_size=16, micro_batch_size=1)
-    assert (state.last_decision_samples, state.last_change_samples) == (200, 100), "of the run"
+    assert state.last_decision_samples == 200, "of the run"
     assert (state.global_batch_size, state.micro_batch_size, state.annealing_from) == (16, 1, 8)
     assert not state.step_times and not state.steps and state.watch.key == ""
-    assert state.critical_batch_size_when_grown is None
+    assert not state.looks and same.looks
     assert state.hold_shrinking_until_samples == 400
     assert ControllerState.from_json(json.loads(json.dumps(state.to_json()))) == state
 

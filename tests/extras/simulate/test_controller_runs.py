@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from bench.time_to_loss.scenarios import changing_network, fixed
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.cost_model.cluster_spec import preset as machine_preset
 from copus_ext.cost_model.constants import USUAL
 from copus_ext.cost_model.megatron_flags import spec_of_arguments
 from copus_ext.cost_model.spec_file import SpecError
-from copus_ext.extras.simulate.conditions import Event, factors_at
+from copus_ext.extras.simulate.conditions import Event, World, factors_at
 from copus_ext.extras.simulate.contenders import Contender, contenders
 from copus_ext.extras.simulate.run import Run, simulate
+from copus_ext.extras.simulate.scenario import Scenario
 from copus_ext.extras.simulate.scenario import preset as scenario_of
 from copus_ext.planner.space import Limits
 from megatron.trainer.config.layout import Layout
 from tests.unit.test_controller_parts import config, flags
+
+
+def changing_network(batch: int, steps: int) -> Scenario:
+    """Four nodes whose network falls to a quarter of its speed for the middle half of a run."""
+    events = (
+        Event(at=0.25, part="network", speed=0.25),
+        Event(at=0.75, part="network", speed=4.0),
+    )
+    return scenario_of("8xh100-3b").change(
+        batches=(batch,),
+        total_samples=steps * batch,
+        warmup_samples=100 * batch,
+        events=events,
+        step_noise=0.05,
+        targets={"none": float(steps * batch)},  # out of reach
+    )
+
+
+def fixed(s: Scenario) -> dict[str, float]:
+    """Seconds of the whole run by layout."""
+    world, batch, seconds = World(s), s.batches[0], {}
+    edges = [0.0, *(event.at for event in s.events), 1.0]
+    for start, end in itertools.pairwise(edges):
+        world.go_on(start)
+        for layout in world.speeds.layouts:
+            row = world.speeds.at(layout, batch)
+            if row is not None:
+                part = (end - start) * s.total_samples / row.samples_per_s
+                seconds[str(layout)] = seconds.get(str(layout), 0.0) + part
+    return seconds
 
 
 def run_of(share: float) -> Run:
@@ -29,7 +60,7 @@ def run_of(share: float) -> Run:
     batches = (64, 128, 512)
     s = scenario_of("32xh100-32b").change(lr_schedule="constant", batches=batches)
     s = s.with_noisy_quadratic().change(targets={"none": 0.0})
-    flags = contenders(batches)["adaptive_goodput_forward"].flags
+    flags = contenders(batches)["adaptive"].flags
     assert flags is not None
     flags = dataclasses.replace(flags, copus_anneal_by_batch=share)
     return simulate(s, Contender(name="copus", flags=flags, first_batch=64), seed=0)

@@ -1,4 +1,4 @@
-"""The arithmetic of the scenarios of time to loss."""
+"""The arithmetic of time to loss on a virtual clock."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import operator
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,14 @@ import numpy as np
 import pytest
 
 from bench.support import RESULTS, interval, interval_of_few
-from bench.time_to_loss import scenarios
+from bench.time_to_loss import cells, results
 from bench.time_to_loss.unprofiled import Machine
-from copus_ext.extras.simulate.run import Run
-from copus_ext.extras.simulate.scenario import Scenario, preset
+from bench.time_to_loss.yardsticks import yardsticks
+from copus_ext.extras.simulate.scenario import preset
+from copus_ext.goodput.belief import published_critical_batch_size
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 
 HEADROOM_CASE = "16xh100-13b"
-
-
-def test_a_sweep_halves_its_batches_and_trains_the_best_to_its_end() -> None:
-    # 88 of all to an eighth, 24 of two to a quarter, then the best alone; the last never arrives.
-    times = {16: 16.0, 8: 8.0, 32: 32.0, 64: math.inf}
-    assert scenarios.sweep_seconds(times) == 88 / 8 + 24 / 8 + 8 / 4 + 8 / 2
-    assert scenarios.sweep_seconds({8: 5.0}) == 5.0
 
 
 def mean(values: Any) -> float:
@@ -64,37 +59,21 @@ def refuse(name: str) -> float:
 
 def test_results_are_strict_json_and_those_of_other_scenarios_stay(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    scenarios.save(path, {"S7": {"hindsight": 0.01, "commit": "a"}})
+    results.save(path, {"S7": {"hindsight": 0.01, "commit": "a"}})
     rows = [{"same_s": math.inf, "of": (1.0, math.nan)}]
-    scenarios.save(path, {"S1": {"rows": rows, "commit": "b"}})
+    results.save(path, {"S1": {"rows": rows, "commit": "b"}})
     found = json.loads(path.read_text(), parse_constant=refuse)
     assert found["S7"] == {"hindsight": 0.01, "commit": "a"}
     assert found["S1"] == {"rows": [{"same_s": None, "of": [1.0, None]}], "commit": "b"}
 
 
 def test_committed_results_are_strict_json_and_say_what_made_them() -> None:
-    text = (RESULTS / scenarios.FILE).read_text()
-    for name, found in json.loads(text, parse_constant=refuse).items():
-        assert {"seeds", "command"} <= found.keys(), name
-        assert {"commit", "commits"} & found.keys(), name
-
-
-def test_seven_runs_the_seeds_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    def simulated(s: Scenario, who: Any, *, seed: int) -> Run:
-        return Run(name=who.name, times_s={}, seconds=1000.0 + seed, decisions=10, paused_s=5.0)
-
-    monkeypatch.setattr(scenarios, "simulate", simulated)
-    row = scenarios.of_batch(16, [10, 12])
-    extra = 10 * scenarios.DECIDING_S
-    assert row["seeds"] == [10, 12]
-    assert row["controller_s"] == pytest.approx([1010.0 + extra, 1012.0 + extra])
-    assert row["overhead"] == pytest.approx([(extra + 5) / (s + extra) for s in (1010, 1012)])
-
-
-def test_overhead_is_all_that_is_no_training() -> None:
-    run = Run(name="", times_s={}, seconds=100.0, decisions=5, measured_s=50.0, paused_s=5.0)
-    extra = 5 * scenarios.DECIDING_S + 50 * scenarios.MEASURING
-    assert scenarios.overhead(run) == pytest.approx((extra + 5) / (100 + extra))
+    found = json.loads((RESULTS / results.FILE).read_text(), parse_constant=refuse)
+    assert {"seeds", "command", "commit", "rows"} <= found["virtual_clock"].keys()
+    rows = found["virtual_clock"]["rows"]
+    assert len(rows) == found["common_sense"]["runs"]
+    mean_of_rows = mean([row["common_sense"] for row in rows])
+    assert found["common_sense"]["mean"] == pytest.approx(mean_of_rows)
 
 
 @cache
@@ -121,13 +100,42 @@ def test_without_errors_the_machine_is_as_predicted() -> None:
     assert known.configuration == plain.configuration
 
 
-def test_static_runs_are_the_faster_the_more_is_known_of_them() -> None:
+def test_yardsticks_are_ordered_and_those_of_closed_forms() -> None:
     s = preset(HEADROOM_CASE)
     for seed in (10, 11):
-        one = scenarios.one_start(s, "progress", 64, seed, machine(seed))
-        assert one.best_s <= one.best_planned_s <= one.same_s
-    right = scenarios.one_start(s, "progress", 64, 10, machine(10, 0.0))
-    assert right.best_s == pytest.approx(right.best_planned_s)
+        marks = yardsticks(s, machine(seed))
+        assert marks.oracle_s is not None
+        assert marks.oracle_s <= marks.best_static_s <= marks.common_sense_s
+        assert all(marks.static_s[b] <= marks.planned_s[b] for b in marks.static_s)
+        assert marks.oracle_s <= marks.law_schedule * marks.best_static_s
+    right = yardsticks(s, machine(10, 0.0))
+    assert right.static_s == pytest.approx(right.planned_s)
+    speed = s.speeds.fastest(64).samples_per_s
+    assert right.static_s[64] == pytest.approx(s.dynamics.samples(64, s.last) / speed)
+
+
+def test_cells_are_dealt_in_equal_numbers_and_never_twice() -> None:
+    dealt = cells.cells([1, 2])
+    assert len({*dealt}) == len(dealt) == 2 * len(cells.CLUSTERS) * len(cells.TRUTHS) * 4
+    for name in ("level", "multiplier", "error", "hours"):
+        counts = Counter((c.seed, getattr(c, name)) for c in dealt)
+        assert max(counts.values()) - min(counts.values()) <= 1
+    assert cells.cells([2]) == [c for c in dealt if c.seed == 2]
+
+
+@pytest.mark.parametrize("truth", ["P^.46", "P^1", "flat", "levels off", "falls late"])
+def test_a_truth_has_its_course_and_its_level(truth: str) -> None:
+    (cell,) = [
+        c
+        for c in cells.cells([3])
+        if (c.cluster, c.truth, c.start) == ("7b 32xMI210", truth, "law")
+    ]
+    s = cells.scenario(cell)
+    law = published_critical_batch_size(cells.CLUSTERS[cell.cluster]().tokens / 2048, 2048)
+    for share in (0.01, 0.3, 1.0):
+        want = cell.level * law * float(cells.TRUTHS[truth](np.array(share)))
+        critical = cell.multiplier * s.trajectory.phi_at(share * s.last)
+        assert critical == pytest.approx(want, rel=0.02), share
 
 
 def test_errors_have_their_spread() -> None:
