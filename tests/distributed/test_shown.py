@@ -3,6 +3,7 @@ short runs on real text, against the steps of their records."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -162,6 +163,9 @@ def test_no_slow_first_step_is_a_timing(folder: Path, name: str) -> None:
             continue
         mark_warm([s for i, s in steps.items() if i <= decided["iteration"]])
         here = steps[decided["iteration"]]["key"]
+        keys = [s["key"] for i, s in steps.items() if i <= decided["iteration"]]
+        if sum(key == here for key, _ in itertools.groupby(keys)) > 1:
+            continue  # steps of an earlier visit count, too
         own = [
             s["seconds"]
             for i, s in steps.items()

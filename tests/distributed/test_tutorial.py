@@ -15,7 +15,7 @@ from tests.helpers.pages import COPUS, commands
 PAGE = ROOT / "docs/tutorial.md"
 SMALLER = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
 --seq-length 32 --max-position-embeddings 32 --train-iters 60 --eval-iters 1"""
-NUMBER, LAYOUT = r"[-+]?\d+(?:\.\d+)?", r"tp\d+\.pp\d+\.dp\d+"
+NUMBER, LAYOUT = r"[-+]?\d+(?:\.\d+)?", r"tp\d+\.pp\d+(?:\.vpp\d+)?\.dp\d+"
 CHANGE = rf"(?:(?:, )?(?:batch|micro-batch) {NUMBER} -> {NUMBER})+"
 GAIN = rf"predicted to gain {NUMBER}(?: \+- {NUMBER})? %, (?:needs|worth a trial above) {NUMBER} %"
 CRITICAL = (

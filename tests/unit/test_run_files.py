@@ -227,7 +227,7 @@ def test_a_recorded_journal_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert batches_made(report), "changes were made"
     assert report.decision and "damaged" not in report.facts["decided"]
     assert replay.main([str(path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "22 decisions the same, 0 different"
+    assert capsys.readouterr().out.splitlines()[-1] == "24 decisions the same, 0 different"
 
 
 def test_lines_that_cannot_be_read_are_told_by_all(
