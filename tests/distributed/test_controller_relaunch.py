@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment"),
 ]
 COPUS = """--copus --copus-layouts all --copus-relayout relaunch --copus-policy static"""
-SETTINGS = "relayout_cost_s: 1\nmax_micro_batch_size: 1\n"
+SETTINGS = "relayout_cost_s: 0.2\nmax_micro_batch_size: 1\n"
 
 SAVE_INTERVAL = 8
 """The first decision comes where a checkpoint is saved anyway."""
