@@ -218,7 +218,7 @@ def move_inside(output: Path, go: Any, results: dict[str, Any]) -> None:
     def once(inputs: Any) -> Any:
         decision = decide(inputs)
         if inputs.iteration != MOVED_AT:
-            return decision
+            return replace(decision, kind="stay", to=inputs.now)
         row, layout = inputs.rows[inputs.current], Layout.from_text("tp2.pp1.dp2")
         to = replace(row, configuration=replace(row.configuration, layout=layout))
         return replace(decision, kind="relayout", to=to, reason="a test")
