@@ -437,7 +437,6 @@ class Controller(Callback):
             self.rules,
             self.state,
             noise=self.gns.observer.noise(),
-            half_life_samples=self.gns.observer.half_life_samples,
             rows=rows,
             current=current,
             iteration=step.iteration,

@@ -36,15 +36,20 @@ def _considered(s: DecisionInputs) -> list[int]:
     """Rows to choose from: batches of the grid, within one step of growth unless annealing asks
     for more."""
     most = max(s.now.global_batch_size * s.rules.growth, s.annealing_batch)
-    least = 0 if s.rules.allow_shrink else s.now.global_batch_size
-    grid = {size for size in s.rules.grid if least <= size <= most}
+    grid = {size for size in s.rules.grid if size <= most and _may_be(s, size)}
     chosen = (i for i, row in enumerate(s.rows) if row.global_batch_size in grid)
     return sorted({*chosen, s.current})
 
 
+def _may_be(s: DecisionInputs, size: int) -> bool:
+    """Whether the batch may have a size from now on; a smaller one may be out of the question."""
+    return s.rules.allow_shrink or size >= s.now.global_batch_size
+
+
 def _costs(s: DecisionInputs) -> question.Costs:
-    """ln((1 + B / B_crit) / T) of all rows, now and along the rest of the run. Below the batch that
-    annealing asks for, a row loses in proportion to what it lacks."""
+    """ln((1 + B / B_crit) / T) of all rows, now and along the rest of the run; infinite for batches
+    that may not be. Below the batch that annealing asks for, a row loses in proportion to what it
+    lacks."""
     start, end = s.trained_samples, s.trained_samples + s.samples_left
     edges = np.linspace(start, end, INTERVALS + 1)
     points = np.array([start, *(edges[1:] + edges[:-1]) / 2])
@@ -52,8 +57,9 @@ def _costs(s: DecisionInputs) -> question.Costs:
     needed = dict(zip(sizes, s.belief.log_samples(sizes, points)))
     cost = np.stack([needed[row.global_batch_size] for row in s.rows])
     cost = cost - np.log([row.samples_per_s for row in s.rows])[:, None]
+    batches = np.array([row.global_batch_size for row in s.rows])
+    cost[[not _may_be(s, size) for size in batches]] = np.inf
     if s.annealing_batch:
-        batches = np.array([row.global_batch_size for row in s.rows])
         cost = cost - np.log(np.minimum(batches / s.annealing_batch, 1.0))[:, None]
     # Progress along the rest is what its samples are worth at the present batch.
     worth = np.exp(-needed[s.now.global_batch_size][1:])

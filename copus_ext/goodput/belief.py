@@ -107,12 +107,6 @@ class Belief:
         expected = math.log(self.law / self.multiplier) + EXPONENT * x
         return x, inverse, inverse @ (y - expected)
 
-    @property
-    def likely_multiplier(self) -> float:
-        """The median of c after the looks."""
-        moved = MULTIPLIER_SD**2 * float(self._solved[2].sum()) if self.looks else 0.0
-        return self.multiplier * math.exp(-moved)
-
     def log_critical_batch_size(self, samples: Any) -> tuple[Any, Any]:
         """Mean and standard deviation of ln B_crit after some samples.
 

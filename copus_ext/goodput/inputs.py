@@ -174,8 +174,6 @@ class DecisionInputs:
     """Samples trained."""
     total_samples: int
     """Samples of the whole run."""
-    half_life_samples: float
-    """Half-life of the noise scale's average."""
     elapsed_s: float
     """Seconds of training so far, pauses included."""
     paused_s: float = 0.0
@@ -306,7 +304,6 @@ def build_inputs(
     state: ControllerState,
     *,
     noise: NoiseScale,
-    half_life_samples: float,
     rows: Sequence[ConfigThroughput],
     current: int,
     iteration: int,
@@ -328,7 +325,6 @@ def build_inputs(
         iteration=iteration,
         consumed_samples=consumed_samples,
         total_samples=total_samples,
-        half_life_samples=half_life_samples,
         elapsed_s=state.elapsed_s,
         paused_s=costs.paused_s,
         relayout_cost_s=costs.seconds,
@@ -364,8 +360,8 @@ class Candidate:
     blocked_reason: str
     """Why the run cannot change to it now, or `PRESENT`; empty if it can."""
     gain_sd: float | None = None
-    """Standard deviation of the logarithm of 1 plus the gain, of the throughputs; 0 where both were
-    timed. None without a gain."""
+    """Standard deviation of the logarithm of 1 plus the gain, as far as it counted: 0 where the
+    throughput was timed, and before the present one was. None without a gain."""
 
     def to_json(self) -> dict[str, Any]:
         return {**{f.name: getattr(self, f.name) for f in fields(self)}, "row": self.row.to_json()}

@@ -67,8 +67,7 @@ def candidates(s: DecisionInputs, costs: Costs, considered: Sequence[int]) -> li
     found: list[tuple[tuple, Candidate]] = []
     for i in _best_of_layouts(s, costs, considered):
         c, won = _candidate(s, costs, rest, i)
-        fits = c.gain is not None and c.needed is not None and c.gain > c.needed
-        is_other = c.row.layout != s.now.layout
+        fits, is_other = not c.blocked_reason, c.row.layout != s.now.layout
         found.append(((not fits, not (fits and is_other), -won, *_tie_break(s, c.row)), c))
     return [c for _, c in sorted(found, key=lambda pair: pair[0])]
 

@@ -107,7 +107,6 @@ def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> Decision
         iteration=iteration,
         consumed_samples=iteration * batch,
         total_samples=TOTAL,
-        half_life_samples=1000.0,
         elapsed_s=1600.0,
         relayout_cost_s=60.0,
         looks=(Look(samples=40.0, noise_scale=1.0, log_variance=0.01),),

@@ -151,7 +151,6 @@ class WrittenRun:
             iteration=self.iteration,
             consumed_samples=self.samples,
             total_samples=1_000_000,
-            half_life_samples=100.0,
             elapsed_s=1000.0,
             relayout_cost_s=2.0,
         )

@@ -62,7 +62,6 @@ def situation(
         "iteration": 1000,
         "consumed_samples": 500_000,
         "total_samples": 1_000_000,
-        "half_life_samples": 1000.0,
         "elapsed_s": 50_000.0,
         "relayout_cost_s": 60.0,
         "looks": looks(phi),
@@ -353,3 +352,14 @@ def test_a_steady_noisy_noise_scale_makes_no_batch_swing() -> None:
             sizes += [to.global_batch_size] if to.global_batch_size != batch else []
         turns = sum((b > a) != (c > b) for a, b, c in zip(sizes, sizes[1:], sizes[2:]))
         assert turns <= 2, (seed, sizes)
+
+
+def test_a_batch_that_may_not_shrink_hides_no_layout() -> None:
+    """A small batch would be far better than the present one, but is out of the question."""
+    rows = [row(8, 30.0), row(256, 40.0), row(8, 31.0, dp=1), row(256, 60.0, dp=1)]
+    flags = {"copus_layouts": "all", "copus_allow_shrink": False}
+    s = situation(256, 0.1, rows=rows, flags=flags, relayout_cost_s=1.0)
+    decision = decide(s)
+    assert (decision.kind, decision.to) == ("relayout", rows[3]), decision.reason
+    assert decision.target_batch == 256
+    assert decide(dataclasses.replace(s, rows=tuple(rows[:2]), current=1)).kind == "stay"

@@ -31,7 +31,6 @@ def inputs(policy: str, noise: NoiseScale, *, batch: int = 8, **flags: Any) -> D
         iteration=1000,
         consumed_samples=500_000,
         total_samples=1_000_000,
-        half_life_samples=1000.0,
         elapsed_s=50_000.0,
         relayout_cost_s=60.0,
     )

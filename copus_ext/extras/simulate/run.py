@@ -238,7 +238,6 @@ class Runner:
             self.rules,
             self.state,
             noise=self.observer.noise(),
-            half_life_samples=self.observer.half_life_samples,
             rows=rows,
             current=where[self.row.layout, self.row.global_batch_size],
             iteration=self.out.steps,

@@ -282,7 +282,6 @@ def train_step(job: Job) -> tuple[StepInfo, StepSummary]:
     mbs = job.micro_batch_size
     global_batch_size, counted_samples = job.global_batch_size, job.counted_samples
     sizes = job.micro_batch_sizes
-    num_microbatches = len(sizes)
     seed_step(config.runtime.seed, state.consumed_samples, job.groups)
     balance = job.balance
     if balance is not None:
@@ -296,7 +295,7 @@ def train_step(job: Job) -> tuple[StepInfo, StepSummary]:
     losses = run_schedule(
         job,
         None if batches is None else _counted(batches, tokens),
-        num_microbatches,
+        len(sizes),
         micro_batch_size=mbs,
         forward_only=False,
         mean_samples=mean_samples,
@@ -331,7 +330,7 @@ def train_step(job: Job) -> tuple[StepInfo, StepSummary]:
         consumed_samples=state.consumed_samples,
         global_batch_size=global_batch_size,
         micro_batch_size=mbs,
-        num_microbatches=num_microbatches,
+        num_microbatches=len(sizes),
         loss=loss,
         grad_norm=result.grad_norm,
         num_zeros=result.num_zeros,
