@@ -190,7 +190,6 @@ def resolve_run(args: argparse.Namespace, world_size: int, **have: bool) -> "Con
 
     Args:
         args: parsed flags, with those of the controller.
-        world_size: number of ranks.
         have: what there is on this machine, for `arguments.resolve`.
     """
     from dataclasses import replace
@@ -214,12 +213,7 @@ def resolve_run(args: argparse.Namespace, world_size: int, **have: bool) -> "Con
 
 
 def controllers(args: argparse.Namespace, config: "Config") -> list[Any]:
-    """The callbacks that `--copus` and extras add; imports them only then.
-
-    Args:
-        args: parsed flags.
-        config: resolved from them.
-    """
+    """The callbacks that `--copus` and extras add; imports them only then."""
     from copus_ext.controller.flags import controller_flags
     from megatron.trainer.common.extras import extras_with
 

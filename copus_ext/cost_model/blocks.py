@@ -106,7 +106,6 @@ def costs_by_block(
 
     Args:
         rows: one row; its layers need not divide by its stages.
-        c: constants.
         context_bytes: of a process; None: as predicted.
 
     Raises:
@@ -167,8 +166,6 @@ def in_flight_chunks(pp: int, vpp: int, num_microbatches: int, stage: int) -> An
     """Micro-batches of every chunk whose activations a stage holds, at the moments that matter.
 
     Args:
-        pp: stages.
-        vpp: chunks of a stage.
         num_microbatches: per replica; with vpp > 1 a multiple of pp.
         stage: which.
 

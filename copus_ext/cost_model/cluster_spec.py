@@ -114,7 +114,6 @@ def nodes_from_json(data: Any, usual: GpuSpec) -> tuple[NodeSpec, ...]:
     Args:
         data: a list of objects, each for `count` (1) nodes one after the other: `gpu`, a name or a
             description, `speed`, `memory_bytes`, `constants`; what is left out is as usual.
-        usual: the cluster's GPU.
 
     Raises:
         SpecError: an unknown key or a bad value.

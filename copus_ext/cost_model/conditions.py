@@ -189,8 +189,6 @@ def factors_after(
         ratio: its seconds since the change over those before; None: no change was noticed. Then
             computation is as usual again only if the product takes what it usually does.
         now: what the parts were taken to be so far.
-        timings: of now.
-        usual: the same under usual conditions.
 
     Returns:
         `now`, where links were timed as before and what they do not explain is small.

@@ -124,8 +124,6 @@ def exchange_s(rows: ConfigBatch, c: Constants, core: Any, core_backward: Any) -
     A gather is waited for. Round a ring each step travels behind the attention of the one before.
 
     Args:
-        rows: configurations.
-        c: the constants.
         core: [n] seconds of attention itself, forward.
         core_backward: [n] the same backward.
     """
@@ -169,7 +167,6 @@ def core_columns(rows: ConfigBatch, query: Any) -> Any:
     exchanged heads, and its answer before and after it is put together.
 
     Args:
-        rows: configurations.
         query: [n] columns of the tensor that holds the queries.
     """
     groups = np.maximum(rows.num_query_groups, rows.tp) * rows.kv_channels

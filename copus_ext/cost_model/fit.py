@@ -47,7 +47,6 @@ def fit_constants(
         seconds: [n] measured seconds of a step.
         prior: where to start, and where to stay without data.
         weights: [n] of the rows.
-        prior_weight: strength of the prior.
 
     Raises:
         ValueError: a time is not positive.

@@ -93,7 +93,6 @@ def meeting_s(rows: ConfigBatch, work: Any) -> Any:
     proportion to the root of what they compute between two meetings. Devices are taken to be even.
 
     Args:
-        rows: configurations.
         work: [n] seconds of computation between two meetings.
     """
     return np.where(rows.on_cpu, _BEHIND * np.sqrt(np.maximum(work, 0.0)), 0.0)

@@ -109,8 +109,6 @@ def layer(rows: ConfigBatch, c: Constants, waits: tuple[Any, Any] = (0.0, 0.0)) 
     over those with experts and those without.
 
     Args:
-        rows: configurations.
-        c: the constants.
         waits: further seconds of the GPU, forward and backward, behind which kernels are started.
     """
     ffn = rows.ffn_hidden_size
@@ -249,11 +247,6 @@ def tp_layer(rows: ConfigBatch, c: Constants, plain: Pass) -> Pass:
     those compute: reductions behind the gradient of weights, gathers behind that of inputs
     (megatron-core, `LinearWithGradAccumulationAndAsyncCommunication`). Ranks meet twice a pass,
     behind attention and behind the MLP.
-
-    Args:
-        rows: configurations.
-        c: the constants.
-        plain: computation of the layer.
     """
     half = tp_collective_s(rows, c, rows.element_bytes * rows.tokens * rows.hidden_size)
     # gloo reduces everything and keeps a part: each of the two reduce-scatters counts twice.
@@ -287,11 +280,6 @@ def ep_layer(rows: ConfigBatch, c: Constants) -> Pass | None:
 def cp_layer(rows: ConfigBatch, c: Constants, plain: Pass) -> Pass | None:
     """Seconds in which ranks that share samples wait for keys and values, of one layer and
     micro-batch; None where none do.
-
-    Args:
-        rows: configurations.
-        c: the constants.
-        plain: the layer without.
     """
     if not context.is_shared(rows):
         return None
@@ -484,14 +472,7 @@ def expert_ring_s(rows: ConfigBatch, c: Constants, num_bytes: Any) -> Any:
 
 def _ring_s(rows: ConfigBatch, c: Constants, num_bytes: Any, ranks: Any, inside: Any) -> Any:
     """The smaller of one ring through all ranks and a ring inside the nodes followed by rings
-    across them.
-
-    Args:
-        rows: configurations.
-        c: the constants.
-        num_bytes: of the buffer.
-        ranks: of the ring.
-        inside: of them in one node.
+    across them; `inside` of the ranks share a node.
     """
     nodes = np.ceil(ranks / inside)
     fast = node_bytes_per_s(rows, c)

@@ -34,7 +34,6 @@ def pipeline_time(
             link of its sender; the interleaved schedule also uses the last row, from the last stage
             to the first.
         num_microbatches: [n] per replica; with vpp > 1 multiples of pp.
-        vpp: chunks of a stage.
 
     Returns:
         [pp, n] seconds.

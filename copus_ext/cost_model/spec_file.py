@@ -37,7 +37,6 @@ def checked(kind: type, data: dict[str, Any], what: str) -> dict[str, Any]:
     """The fields of a dataclass from JSON, texts with units as numbers.
 
     Args:
-        kind: the dataclass.
         data: what was read.
         what: to call it in an error.
 

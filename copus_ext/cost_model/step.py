@@ -360,9 +360,6 @@ def stage_work(rows: ConfigBatch, c: Constants, pp: int, vpp: int) -> tuple[Any,
 
     Args:
         rows: of full length, all with this pp and vpp.
-        c: the constants.
-        pp: stages.
-        vpp: chunks of a stage.
 
     Returns:
         [pp, vpp, n] seconds of a forward and of a backward pass, and the end of the step.
@@ -385,8 +382,6 @@ def end_of_step(
     """What follows the last backward pass.
 
     Args:
-        rows: configurations.
-        c: the constants.
         held: [pp, n] parameters that a rank of every stage holds.
         backward: [pp, n] seconds of the backward pass of one micro-batch.
         forward: [n] seconds of its forward pass on a stage, mean of the stages.
@@ -446,7 +441,6 @@ def _needed(
     many micro-batches as there are stages.
 
     Args:
-        rows: configurations.
         bucket: [pp, n] share of a chunk's weights that its first bucket holds, at most 1.
         forward: [n] seconds of a forward pass, as of `end_of_step`.
     """

@@ -252,8 +252,6 @@ class GradientNormHooks:
         """Measures the step that follows, or with None lets it pass.
 
         Args:
-            estimator: how.
-            num_microbatches: of a replica.
             shares: of every micro-batch in the replica's gradient, where they differ in size.
         """
         self._mode, self._num_microbatches = estimator, num_microbatches
@@ -348,9 +346,6 @@ class GradientNormHooks:
     def _local_weights(self, tokens: list[float]) -> list[float]:
         """This replica's share of small signal, small noise, batch W, batch A, tokens, and of the
         roots of experts.
-
-        Args:
-            tokens: of this replica, by micro-batch.
         """
 
         def of(part: slice) -> Weights:
@@ -377,7 +372,6 @@ class GradientNormHooks:
 
         Args:
             handle: of `reduce`.
-            global_batch_size: samples of the step.
             loss_scale: one number, which the gradients were multiplied by.
         """
         handle.wait()
@@ -462,14 +456,9 @@ def unavailable_groups(
     fewer ranks share them than share a layer.
 
     Args:
-        tp: tensor parallel size.
-        pp: pipeline parallel size.
-        sequence_parallel: `--sequence-parallel`.
-        qk_layernorm: `--qk-layernorm`.
         shared_embeddings: whether the word embedding has a copy.
         expert_ranks: ranks that share all experts of a layer, that is expert parallel size times
             tensor parallel size of experts; None for a dense model.
-        cp: context parallel size.
     """
     partial: set[str] = set(OF_EXPERTS) if expert_ranks is None else set()
     if tp > 1:
@@ -507,12 +496,7 @@ def group_of(name: str, param: torch.Tensor) -> str:
 
 
 def measured_parameters(chunks: list[Any], groups: Any) -> list[Measured]:
-    """The parameters of this rank that count once over tensor and pipeline parallel ranks.
-
-    Args:
-        chunks: megatron-core's data-parallel wrappers.
-        groups: process groups of the layout.
-    """
+    """The parameters of this rank that count once over tensor and pipeline parallel ranks."""
     found = []
     for chunk in chunks:
         reduced = dict(_reduced_views(chunk, groups))

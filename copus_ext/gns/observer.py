@@ -116,7 +116,6 @@ class NoiseObserver:
         Args:
             estimates: by parameter set; sets that the layout cannot measure are left out.
             estimator: how they came about.
-            global_batch_size: samples of the step.
             consumed_samples: samples of the run, this step's included.
             tokens: loss tokens of the step.
         """
@@ -151,11 +150,7 @@ class NoiseObserver:
         self.num_measured += 1
 
     def interval_at(self, global_batch_size: int) -> int:
-        """Steps from one measurement to the next, of the step that is about to be made.
-
-        Args:
-            global_batch_size: its samples.
-        """
+        """Steps from one measurement to the next, of the step that is about to be made."""
         if self._interval is not None or self._per_step or not self._tokens_per_sample:
             return self._interval or 1
         step = global_batch_size * self._tokens_per_sample

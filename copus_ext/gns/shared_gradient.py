@@ -23,7 +23,6 @@ def share_of_sum(grads: Sequence[torch.Tensor], group: Any) -> torch.Tensor:
 
     Args:
         grads: of n elements together, of any shapes; alike on all ranks of the group.
-        group: of the ranks that share samples.
 
     Returns:
         [n / size of the group, rounded up] fp32; the parts of all ranks in their order are the sum,

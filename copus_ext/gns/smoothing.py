@@ -93,7 +93,6 @@ def skewed_bounds(quantile: float, skewness: float) -> tuple[float, float]:
     Solves Hall's t + s t^2/3 + s^2 t^3/27 + s/6 = +-quantile for t, with s the skewness.
 
     Args:
-        quantile: of a statistic without skewness.
         skewness: of the mean, not of what it averages.
     """
     if abs(skewness) < 1e-9:
@@ -121,8 +120,6 @@ def ratio_interval(
         g2: estimate of |G|^2, which may be negative.
         v: estimate of V; a negative one counts as 0.
         var_g2: variance of g2.
-        var_v: variance of v.
-        covariance: of the two.
         bounds: the least (negative) and the most (positive) that v - r g2 may be, in standard
             deviations. The upper end is unbounded where g2 is not above 0 by the least.
     """
@@ -209,7 +206,6 @@ class Smoothed:
         """Takes in a measurement that stands for `tokens` tokens.
 
         Args:
-            new: one-step estimate, negative values kept.
             tokens: trained since the measurement before.
             half_life: tokens after which a measurement counts half.
         """

@@ -40,11 +40,6 @@ _SAVING = (b"run.start", b"layout", b"checkpoint.commit")
 def recorded_flags(run_dir: Path, save: Path, iteration: int) -> dict[str, Any] | None:
     """The flags that a checkpoint was saved with, if the record of the run tells; this spares
     reading the checkpoint.
-
-    Args:
-        run_dir: directory of the run.
-        save: folder of the checkpoint.
-        iteration: of the checkpoint.
     """
     now: dict[str, Any] | None = None
     found: dict[str, Any] | None = None
@@ -80,11 +75,6 @@ def stored_flags(
 ) -> dict[str, Any]:
     """The flags of the latest checkpoint that can be read. Takes some seconds, since the process
     imports torch.
-
-    Args:
-        save: folder of the checkpoints.
-        tick: called often meanwhile.
-        trust_unverified: `--ckpt-trust-unverified`.
 
     Raises:
         ValueError: one line: there is none, none can be read, or another trainer wrote it.

@@ -84,11 +84,8 @@ class LayoutFit:
         """How to go on from the latest checkpoint in `--save`.
 
         Args:
-            ranks: that can be started.
-            stored: flags of that checkpoint.
             layout: wanted; None for the one of the checkpoint, or the one taken just there.
                 Another is chosen if it needs more ranks.
-            why: what happened.
             blocked: layouts that must not be taken later either.
 
         Raises:

@@ -113,7 +113,6 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
 
     Args:
         argv: words after the name of the module.
-        env: environment; None for that of the process.
 
     Raises:
         UsageError: one line with the flag and the fix.

@@ -25,9 +25,6 @@ def adopt_srun(env: MutableMapping[str, str] | None = None) -> bool:
     process. MASTER_ADDR and MASTER_PORT of the user win. A process that sees one GPU takes it,
     whatever its number on the node.
 
-    Args:
-        env: environment to complete; None for that of the process.
-
     Returns:
         Whether it set anything.
 
@@ -63,7 +60,6 @@ def leave_error(error: BaseException, *, message_only: bool = False) -> None:
     """Writes an error as torch's `record` does.
 
     Args:
-        error: ends this rank.
         message_only: leave out type and traceback, since the message says all.
     """
     path = os.environ.get(_ERROR_FILE)

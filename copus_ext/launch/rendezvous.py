@@ -179,7 +179,6 @@ def assign_ranks(num_ranks: int, available: Mapping[int, int]) -> dict[str, int]
     """Fills the nodes in their order, so that ranks which communicate most share a node.
 
     Args:
-        num_ranks: to start.
         available: by node, ranks that it can start.
 
     Raises:

@@ -280,8 +280,6 @@ class RestartPolicy:
         """Decides what follows a launch. The request of the run decides, else the exit code.
 
         Args:
-            end: of that launch.
-            num_ranks: that can be started now.
             now_s: on a monotonic clock.
         """
         self._note_layouts(end.progress)

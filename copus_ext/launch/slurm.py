@@ -77,9 +77,6 @@ class Step:
 def read_step(env: Mapping[str, str] | None = None) -> Step | None:
     """The step of this process, with its nodes in the order of COPUS_HOSTFILE.
 
-    Args:
-        env: environment; None for that of the process.
-
     Returns:
         None outside of a step, as in the shells of sbatch and salloc.
 
@@ -188,7 +185,6 @@ def order_by_hostfile(step: Step, env: Mapping[str, str]) -> tuple[Step, str]:
 
     Args:
         step: as SLURM numbers it.
-        env: environment of the process.
 
     Returns:
         The step, and a line for the user if the file is of other nodes, else an empty text.

@@ -275,13 +275,7 @@ class SlurmWatch:
 def watch_of(
     step: slurm.Step | None, run_dir: Path, env: Mapping[str, str] | None = None
 ) -> SlurmWatch | None:
-    """The watch of this supervisor; None outside SLURM and on other nodes than the first.
-
-    Args:
-        step: of this process.
-        run_dir: directory of the run.
-        env: environment; None for that of the process.
-    """
+    """The watch of this supervisor; None outside SLURM and on other nodes than the first."""
     if step is None or step.node_rank != 0:
         return None
     text = (os.environ if env is None else env).get(SIGNAL_LEAD, "")
@@ -294,10 +288,7 @@ def should_requeue(
     """Whether the job goes back into the queue, and why. Counts the times that it does.
 
     Args:
-        run_dir: directory of the run.
-        save: folder of its checkpoints.
         code: exit code of srun. Launchers flatten codes, so a request of the run wins.
-        env: environment of the batch script.
         state: of the job, None if unknown.
     """
     job = env.get("SLURM_JOB_ID", "")

@@ -73,10 +73,7 @@ class RunRecord:
         """Records a step.
 
         Args:
-            info: of it.
             iterations: of the whole run, as planned now.
-            scalars: of the controller, by tag.
-            fields: further entries.
         """
         self._at = info.iteration, info.consumed_samples
         report = StepReport(

@@ -206,7 +206,6 @@ class Recorded:
         Collective.
 
         Args:
-            args: the checkout's.
             is_new_layout: whether other ranks may read now; else the data sets are kept.
         """
         if is_new_layout:

@@ -144,7 +144,6 @@ def draw(chart: Chart, until: float) -> Markup:
     """The chart as an SVG element.
 
     Args:
-        chart: what to draw.
         until: right end of the axis, samples.
     """
     bottom = chart.height - BOTTOM

@@ -158,9 +158,7 @@ def gain(share: float | None, sd: float | None, *, sign: bool = True) -> str:
     """A predicted gain in percent with one standard deviation of it; `-` if unknown.
 
     Args:
-        share: the gain.
         sd: of the logarithm of 1 plus that; None where it is not known.
-        sign: whether a plus is shown.
     """
     if share is None or sd is None:
         return percent(share, sign=sign)

@@ -138,11 +138,7 @@ CANDIDATE = (
 
 
 def candidates(record: dict[str, Any]) -> list[list[str]]:
-    """The configurations that a decision compared, each with what was for and against it.
-
-    Args:
-        record: whole record of the decision.
-    """
+    """The configurations that a decision compared, each with what was for and against it."""
     shown = []
     for candidate in objects(table(record.get("decision")).get("candidates")):
         row = table(candidate.get("row"))

@@ -225,7 +225,6 @@ class DecisionHistory:
         """The configuration without the controller after so many steps.
 
         Args:
-            iteration: steps done.
             ratio: samples of the run that a sample is, in which the answer counts.
         """
         known = [first for at, first in self.firsts if at <= iteration]
@@ -245,7 +244,6 @@ class DecisionHistory:
         """Adds the next line.
 
         Args:
-            place: its offset in the file.
             record: the line. Of what a decision saw, only the present and the first configuration
                 are kept: a long journal holds the table of all of them too often.
         """

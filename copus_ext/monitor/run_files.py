@@ -47,7 +47,6 @@ def run_problem(run: Path, *, takes_journal: bool = False) -> str:
     """Why a path is not a run, in the words of all commands that read one; empty if it is one.
 
     Args:
-        run: what the user named.
         takes_journal: whether a journal that is left of a run stands for it.
 
     Raises:

@@ -136,7 +136,6 @@ def with_steps(trace: dict[str, Any], paths: list[Path]) -> tuple[dict[str, Any]
 
     Args:
         trace: from `timeline`.
-        paths: of the traces of steps.
 
     Returns:
         The trace, and a line for each file that is left out because it cannot be read.
@@ -191,8 +190,6 @@ def write_trace(
     """Writes a trace, zipped if the name ends with `.gz`.
 
     Args:
-        path: the file.
-        trace: its content.
         write: `write_output` for a file that the user named, which may be a pipe. What lies in the
             folder of a run is replaced, and nothing is written through it.
 

@@ -171,10 +171,8 @@ class Change:
         """Does one phase; all ranks vote after each of its parts.
 
         Args:
-            name: of the phase.
             alone: the part that waits for no other rank.
             together: the part of all ranks; gets the result of `alone`.
-            label: before the name.
 
         Returns:
             The result of the last part.

@@ -102,7 +102,6 @@ class Consensus:
         Args:
             topic: of the vote.
             act: the part; what it raises is a vote against.
-            deadline: watches the work.
             is_collective: whether a rank may wait for the others inside.
 
         Returns:

@@ -61,7 +61,6 @@ class GroupStore:
         """Builds the groups of likely next layouts while the present one is in use. Collective.
 
         Args:
-            now: the layout in use.
             others: what builds them, most likely first.
 
         Returns:

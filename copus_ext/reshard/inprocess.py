@@ -116,7 +116,6 @@ class InProcessResharder:
 
         Args:
             host: the job, at a boundary.
-            layout: to change to.
             settings: of the steps after the change.
             predicted_s: expected seconds of the change.
 

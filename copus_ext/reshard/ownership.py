@@ -106,13 +106,8 @@ def _add_records(
     """Adds the records of one split of a stage to those of its ranks.
 
     Args:
-        ranks: records of every rank so far.
-        shape: of the model.
-        layout: of the ranks.
         split: which ranks, and how tensors are cut over them.
-        chunks: their parameters by model chunk.
         limits: elements after which a bucket closes, by chunk.
-        pp: the stage.
     """
     mapping = shape.use_tp_pp_dp_mapping
     numbers = [
@@ -149,8 +144,6 @@ def _shards_of_replicas(slots: list[_Slot], split: _Split, starts: list[int]) ->
     """By copy, records of its shares of the buckets.
 
     Args:
-        slots: parameters of all buckets.
-        split: whose copies.
         starts: by copy, the number of its next shard.
     """
     owned: list[list[Record]] = [[] for _ in split.copies]
@@ -230,12 +223,7 @@ def _records(
     """Records of a range of a rank's part of a parameter; the range is a shard of its own.
 
     Args:
-        param: of the stage.
-        tp_size: tensor-parallel size.
-        tp: tensor-parallel rank.
-        start: first element of the flattened part.
         stop: one past the last.
-        shard: its number.
         is_first: no copy of another data-parallel rank takes precedence.
     """
     block, corner = list(param.shape), [0] * len(param.shape)

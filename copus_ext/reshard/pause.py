@@ -161,7 +161,6 @@ def shape_for(spec: ModelSpec, *, tp_sizes: Sequence[int], sharded: bool) -> Mod
     """What the planner's description says of the tensors of a run.
 
     Args:
-        spec: of the model.
         tp_sizes: tensor-parallel sizes that the run may have; the vocabulary is padded for all.
         sharded: whether data-parallel ranks share the optimizer's state out among them.
     """

@@ -31,7 +31,6 @@ def element_bytes(shape: ModelShape | None, key: str, num_axes: int) -> int:
 
     Args:
         shape: of the model; None: its optimizer keeps both moments of everything.
-        key: of the tensor.
         num_axes: of the tensor, those that count layers and experts among them.
     """
     if shape is None or not shape.keeps_momenta or key in _ENDS:

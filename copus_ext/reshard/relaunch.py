@@ -278,7 +278,6 @@ class RelaunchSchedule(Protocol):
         Args:
             argv: without flags of another start; those of the first layout are there.
             request: of kind `relayout`.
-            stored: of the checkpoint to go on from.
             blocked: layouts that must not be taken later.
         """
         ...
@@ -317,7 +316,6 @@ def merged(
     Args:
         argv: the flags of the first launch, so that nothing piles up over many changes.
         request: of kind `relayout`.
-        stored: of the checkpoint to go on from.
         blocked: layouts that the run must not take later either.
 
     Raises:

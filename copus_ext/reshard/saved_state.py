@@ -58,11 +58,6 @@ def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
     them; the old weights and gradients are gone by then. In fp32 weights are masters. Extras say
     what they need and give up.
 
-    Args:
-        job: under the old layout.
-        plan: of the change.
-        config: of the new one.
-
     Raises:
         TooLarge: with both figures.
     """
@@ -125,8 +120,6 @@ def extract(target: Any, optimizer: Any, shards: Shards) -> SavedState:
 
     Args:
         target: the old layout as the trainer configures it.
-        optimizer: under it.
-        shards: all of this rank's.
     """
     return SavedState(
         target=target,
@@ -192,8 +185,6 @@ def restore_counts(optimizer: Any, *, step: int, scaler: dict[str, Any] | None) 
     """Gives a new optimizer the step count and the loss scale.
 
     Args:
-        optimizer: megatron-core's.
-        step: updates of Adam.
         scaler: state of the loss scaler; None without one.
     """
     for part in parts_of(optimizer):
@@ -246,8 +237,6 @@ def share_weights(config: Any, model: HasChunks, *, timeout_s: float) -> None:
     """Gives every replica all weights. Collective, after `masters_to_weights` on all ranks.
 
     Args:
-        config: of the layout.
-        model: this rank's chunks.
         timeout_s: for each message, where the backend does not keep the time itself.
     """
     if not config.parallel.use_distributed_optimizer:

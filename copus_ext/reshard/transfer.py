@@ -92,7 +92,6 @@ def gather_in_place(buffer: torch.Tensor, *, group: Any, timeout_s: float) -> No
 
     Args:
         buffer: the parts in the order of ranks; this rank's is sent, the others are filled.
-        group: of the ranks.
         timeout_s: for each message.
 
     Raises:

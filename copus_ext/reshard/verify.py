@@ -42,7 +42,6 @@ def local_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
     those of all other copies, and the numbers of their elements. Not collective.
 
     Args:
-        shards: what this rank holds.
         keys: of the tensors, the same on every rank.
     """
     place = {key: i for i, key in enumerate(keys)}
@@ -73,7 +72,6 @@ def all_sums(own: torch.Tensor, keys: Sequence[str], *, group: Any) -> dict[str,
     Args:
         own: `local_sums` of this rank.
         keys: of the tensors, the same on every rank.
-        group: of all ranks.
 
     Returns:
         By `kind.key`, a signed 64-bit integer; equal on every rank.
@@ -162,9 +160,6 @@ def check_weights(
     """Checks, where this rank holds both, that the model's weights are its rounded masters.
 
     Args:
-        model: this rank's chunks.
-        shards: this rank's masters.
-        groups: process groups of the layout.
         keys: of the tensors to check; None for all.
 
     Raises:

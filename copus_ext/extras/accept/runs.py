@@ -139,7 +139,6 @@ class Bench:
             name: of the folder of the run; one that is there is gone on with.
             flags: behind those of `flags`.
             ranks: how many.
-            task: for the observer.
             supervisor: flags of `copus launch`, which then starts the ranks.
             code: the exit code that it must have.
 

@@ -57,7 +57,6 @@ def choose(
         flags: of the program, as the user gave them.
         stored: flags of the state to go on from, as a checkpoint holds them.
         ranks: all of them are used.
-        has_gpu: whether ranks train on GPUs.
         why: one line for the record.
         replaced: as the last choice said; its first batch comes again as soon as it can, unless
             something else has set the batch since.

@@ -50,7 +50,6 @@ def read_graph(path: Path, **given: Any) -> GraphProblem:
     """The problem in a file.
 
     Args:
-        path: of the file.
         given: `num_stages`, `num_microbatches` or `memory_gib` in place of those of the file; None
             keeps them.
 

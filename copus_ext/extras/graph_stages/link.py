@@ -70,12 +70,7 @@ class GraphLink:
         return self._groups[message.source, message.target, is_gradient]
 
     def begin(self, num_microbatches: int, micro_batch_size: int) -> None:
-        """Prepares for the messages of a step. All stages give the same.
-
-        Args:
-            num_microbatches: of the step.
-            micro_batch_size: samples of each.
-        """
+        """Prepares for the messages of a step. All stages give the same."""
         self._micro_batch_size = micro_batch_size
         self._expected = {}
         messages = self.graph.messages
@@ -109,8 +104,6 @@ class GraphLink:
         """Waits for a message.
 
         Args:
-            message: its number in the graph.
-            micro_batch: of the step.
             is_gradient: whether it is the gradient, which comes from the target.
 
         Returns:

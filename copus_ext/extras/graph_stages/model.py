@@ -329,10 +329,7 @@ def build_nodes(
     """Builds some nodes with their initial weights.
 
     Args:
-        shape: of the whole model.
         config: of the run; one rank holds a node whole, in fp32 or half precision as it says.
-        groups: of its ranks.
-        wanted: numbers of the nodes.
 
     Raises:
         ValueError: options that this model does not have.

@@ -48,7 +48,6 @@ class GraphSchedule:
 
         Args:
             batches: the micro-batches in order, alike on all stages.
-            micro_batch_size: samples of each.
 
         Returns:
             The loss of every micro-batch, on the stage of the node that has it; else nothing.

@@ -245,8 +245,6 @@ def closed_sets(num_nodes: int, edges: Sequence[tuple[int, int]], most: int) -> 
     """All sets of nodes, as bits, that hold what each of their nodes needs; smaller ones first.
 
     Args:
-        num_nodes: of the graph.
-        edges: of the graph.
         most: None where there are more.
     """
     needs = [0] * num_nodes
@@ -406,8 +404,6 @@ class _Search:
 
         Args:
             at: number of the set that these stages make up.
-            stages: bits of each.
-            slowest: work of the busiest.
         """
         p, left = self.problem, self.problem.num_stages - len(stages)
         if not left:

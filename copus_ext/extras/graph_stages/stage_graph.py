@@ -204,12 +204,7 @@ class StageGraph:
         return [min(k + 1, num_microbatches) for k in self.ahead]
 
     def program(self, stage: int, num_microbatches: int) -> list[Pass]:
-        """Passes of a stage in order.
-
-        Args:
-            stage: its number.
-            num_microbatches: of a step.
-        """
+        """Passes of a stage in order."""
         early = min(self.ahead[stage], num_microbatches)
         turns = [(m, False) for m in range(early)]
         for m in range(early, num_microbatches):
@@ -240,7 +235,6 @@ def check_series_parallel(names: Sequence[str], edges: Sequence[tuple[int, int]]
     run side by side, or one behind the other, by one, it becomes a single edge.
 
     Args:
-        names: of the nodes.
         edges: each from a node to one of a larger number. Nodes without one begin or end the model.
 
     Raises:

@@ -44,11 +44,9 @@ def simulate(
     """Plays a step.
 
     Args:
-        graph: nodes and their stages.
         forward_s: of every node and one micro-batch.
         backward_s: the same of the backward pass, recomputation included.
         message_s: seconds that the output of every node, or its gradient, holds the sender's link.
-        num_microbatches: of a step.
     """
     work, enters, leaves, seconds = _tables(graph, forward_s, backward_s, message_s)
     programs = [graph.program(r, num_microbatches) for r in range(graph.num_stages)]

@@ -157,10 +157,6 @@ class BranchedTraining:
     def step(self, num_microbatches: int, micro_batch_size: int) -> float:
         """Takes a step.
 
-        Args:
-            num_microbatches: of each replica.
-            micro_batch_size: samples of each.
-
         Returns:
             The mean loss of all its tokens, in nats, on every rank.
         """

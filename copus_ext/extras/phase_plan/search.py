@@ -58,7 +58,6 @@ def stages_of(
 
     Args:
         seq_length_schedule: as `--seq-length-schedule`; a length alone for one phase.
-        train_tokens: of the run.
         global_batch_size: samples of the first length; those of a later phase are as many tokens.
         step_batch_size_schedule: as the flag of that name.
         rampup_batch_size: as the flag of that name, in samples of the first length.
@@ -193,9 +192,7 @@ def plan_stages(
     """The fastest run, and the fastest one that keeps one layout; None where there is none.
 
     Args:
-        stages: of the run.
         choices: of each stage, by what stays.
-        pause: between layouts.
 
     Returns:
         Both. The first chooses among the fastest layouts of every stage, in each stage that can
@@ -262,9 +259,7 @@ def with_own_flags(plan: PhasePlan, text: str, batch: Sequence[str]) -> list[str
     best from there on, the schedules have a position for it.
 
     Args:
-        plan: of a run.
         text: its `--seq-length-schedule`, or a length alone.
-        batch: flags of its global batch.
     """
     flags = plan.stages[0].choice.configuration.to_flags()
     at = flags.index("--global-batch-size")
@@ -295,7 +290,6 @@ def first_phases(plan: PhasePlan, text: str) -> list[int]:
     counts them. Phases that change the layout or the micro-batch alone count, too.
 
     Args:
-        plan: of a run.
         text: its `--seq-length-schedule`, or a length alone.
     """
     words = text.split() if ":" in text else []

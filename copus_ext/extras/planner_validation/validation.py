@@ -93,7 +93,6 @@ def read_table(path: Path, *, skipped: Callable[[str], None] = warnings.warn) ->
     """Reads a CSV file with a header. `docs/validate-planner.md` describes the columns.
 
     Args:
-        path: of the file.
         skipped: told in a line of every run that is left out, as its stages are uneven.
 
     Raises:
@@ -302,7 +301,6 @@ def predict(
     """Predicts every run, from constants and, within each group, from some measured ones.
 
     Args:
-        runs: of a table.
         num_known: timed runs of each group whose outcomes correct the others, besides those that
             the table itself calls known.
         constants: of the cost model; None takes those that go with each cluster.

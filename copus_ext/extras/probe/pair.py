@@ -95,9 +95,7 @@ def lead(
     is left out with all larger ones, except the first two: a slow link gets fewer messages.
 
     Args:
-        wire: to the other end.
         sizes: of the messages, growing; two or more.
-        repeats: messages of each size.
         budget_s: seconds for all of it.
         clock: seconds.
 
@@ -198,12 +196,10 @@ def measure(
     """Times the link to the other process of a pair, which calls the same.
 
     Args:
-        store: of this pair alone.
         place: 0 or 1; the other process has the other.
         backend: `gloo` or `nccl`.
         gpu: of this process; not used under gloo.
         sizes: bytes of the messages, growing.
-        repeats: messages of each size.
         pair_s: seconds for both directions; half as much again for both at once.
         timeout_s: a connection or message that takes longer is an error.
 

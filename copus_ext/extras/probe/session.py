@@ -96,7 +96,6 @@ def place_of(env: Mapping[str, str], *, every_rank: bool) -> Place:
     """Reads the launcher's variables of this process.
 
     Args:
-        env: environment.
         every_rank: count every process as a node.
 
     Raises:
@@ -231,7 +230,6 @@ class Lead:
         quarter of the rounds has one, nothing that passed is the cause.
 
         Args:
-            rounds: what is to be timed.
             expected: bandwidth that every link should have; None compares them with each other.
 
         Returns:

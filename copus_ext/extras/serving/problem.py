@@ -49,7 +49,6 @@ class Objective:
         Args:
             prefill: [stages] Tp.
             decode: [stages] Td.
-            loss_increase: of all layers together.
         """
         total, longest = float(np.sum(decode)), float(np.max(decode))
         return (

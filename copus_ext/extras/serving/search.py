@@ -223,9 +223,7 @@ class Search:
 
         Args:
             shares: of the pieces of decoding, 1 in all.
-            price: of a loss increase, besides theta.
             uses_prices: let each stage pay for the longest ones, in place of charges.
-            node: its intervals.
         """
         p = self.p
         sums, longest = (float(x) for x in np.asarray(shares) @ self.pieces)

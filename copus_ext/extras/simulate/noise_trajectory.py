@@ -66,7 +66,6 @@ class NoiseEstimatorModel:
 
         Args:
             phi: noise scale, samples.
-            batch: samples of the step.
             groups: small gradients that are compared, of equal size.
         """
         if groups < 2:

@@ -138,7 +138,6 @@ def told(limit: Limit, name: Callable[[int], str]) -> str:
 
     Args:
         limit: the link.
-        name: what a node is called.
     """
     what = (
         f"messages of stage {limit.stage}, {1e3 * limit.seconds:.3g} ms each,"
@@ -166,10 +165,7 @@ def find_order(
     simulated annealing. Never worse than the given order, and the same answer for the same input.
 
     Args:
-        job: what a layout computes and sends.
-        network: what it runs on.
         evaluations: orders to look at where it cannot be all, about.
-        seed: of the random numbers there.
         starts: orders to start from there, besides the given one.
         greedy: whether to start there from greedy orders, too.
 
@@ -350,8 +346,6 @@ def network_of(cluster: ClusterSpec, c: Constants, slowness: Sequence[float] = (
     """The network of a cluster whose links were measured.
 
     Args:
-        cluster: with its links.
-        c: constants of the cost model.
         slowness: [nodes] factor on the seconds of passes on a node; none: all are equal.
 
     Raises:

@@ -406,10 +406,7 @@ def slowness_of(
     nodes are that.
 
     Args:
-        model: what is trained.
-        cluster: with its nodes.
         configuration: layout and micro-batch, on which the ratio of two kinds depends.
-        constants: of the cluster's own GPU.
     """
     if not cluster.nodes:
         return ()
@@ -452,7 +449,6 @@ def rank_on_nodes(planner: Planner, batch: int, *, top: int = 10) -> list[Fitted
 
     Args:
         planner: of the model on the cluster.
-        batch: samples of a step.
         top: how many are of interest.
 
     Raises:

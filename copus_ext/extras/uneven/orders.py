@@ -188,7 +188,6 @@ def anneal(
         starts: [m, n] orders to begin with.
         evaluations: orders that the chains look at, about.
         polish: orders that are looked at after that, about.
-        seed: of the random numbers.
     """
     random = np.random.default_rng(seed)
     begin = least(starts)

@@ -64,7 +64,6 @@ def write_file(
     """Writes one file as megatron-core's `write_preloaded_data` does, byte for byte.
 
     Args:
-        path: of the file.
         items: bytes, or tensors on the CPU.
         count: told of the bytes as they are written.
 

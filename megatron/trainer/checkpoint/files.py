@@ -60,8 +60,6 @@ def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
     """Replaces a small file so that a reader sees the old or the new text, never a part.
 
     Args:
-        path: the file.
-        text: its new content.
         mode: of the new file, whatever the umask and the mode of the old one; None leaves it to
             the umask. It holds from the first byte on.
     """
@@ -231,7 +229,6 @@ def checksum(path: Path, count: Callable[[int], None] = lambda number: None) -> 
     """Size in bytes and CRC-32 of a file.
 
     Args:
-        path: of the file.
         count: told of the bytes as they are read.
     """
     size = crc = 0
@@ -286,9 +283,7 @@ def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool =
     """What is wrong with the files of a checkpoint, one line each.
 
     Args:
-        folder: of one iteration.
         rank: which share of the files to read; missing files are everybody's.
-        world_size: number of ranks that share the reading.
         contents: compare all checksums; otherwise sizes, and the checksums of the index and of a
             common state that is a file of its own. As an object it has its own.
 
@@ -346,11 +341,6 @@ def _torn_archive(path: Path, file: BinaryIO) -> list[str]:
 def unverified(folder: Path, common: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
     """Why a checkpoint of COPUS counts as damaged if its manifest is gone or incomplete.
 
-    Args:
-        folder: of one iteration.
-        common: its common state.
-        names: files that it consists of.
-
     Returns:
         One line that names the flag to load it all the same. None for a checkpoint of Megatron-LM,
         which writes no manifest.
@@ -383,8 +373,6 @@ def little_room(root: Path, *, stored: int, free: int | None) -> str | None:
     """A line for the user where few more checkpoints have room, else None.
 
     Args:
-        root: directory of the checkpoints.
-        stored: bytes of one.
         free: what `free_bytes` said.
     """
     if free is None or free >= MIN_ROOM * stored:

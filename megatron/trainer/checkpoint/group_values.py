@@ -22,11 +22,7 @@ def kept_flags(optimizer: str) -> list[str]:
 
 
 def kept_values(common: Mapping[str, Any]) -> dict[str, float]:
-    """By field name, the values in the groups of a checkpoint.
-
-    Args:
-        common: its common state.
-    """
+    """By field name, the values in the groups of a checkpoint."""
     places = {**_OF_ADAM, **{n: key for extra in extras() for n, key in extra.in_groups.items()}}
     found: dict[str, float] = {}
     for group in groups_in(common.get("optimizer")):

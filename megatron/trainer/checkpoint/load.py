@@ -116,7 +116,6 @@ def iterations_to_try(
     """The iterations to try to load from `--load`, best first; none if there never was one.
 
     Args:
-        load: `--load`.
         step: `--ckpt-step`, which nothing stands in for.
         fallback: whether an older one may stand in for the latest.
 
@@ -183,8 +182,6 @@ def read_stored(
     over the world.
 
     Args:
-        load: `--load`.
-        step: `--ckpt-step`.
         verify: compare checksums, not only sizes.
         fallback: take the newest intact one before the latest where that is damaged.
         trust_unverified: take one of COPUS whose manifest is gone or lists only a part.
@@ -293,12 +290,6 @@ def read_arguments(
 ) -> dict[str, Any]:
     """The resolved flags a checkpoint was saved with, for `--use-checkpoint-args`. Needs no process
     group. Compares the sizes of all files, and the checksum of what holds the flags.
-
-    Args:
-        load: `--load`.
-        step: `--ckpt-step`.
-        fallback: `--ckpt-fallback`.
-        trust_unverified: `--ckpt-trust-unverified`.
 
     Raises:
         TrainingFailure: there is no checkpoint, or it cannot be read.
@@ -473,8 +464,6 @@ def _load(
 
     Args:
         sharded: state with sharded tensors, to be filled.
-        folder: of the checkpoint.
-        strategy: megatron-core's for the sharded part.
 
     Returns:
         The state; keys of the checkpoint that were not asked for; keys that it lacks.
@@ -548,7 +537,6 @@ def _mismatch(missing: set[str], unexpected: set[str], with_optimizer: bool) -> 
     Args:
         missing: keys of the checkpoint that the model does not ask for.
         unexpected: keys that the model asks for and the checkpoint lacks.
-        with_optimizer: whether the optimizer was asked for.
     """
     unexpected, missing = set(filter(_matters, unexpected)), set(filter(_matters, missing))
     if not with_optimizer:

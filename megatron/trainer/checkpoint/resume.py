@@ -184,7 +184,6 @@ def resume_step_settings(
     """The step settings of a resumed run.
 
     Args:
-        stored: the settings of the checkpoint.
         config: of this launch; its layout may be another.
         keep: whether a controller goes on with them.
 
@@ -224,8 +223,6 @@ def kept_sizes(settings: StepSettings, config: Config, arguments: Mapping[str, A
     go on.
 
     Args:
-        settings: that the controller goes on with.
-        config: of this launch.
         arguments: flags that the checkpoint was saved with.
     """
     notes = []

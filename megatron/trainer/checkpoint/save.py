@@ -87,9 +87,7 @@ def common_state(
     """The part of a checkpoint that is the same on every rank.
 
     Args:
-        config: of the run.
         state: where it is.
-        scheduler: of the learning rate.
         data: the data sets, see `data_identity`.
     """
     arguments = argparse.Namespace(
@@ -179,10 +177,6 @@ class Checkpointer:
         With `--async-save` it returns while the checkpoint is written, unless that must succeed.
 
         Args:
-            model: to be saved.
-            optimizer: to be saved.
-            scheduler: to be saved.
-            state: to be saved.
             must: the run ends with this checkpoint, or is lost without it.
 
         Returns:
@@ -276,7 +270,6 @@ class Checkpointer:
         """Commits what has been written, or notes that it has failed.
 
         Args:
-            blocking: wait for it.
             must: see `save`; None when another save follows at once.
 
         Returns:

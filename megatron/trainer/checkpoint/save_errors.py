@@ -149,8 +149,6 @@ def begin_request(
     Args:
         sharded: state with sharded tensors; changed by it.
         common: state that is the same on every rank.
-        folder: of the checkpoint, empty.
-        strategy: megatron-core's for the sharded part.
 
     Raises:
         OSError: on every rank, when rank 0 could not write.

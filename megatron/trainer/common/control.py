@@ -79,7 +79,6 @@ class Control:
         Args:
             run_dir: whose control directory to look into; None sees nothing.
             sees_save: whether this rank looks for `SAVE_FILE` too; one is enough.
-            look_s: seconds between two looks.
         """
         self._run_dir, self._sees_save, self._look_s = run_dir, sees_save, look_s
         self._looked_at = -math.inf

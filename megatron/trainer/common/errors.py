@@ -7,7 +7,6 @@ def counted(number: int, noun: str) -> str:
     """A number of things in words: `1 step`, `2 steps`.
 
     Args:
-        number: of them.
         noun: for one of them; its plural ends in s.
     """
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -222,7 +222,6 @@ def settled(config: Any, stored: Any = None) -> Any:
     """The configuration after what extras make of it; see `Extra.settle`.
 
     Args:
-        config: resolved.
         stored: the checkpoint that the run goes on from, or None.
 
     Raises:
@@ -234,11 +233,7 @@ def settled(config: Any, stored: Any = None) -> Any:
 
 
 def step_period(arguments: Mapping[str, Any]) -> int:
-    """Steps after which the work of a step repeats: of one in so many that may take longer.
-
-    Args:
-        arguments: flags by field name.
-    """
+    """Steps after which the work of a step repeats: of one in so many that may take longer."""
     return math.lcm(*(period(arguments) for _, period in extras_with("step_period")))
 
 

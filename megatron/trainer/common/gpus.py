@@ -38,11 +38,7 @@ def torch_uses_gpus() -> bool:
 
 
 def build_uses_gpus(package: Path) -> bool:
-    """Whether a build of torch is one for GPUs; True where it does not say.
-
-    Args:
-        package: its folder.
-    """
+    """Whether a build of torch is one for GPUs; True where it does not say."""
     try:
         # This file imports nothing of torch.
         found = runpy.run_path(str(package / "version.py"))
@@ -56,7 +52,6 @@ def check_torch_build(device: str, env: Mapping[str, str] | None = None) -> None
 
     Args:
         device: `--device`; with `cpu` the user wants that.
-        env: environment; None for that of the process.
 
     Raises:
         UsageError: the installed torch cannot use the GPUs that this process sees.

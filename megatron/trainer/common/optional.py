@@ -70,8 +70,6 @@ def require(library: str, *, extra: str, what: str) -> None:
 
     Args:
         library: top-level module, which is not imported.
-        extra: of setup.py that brings it.
-        what: needs it.
 
     Raises:
         UsageError: it is not installed.

@@ -15,7 +15,6 @@ def write_output(path: Path, content: str | bytes) -> int:
     at all; a link to one stays.
 
     Args:
-        path: the place.
         content: characters of it that are no UTF-8 become `?`.
 
     Returns:

@@ -13,7 +13,6 @@ def open_plain(path: Path, *, follow: bool = False) -> BinaryIO:
     """Opens what anybody may have put there: no pipe is waited for, and no device is read.
 
     Args:
-        path: of the file.
         follow: a link to a plain file is one, too; otherwise it is refused.
 
     Raises:

@@ -124,7 +124,6 @@ class StopSignals:
 
         Args:
             names: such as `SIGTERM`; repeats are allowed (`--exit-signal` joins the default ones).
-            is_told: print what Ctrl-C does.
 
         Raises:
             ValueError: this system has no signal of that name, or it cannot be caught.

@@ -123,8 +123,6 @@ def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: 
     Args:
         optimizer: whose groups are set.
         scheduler: placed where the run is.
-        settings: factors and Adam's second decay rate.
-        beta2: of the flags.
     """
     scheduler.step(increment=0)
     for group in optimizer.param_groups:

@@ -198,8 +198,6 @@ def _unknown(rest: Sequence[str], names: Collection[str], in_files: Mapping[str,
     """One line for each unknown flag; a word before all flags is not a value of one.
 
     Args:
-        rest: words that the parser left.
-        names: of the flags that there are.
         in_files: flag -> what to write for a setting that stands in a file.
     """
     flags = [word.split("=", 1)[0] for word in rest if _is_flag(word)]
@@ -244,10 +242,7 @@ def resolve(
 
     Args:
         args: from `parse_args`.
-        world_size: number of ranks.
         cuda_available: whether this machine has a GPU.
-        transformer_engine_available: whether Transformer Engine imports.
-        apex_available: whether NVIDIA's apex imports.
 
     Returns:
         A configuration without open values. What was derived against the flags is listed in

@@ -115,7 +115,6 @@ class BatchSchedule:
         """Lists which sizes cannot be cut into micro-batches on this layout, one sentence each.
 
         Args:
-            layout: the layout to judge.
             micro_batch_size: samples of one forward pass on one data-parallel rank.
             segment: whose sizes count; None: all of them.
             rules: see `batch_problems`.
@@ -153,7 +152,6 @@ def steps_for(samples: int, batch: int, *, least: int) -> int:
 
     Args:
         samples: that are left.
-        batch: samples of a step.
         least: of the last step, which takes what is left.
     """
     return samples // batch + (samples % batch >= least)
@@ -173,7 +171,6 @@ def make_schedule(
         rampup_batch_size: start size, increment, and samples over which the increments are spread
             evenly.
         step_batch_size_schedule: for instance `0:768 250B:1536`, thresholds in tokens.
-        seq_length: tokens per sample.
 
     Raises:
         UsageError: values that contradict each other.

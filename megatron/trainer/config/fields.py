@@ -49,8 +49,6 @@ def option(
         default: what the parser gives when the flag is absent; None where the value is derived
             later.
         strings: option strings, if they differ from the field name.
-        choices: allowed values.
-        nargs: number of values.
         required: whether a run needs the flag.
         in_file: flag of the file where the option stands in place of the command line.
         word: may stand for the value until the configuration is resolved.

@@ -25,8 +25,6 @@ def partition_of_text(text: str, *, num_layers: int, mtp_num_layers: int = 0) ->
     chunks; `t*3` and `(tt|)*3` repeat; commas mean nothing.
 
     Args:
-        text: of the flag.
-        num_layers: of the whole model.
         mtp_num_layers: of the whole model; they stand in the last chunk.
 
     Raises:
@@ -67,9 +65,6 @@ def partition_of_ends(
     """Layers of every chunk where those of the first and the last stage are given.
 
     Args:
-        num_layers: of the whole model.
-        pp: stages.
-        vpp: chunks of a stage.
         first: layers of the first stage, `--decoder-first-pipeline-num-layers`; None: as the rest.
         last: likewise, `--decoder-last-pipeline-num-layers`.
 
@@ -105,13 +100,6 @@ def partition_with_ends_counted(
     """Layers of every chunk where embedding or loss count as a layer,
     `--account-for-embedding-in-pipeline-split` and `--account-for-loss-in-pipeline-split`.
 
-    Args:
-        num_layers: of the whole model.
-        pp: stages.
-        vpp: chunks of a stage.
-        embedding: whether the embedding counts.
-        loss: whether the loss counts.
-
     Raises:
         UsageError: one line that says what is wrong.
     """
@@ -133,7 +121,6 @@ def virtual_size(draft: Draft, pp: int) -> int:
 
     Args:
         draft: with its flags as they were given.
-        pp: stages.
 
     Raises:
         UsageError: flags that exclude each other, or layers that do not divide.
@@ -159,7 +146,6 @@ def partition_of_flags(draft: Draft, layout: Layout) -> tuple[int, ...] | None:
 
     Args:
         draft: with its flags as they were given.
-        layout: their sizes.
 
     Raises:
         UsageError: a partition that does not fit this model.

@@ -24,9 +24,7 @@ def layout_problems(
     """Lists why a model cannot be laid out this way.
 
     Args:
-        layout: the layout to judge.
         arguments: flags by field name, as derived or as stored.
-        seq_length: tokens per sample.
         sequence_parallel: whether activations are split over the sequence between tensor-parallel
             regions.
         knows_vocabulary: whether the padded vocabulary is that of the run; else a launch pads it.
@@ -225,8 +223,6 @@ def expert_problems(
     """Lists why experts cannot be laid out this way; as `layout_problems`.
 
     Args:
-        layout: the layout to judge.
-        shape: of the model.
         sequence_parallel: as there.
         only_allgather_over_both: whether rows cannot go to experts by all-to-all where both expert
             parallel sizes are above 1, as with gloo.
@@ -282,8 +278,6 @@ def recompute_problems(
     """Lists why whole layers cannot be computed again this way.
 
     Args:
-        layout: a legal one.
-        num_layers: transformer layers of the whole model.
         method: `uniform` or `block`.
         recompute_num_layers: layers of a unit, or layers of every chunk.
 
@@ -310,8 +304,6 @@ def group_of_microbatches(layout: Layout, num_microbatches: int, asked: int | No
     """Micro-batches that a chunk of an interleaved pipeline takes in a row.
 
     Args:
-        layout: with a virtual pipeline.
-        num_microbatches: of one replica in a step.
         asked: `--microbatch-group-size-per-virtual-pipeline-stage`.
 
     Returns:
@@ -335,9 +327,7 @@ def batch_problems(
     """Lists why a global batch cannot be split into micro-batches on this layout.
 
     Args:
-        layout: the layout to judge.
         micro_batch_size: samples of one forward pass on one data-parallel rank.
-        global_batch_size: samples of one optimizer step.
         uneven: whether the last micro-batch of every replica may be smaller; without effect on a
             pipeline, whose stages exchange one shape.
         group_size: `--microbatch-group-size-per-virtual-pipeline-stage`.

@@ -244,7 +244,6 @@ def apply_checkpoint_lengths(config: Config, stored: TrainingLengths, *, overrid
 
     Args:
         config: resolved from the flags of this launch.
-        stored: lengths of the checkpoint.
         override: whether the flags win (`--override-opt_param-scheduler`): all of the learning
             rate schedule, and `train_samples` if it grew.
 

@@ -60,11 +60,7 @@ class LoggingConfig:
 
 
 def profile_problems(flags: dict[str, Any]) -> list[str]:
-    """Why `--profile` cannot trace what it is asked to, a line each.
-
-    Args:
-        flags: values by field name.
-    """
+    """Why `--profile` cannot trace what it is asked to, a line each."""
     if not flags["profile"]:
         return []
     start, end = flags["profile_step_start"], flags["profile_step_end"]

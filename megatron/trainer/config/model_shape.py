@@ -107,7 +107,6 @@ class ExpertShape:
         the router.
 
         Args:
-            hidden_size: of the model.
             matrices: of an MLP: 3 if it is gated, else 2.
         """
         width = self.moe_router_topk * self.moe_ffn_hidden_size

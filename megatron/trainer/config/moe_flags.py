@@ -89,7 +89,6 @@ def layers_with_experts(text: str, num_layers: int) -> tuple[int, ...]:
     Args:
         text: a number N, for every N-th layer from the first on; or a list of 0 and 1, which may
             be written with + and *.
-        num_layers: of the model.
 
     Returns:
         [num_layers] 1 for a layer with experts, else 0.

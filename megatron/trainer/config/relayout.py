@@ -20,10 +20,6 @@ def with_layout(config: Config, layout: Layout) -> Config:
     Sequence parallelism follows the flags. Where they give neither it nor a tensor size, it is on
     wherever it can be.
 
-    Args:
-        config: of the run under any layout.
-        layout: to change to.
-
     Raises:
         UsageError: the model cannot be laid out this way; a line per problem.
     """

@@ -16,7 +16,6 @@ def padding_unit(
     """Returns the number of which the rows of the embedding are a multiple.
 
     Args:
-        divisible_by: `--make-vocab-size-divisible-by`.
         tensor_parallel_sizes: all that the run may take. Those that divide `divisible_by` change
             nothing, so that their runs train the same model.
         padded_for: `--pad-vocab-for-tensor-parallel-size`; then as Megatron-LM pads at that size.

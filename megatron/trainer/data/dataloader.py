@@ -63,7 +63,6 @@ class BatchReader:
         """Starts no worker yet.
 
         Args:
-            dataset: Samples by number.
             num_workers: Worker processes; 0 reads in this process when asked.
             pin_memory: Whether batches lie in page-locked memory (CUDA only).
         """

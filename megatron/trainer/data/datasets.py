@@ -83,9 +83,6 @@ def build_datasets(
     and read them.
 
     Args:
-        data: Paths, split and options.
-        seq_length: Tokens of a sample.
-        seed: Seed of the sample order.
         tokenizer: Gives the vocabulary size and the end-of-document token.
         num_samples: Samples for train, valid and test; 0 leaves a split out. Frozen for the life of
             the run, since the order of samples depends on it.
@@ -150,7 +147,6 @@ def use_of(data: DataConfig, more: Mapping[str, Sequence[str]] = MappingProxyTyp
     """What is made of the data sets of the flags; see `fingerprint.DataUse`.
 
     Args:
-        data: flags, resolved.
         more: further flags in the form of `--data-path`.
     """
     flags = {

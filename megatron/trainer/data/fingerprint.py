@@ -134,11 +134,7 @@ class DataUse:
     """Shares of `--data-path` to train, validate and test on, of 1; None without that flag."""
 
     def changes(self, stored: Mapping[str, Any]) -> list[str]:
-        """What has become of the use that a checkpoint tells.
-
-        Args:
-            stored: fields of one, of JSON.
-        """
+        """What has become of the use that a checkpoint tells."""
         found = []
         before = stored["blends"]
         for flag in dict.fromkeys([*before, *self.blends]):
@@ -177,7 +173,6 @@ def changes(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str
     fields of a `DataUse`.
 
     Args:
-        stored: from a checkpoint.
         now: as they are.
     """
     stored, old_order, old_use = _parts(stored)

@@ -109,8 +109,6 @@ def _contradiction(corpus: Corpus, idx: Path, num_entries: int) -> str | None:
     """What in an index cannot be. Of its offsets the first and last million are looked at.
 
     Args:
-        corpus: with the lengths of the index.
-        idx: the index.
         num_entries: in its list of documents, which begins with 0 and ends with their number.
     """
     lengths, count = corpus.lengths, len(corpus.lengths)
@@ -166,7 +164,6 @@ def notes_on_documents(corpus: Corpus, tokenizer: Tokenizer, *, eod_flags: str) 
 
     Args:
         corpus: that was found complete.
-        tokenizer: of the run.
         eod_flags: the flags of the run that look for ends of documents, or "".
 
     Raises:

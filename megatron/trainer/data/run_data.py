@@ -85,7 +85,6 @@ def build_run_data(config: Config, tokenizer: Tokenizer, *, pin_memory: bool) ->
 
     Args:
         config: resolved configuration.
-        tokenizer: of the run.
         pin_memory: see `BatchReader`.
 
     Raises:

@@ -18,7 +18,6 @@ def micro_batch_sizes(num_samples: int, micro_batch_size: int) -> list[int]:
 
     Args:
         num_samples: Samples of the replica in one step.
-        micro_batch_size: Samples of a full micro-batch.
     """
     full, left = divmod(num_samples, micro_batch_size)
     return [micro_batch_size] * full + ([left] if left else [])
@@ -43,10 +42,6 @@ def micro_batch_indices(
 
     Args:
         consumed_samples: Samples of the run before this batch.
-        global_batch_size: Samples of this batch over all ranks.
-        micro_batch_size: Samples of one micro-batch of one rank.
-        dp_rank: Rank within the data-parallel group.
-        dp_size: Size of the data-parallel group.
         uneven: Let the last micro-batch of every rank be smaller.
         block: Samples in a row that one rank reads, a multiple of the micro-batch size; None: those
             of one micro-batch. Not with `uneven`.
@@ -106,10 +101,6 @@ def evaluation_indices(
 
     Args:
         num_samples: Samples to evaluate on, over all ranks.
-        start: First of them.
-        micro_batch_size: Samples of one micro-batch of one rank.
-        dp_rank: Rank within the data-parallel group.
-        dp_size: Size of the data-parallel group.
         min_multiple: The number of micro-batches is a multiple of this (the interleaved pipeline
             schedule needs a multiple of the pipeline size).
 

@@ -186,7 +186,6 @@ def told_vocab_size(tokenizer_type: str | None, vocab_size: int | None) -> int |
 
     Args:
         tokenizer_type: see `build_tokenizer`.
-        vocab_size: `--vocab-size`.
     """
     if tokenizer_type not in (BYTE_LEVEL, "NullTokenizer"):
         return vocab_size

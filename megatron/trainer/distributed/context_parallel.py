@@ -83,7 +83,6 @@ def gather_sequence(own: torch.Tensor, group: Any) -> torch.Tensor:
 
     Args:
         own: [s / c, ...] this rank's chunks.
-        group: context parallel.
 
     Returns:
         [s, ...].
@@ -140,7 +139,6 @@ def sequence_to_heads(own: torch.Tensor, group: Any) -> torch.Tensor:
 
     Args:
         own: [s / c, batch, heads, width]; heads a multiple of c.
-        group: context parallel.
 
     Returns:
         [s, batch, heads / c, width], tokens in the order of the sample.

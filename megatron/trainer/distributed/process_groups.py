@@ -59,7 +59,6 @@ def init_distributed(device: Device, *, timeout_minutes: float) -> None:
     at once, all ranks of the world together, at every change of layout as well.
 
     Args:
-        device: decides the backend.
         timeout_minutes: a collective that waits longer fails, and so does joining.
 
     Raises:
@@ -89,7 +88,6 @@ def build_groups(
 
     Args:
         layout: its world size must be that of the job.
-        timeout_minutes: for every group.
         create_gloo_process_groups: also create the CPU side groups.
         use_tp_pp_dp_mapping: order ranks tensor, pipeline, data instead of tensor, data, pipeline.
         context_levels: inner and outer size of context parallelism, where it exchanges on two
@@ -152,8 +150,6 @@ def _let_go(groups: list[Any], *, linger: bool, is_broken: bool = False) -> None
     and does not hold the interpreter, so all of them wait at once.
 
     Args:
-        groups: of this process.
-        linger: return before they are closed.
         is_broken: some may never close, as a peer has died. Whoever drops the last reference to
             one waits for ever: here it is a thread of ours, whatever else still holds it.
     """
@@ -309,7 +305,6 @@ def random_seed_at(seed: int, consumed_samples: int, *stream: int | str) -> int:
     nothing about them is stored, and a resumed run draws the numbers of an uninterrupted one.
 
     Args:
-        seed: `--seed`.
         consumed_samples: samples consumed when the step starts.
         stream: what the numbers are for, for example `"dropout"` and the ranks that must differ.
 

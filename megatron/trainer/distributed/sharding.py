@@ -43,7 +43,6 @@ def flat_to_rects(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Cuts a range of a row-major block into rectangles that are each contiguous in it.
 
     Args:
-        shape: of the block.
         start: first element of the flattened block.
         stop: one past the last.
 
@@ -89,14 +88,10 @@ def records_of_block(
     """Records of a range of a block of a global tensor.
 
     Args:
-        key: of the global tensor.
-        shape: global.
         corner: global index of the block's first element; may have more axes than the block, which
             it then holds at one place (the layer).
-        block: shape of the block.
         start: first element of the flattened block that is held.
         stop: one past the last.
-        shard: that holds it.
         offset: of element `start` in the shard.
         is_first: see `Record`.
     """

@@ -32,7 +32,6 @@ def exchanging_own_shard(
     Args:
         finalize: `finalize_model_grads`, or what wraps it.
         chunks: data-parallel wrappers of this rank, with the distributed optimizer.
-        groups: process groups of the layout.
 
     Returns:
         The same function where no embedding is tied over stages; else one that leaves other bytes

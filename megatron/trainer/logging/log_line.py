@@ -53,7 +53,6 @@ def training_line(report: StepReport, now: datetime, *, more: Sequence[str] = ()
 
     Args:
         report: means over the interval since the last line.
-        now: wall time to print.
         more: fields behind Megatron's.
     """
     r = report
@@ -88,7 +87,6 @@ def validation_lines(iteration: int, losses: Mapping[str, float], *, where: str 
     """Returns the validation report: a rule, the line, a rule.
 
     Args:
-        iteration: steps done.
         losses: name (`lm loss`) to mean value per token.
         where: words after the iteration, such as `on validation set` at the end of the run.
     """

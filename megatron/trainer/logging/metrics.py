@@ -223,7 +223,6 @@ def read_metrics(path: Path, *, superseded: bool = False) -> list[dict[str, Any]
 
     Args:
         path: `metrics.jsonl` or the directory it lies in.
-        superseded: keep those steps and evaluations.
 
     Raises:
         FileNotFoundError: no record there.

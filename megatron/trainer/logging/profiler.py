@@ -171,10 +171,6 @@ def open_trace(
 
     Args:
         flags: its `profile*` fields.
-        run_dir: of the run.
-        launch: name of the launch.
-        rank: of this process.
-        world_size: number of ranks.
         is_cuda: whether it computes on a GPU.
         busy: see `StepTrace`.
         meet: see `StepTrace`.

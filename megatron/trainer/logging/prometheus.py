@@ -44,8 +44,6 @@ class PrometheusSink:
 
         Args:
             path: `--prometheus-textfile`, in the directory that node_exporter collects.
-            run: label of all metrics.
-            interval: steps between two writes.
 
         Raises:
             ImportError: prometheus_client is not installed.

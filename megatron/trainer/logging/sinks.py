@@ -68,11 +68,8 @@ class WandbSink:
         """Starts the run.
 
         Args:
-            project: `--wandb-project`.
             directory: `--wandb-save-dir`; made if missing.
             experiment: `--wandb-exp-name`.
-            entity: `--wandb-entity`.
-            interval: steps between two writes.
             config: shown beside the run; nothing of the environment.
 
         Raises:

@@ -114,7 +114,6 @@ class Tracker(NullTracker):
         """Opens `<run_dir>/metrics.jsonl` for appending.
 
         Args:
-            run_dir: made if missing.
             launch: see `metrics.launch_id`; marks every record.
             sinks: closed by `close`; see `sinks.open_sinks`.
             timers_to_sinks: `--log-timers-to-tensorboard`.
@@ -143,8 +142,6 @@ class Tracker(NullTracker):
 
         Args:
             kind: `run.start`, `checkpoint.begin|commit|failed`, `signal`, `fault`, `run.end` ...
-            iteration: steps done.
-            consumed_samples: samples done.
             durable: wait for the disk; None asks `DURABLE_KINDS`.
             fields: anything JSON can hold; NaN and infinities are kept, see `metrics.read_metrics`.
         """
@@ -171,7 +168,6 @@ class Tracker(NullTracker):
         tag begins with `SELDOM` wait until then, or for the end.
 
         Args:
-            report: the numbers of this step.
             extra: further scalars by tag, such as `world-size`, for record and sinks.
             fields: further entries of the record alone.
         """
@@ -209,8 +205,6 @@ class Tracker(NullTracker):
         """Records an evaluation.
 
         Args:
-            iteration: training steps done.
-            consumed_samples: training samples done.
             losses: name (`lm loss`) to mean value per token.
             split: `valid` or `test`.
             fields: further entries of the record alone.

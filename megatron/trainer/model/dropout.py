@@ -24,7 +24,6 @@ def drop_by_position(chunk: torch.nn.Module, group: Any) -> None:
 
     Args:
         chunk: not wrapped yet; its activations are not split over the sequence.
-        group: context parallel.
     """
     for module in chunk.modules():
         if isinstance(module, TransformerLayer):
@@ -38,7 +37,6 @@ def kept_weights(own: torch.Tensor, prob: float, size: int) -> torch.Tensor:
 
     Args:
         own: [s / c, batch, heads, width] queries of this rank.
-        prob: of being dropped.
         size: ranks that share the sample, c.
 
     Returns:

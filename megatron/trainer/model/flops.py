@@ -11,10 +11,6 @@ def training_flops_per_sample(shape: ModelShape, seq_length: int) -> float:
     A multiply-add is two operations, and the backward pass costs twice the forward one. Attention
     is causal, so half of the score matrix counts (arXiv 2104.04473, appendix, with that half).
 
-    Args:
-        shape: of the model, its padded vocabulary known.
-        seq_length: tokens of the sample.
-
     Returns:
         Operations per sample.
     """

@@ -347,7 +347,6 @@ def build_model(
 
     Args:
         config: resolved configuration, its layout that of `groups`.
-        groups: process groups of the layout.
         device: where the parameters go.
         draw: whether to draw the initial weights; False where others follow at once.
 
@@ -401,7 +400,6 @@ def build_for_inference(config: Config, groups: ProcessGroupCollection, device: 
 
     Args:
         config: resolved configuration; its layout has no virtual stages.
-        groups: process groups of the layout.
         device: where the parameters go.
     """
     seed_build(config.runtime.seed)

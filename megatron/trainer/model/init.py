@@ -56,8 +56,6 @@ class InitialWeights:
 
         Args:
             full: the global tensor of one layer.
-            key: its key in a checkpoint.
-            generator: the stream to draw from.
         """
         is_apart = self.embedding_std not in (None, self.init_method_std)
         if self.xavier_uniform and not (is_apart and key.endswith(_EMBEDDING_SUFFIXES)):
@@ -71,9 +69,6 @@ class InitialWeights:
     def std(self, key: str) -> float | None:
         """Standard deviation of the initial normal distribution of one tensor; None for norms and
         biases.
-
-        Args:
-            key: the tensor's key in a checkpoint.
 
         Raises:
             ValueError: for a matrix this module does not know.
@@ -101,9 +96,7 @@ def draw_weights(
     """Fills the matrices of one model chunk with their slice of the layout-free initial model.
 
     Args:
-        chunk: an unwrapped GPTModel.
         initial: how to draw.
-        seed: `--seed`.
         metadata: passed to `sharded_state_dict` (carries the data-parallel group).
 
     Raises:

@@ -181,9 +181,6 @@ def mark_experts(chunk: torch.nn.Module) -> None:
 def routers_of(chunks: Sequence[Any]) -> Iterator[tuple[int, BalancedRouter]]:
     """The routers that this rank holds, each with the number of its layer, from 0; layers of
     further tokens come after all others.
-
-    Args:
-        chunks: of the model, in any wrapper.
     """
     for chunk in chunks:
         for name, module in chunk.named_modules():
@@ -262,9 +259,7 @@ class Balance:
         """Gives the routers of this rank what a step needs, and starts their sums anew.
 
         Args:
-            chunks: of the model.
             state: before the step.
-            mean_tokens: of an average micro-batch.
             fractions: [layers with experts, E] of the loss; None: those of the state.
         """
         # A state that was put back has biases of its own.

@@ -61,9 +61,6 @@ def local_shards(
     """This rank's shards of the live model; nothing is copied. Not collective.
 
     Args:
-        model: this rank's chunks.
-        optimizer: megatron-core's, its moments allocated.
-        groups: process groups of the layout.
         with_the_rest: also buffers that are saved and frozen parameters, as shards with a `param`
             alone. Without it a buffer is an error, but for the biases of experts, which every rank
             of our trainer knows (`TrainState.expert_biases`).

@@ -171,7 +171,6 @@ def build_scheduler(
     count, and the learning rates of loaded parameter groups would win.
 
     Args:
-        config: all lengths in samples.
         optimizer: whose groups it drives; their rates are overwritten.
         lr_samples: samples of the successful steps so far.
     """

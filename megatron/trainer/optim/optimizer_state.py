@@ -30,13 +30,6 @@ def sharded_optimizer_state(
 ) -> dict[Any, Any]:
     """The optimizer's state for `dist_checkpointing.save`.
 
-    Args:
-        optimizer: megatron-core's.
-        model: this rank's chunks.
-        groups: process groups of the layout.
-        model_state: sharded state of the chunks.
-        metadata: of the format.
-
     Raises:
         shards.UnknownState: state of a kind that is not known.
     """

@@ -36,7 +36,6 @@ def set_environment(
     Args:
         on_gpus: whether the run is on GPUs; without them nothing is set.
         with_engine: whether the layers are those of Transformer Engine.
-        env: environment to complete; None for that of the process.
 
     Returns:
         A note for each variable that was set, now or by an earlier call.

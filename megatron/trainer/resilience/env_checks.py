@@ -91,12 +91,7 @@ def rank_problem(env: Mapping[str, str]) -> str | None:
 
 
 def engine_note(core: str, engine: str) -> str | None:
-    """Says that two versions are not made for each other, or None.
-
-    Args:
-        core: of megatron-core.
-        engine: of Transformer Engine.
-    """
+    """Says that two versions are not made for each other, or None."""
     wanted = optional.engine_range(core)
     if SpecifierSet(wanted).contains(engine, prereleases=True):
         return None

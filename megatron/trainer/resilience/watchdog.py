@@ -136,7 +136,6 @@ class Watchdog:
         """A phase other than training.
 
         Args:
-            doing: its name, for messages.
             patient: it may take long without progress.
         """
         before = self._doing, self._is_patient

@@ -145,10 +145,6 @@ def install_layout(
 
     Args:
         job: after `release_layout`; its state says how the next step is taken.
-        config: of the new layout.
-        groups: of the new layout.
-        model: with its weights.
-        optimizer: with its state.
     """
     scheduler = build_scheduler(config, optimizer, lr_samples=job.state.lr_samples)
     job.config, job.groups, job.model = config, groups, model

@@ -193,7 +193,6 @@ class Callbacks:
 
         Args:
             event: a method name of `Callback`.
-            context: passed to each callback.
 
         Returns:
             What is asked for: a `stop` before a `save` before a `change` before nothing, with the

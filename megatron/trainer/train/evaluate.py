@@ -23,7 +23,6 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason
     divide over the replicas is filled up with masked samples, which count for nothing.
 
     Args:
-        job: the model and its layout.
         reader: of the validation or test data set.
         split: `valid` or `test`.
 

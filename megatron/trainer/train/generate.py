@@ -116,7 +116,6 @@ class TextGenerator:
         """The tokens of a prompt.
 
         Args:
-            prompt: the text.
             what: its name in an error, such as `--prompt`.
 
         Raises:
@@ -306,7 +305,6 @@ def open_model(
         step: iteration; None takes the latest that is complete and undamaged.
         device: `cpu`, `cuda`, or `auto`: a GPU if there is one.
         flags: of the trainer; these win over those that the checkpoint was saved with.
-        trust_unverified: `--ckpt-trust-unverified`.
 
     Raises:
         UsageError: there is no checkpoint, its flags or these do not fit, or torch cannot use the

@@ -352,7 +352,6 @@ class Job:
 
         Args:
             settings: of these steps. Where they name no batch, all of the segment count.
-            layout: the present one, or another.
         """
         micro = settings.micro_batch_size or self.config.batch.micro_batch_size
         wanted, rules = settings.global_batch_size, self.config.batch_rules

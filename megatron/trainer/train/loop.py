@@ -88,8 +88,6 @@ def _apply_request(
     """Saves and moves as callbacks ask between two steps. Their settings hold already.
 
     Args:
-        job: of all ranks.
-        request: of all callbacks together.
         stop_reason: why the run leaves, or None.
         is_due: whether a checkpoint follows whatever callbacks ask for.
         by_file: whether it was asked for by a file.

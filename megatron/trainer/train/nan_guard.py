@@ -29,7 +29,6 @@ def is_bad(info: StepInfo, *, can_lower_scale: bool) -> bool:
     """Whether a step's numbers were not finite and nothing is about to mend that.
 
     Args:
-        info: the step.
         can_lower_scale: whether fp16's loss scale can still fall: until it fits, gradients that
             overflow are what it is found by.
     """

@@ -144,10 +144,7 @@ def open_run(
     """Prints and saves the resolved configuration, and opens the record on rank 0.
 
     Args:
-        config: resolved.
-        run: held.
         stored: the checkpoint the run continues from, or None.
-        state: counters at the start.
         more_settings: flags of the callbacks, printed and saved with the rest.
         start_fields: more fields of the record of the start.
 

@@ -100,7 +100,6 @@ def forward_step(
         mean_samples: mean samples of a micro-batch where they differ and megatron-core would give
             each the same weight; else None.
         batches: micro-batches in order, or None on a stage that needs none.
-        chunk: the wrapped model chunk.
 
     Returns:
         The chunk's output and the function that turns it into a loss.
@@ -172,11 +171,7 @@ def run_schedule(
     """Runs megatron-core's pipeline schedule once.
 
     Args:
-        job: supplies the chunks.
         batches: this replica's micro-batches, or None on a middle stage.
-        num_microbatches: how many.
-        micro_batch_size: samples of each.
-        forward_only: no backward pass.
         mean_samples: see `forward_step`.
 
     Returns:
@@ -237,10 +232,8 @@ def share_numbers(
     all-gather over the world.
 
     Args:
-        job: supplies the groups.
         losses: of this replica, from `run_schedule`.
         num_further: further tokens whose losses are among `losses`.
-        iteration: steps done.
         elapsed_s: seconds of the training step so far on this rank; None for other batches.
     """
     services = job.services
@@ -374,7 +367,6 @@ def prepare_routers(job: Job, balance: Balance, sizes: Sequence[int]) -> None:
 
     Args:
         job: before the step, its random streams seeded for it.
-        balance: of the job.
         sizes: samples of every micro-batch of a replica.
     """
     chunks, state, seq_length = job.model.chunks, job.state, job.seq_length

@@ -71,7 +71,6 @@ class StepFeature:
         """What a change of layout in the running processes must find room for. Not collective.
 
         Args:
-            config: of the new layout.
             held: parameters that this rank holds under it.
 
         Returns:
@@ -91,8 +90,6 @@ def build_features(
 
     Args:
         config: resolved configuration, its layout that of `groups`.
-        model: of this rank, wrapped for data parallelism.
-        groups: process groups of the layout.
     """
     made = [make(config, model, groups) for _, make in extras_with("feature")]
     return tuple(feature for feature in made if feature is not None)

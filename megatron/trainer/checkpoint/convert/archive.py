@@ -171,7 +171,6 @@ class Archive:
         """One tensor or a rectangle of it. Holds the result and one stored chunk in memory.
 
         Args:
-            key: of the tensor.
             part: which rectangle; None reads all of it.
             dtype: to round to; None keeps the stored number format.
 
@@ -243,7 +242,6 @@ def open_archive(source: Path, *, step: int | None, trust_unverified: bool = Fal
     directory.
 
     Args:
-        source: the folder, or the directory.
         step: iteration that is asked for.
         trust_unverified: see `Archive`.
 

@@ -109,7 +109,6 @@ def check_weights(archive: Archive, dtype: torch.dtype | None) -> Contents:
     """Proves the weights, and ignores damage of the optimizer's state. Reads no tensor.
 
     Args:
-        archive: the checkpoint.
         dtype: number format of the target; None keeps the stored one. Another one is made from the
             masters, if there are any, and then those are proved too.
 
@@ -339,7 +338,6 @@ def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | Non
     Disjoint chunks fill the shape if and only if their volumes add up to it.
 
     Args:
-        shape: global shape of the tensor.
         chunks: its stored rectangles, in any order.
     """
     shape = tuple(shape)

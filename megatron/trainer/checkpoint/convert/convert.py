@@ -61,7 +61,6 @@ def convert(
     Args:
         source: a `--save` directory, or the folder of one iteration.
         destination: becomes a `--save` directory with this one iteration.
-        changes: what becomes of it.
         step: iteration of `source`; default the latest complete one.
         verify: also prove that weights are their masters, and compare every tensor written.
         trust_unverified: see `Archive`.
@@ -132,16 +131,10 @@ def write_checkpoint(
     """Writes a checkpoint into a new `--save` directory and reads it back.
 
     Args:
-        source: folder that is read.
-        destination: becomes the directory.
         recipe: how its tensors are made.
         common: its common state, which names the iteration.
-        target: what it should be.
         archive: the checkpoint it is made from, if it is made from one.
         side: files that are copied into the directory, by their place in it.
-        verify: compare every tensor written.
-        file_bytes: tensors that share a file.
-        notes: for the result.
 
     Raises:
         Refused: a file of the source has changed since it was checked.
@@ -262,8 +255,6 @@ def _read_back(folder: Path, target: Target, expected: Recipe | None) -> int | N
     """Opens a result as a stranger would, and checks it like any source.
 
     Args:
-        folder: of the iteration.
-        target: what it should be.
         expected: what every tensor should hold, or None to leave the elements alone.
 
     Returns:

@@ -23,7 +23,6 @@ def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
     """Everything that the command inspect-checkpoint prints, as JSON-safe values.
 
     Args:
-        archive: the checkpoint.
         verify: read every file and compare checksums, and weights with their masters.
 
     Returns:

@@ -109,8 +109,6 @@ def write_tensors(
 
     Args:
         folder: exists and is empty.
-        pieces: rectangles that fill their tensors.
-        blobs: stored objects by key.
         file_bytes: see `FILE_BYTES`.
     """
     # Copying ahead would ask for, and start, an accelerator.

@@ -38,10 +38,6 @@ def is_counted(name: str, param: torch.Tensor) -> bool:
 
     Weight matrices of attention and MLP do. Under every layout their gradients are whole before the
     reduction over replicas.
-
-    Args:
-        name: in megatron-core's model.
-        param: this rank's part.
     """
     if param.ndim < 2 or any(part in name for part in _COPIED):
         return False
@@ -98,12 +94,7 @@ class GroupClip(StepFeature):
         return {}
 
     def begin(self, num_microbatches: int, micro_batch_size: int) -> None:
-        """Must be called before the forward and backward passes of a step.
-
-        Args:
-            num_microbatches: of a replica.
-            micro_batch_size: samples of each.
-        """
+        """Must be called before the forward and backward passes of a step."""
         self._micro_batches = self._size // micro_batch_size
         self._num_groups = num_microbatches // self._micro_batches
         assert self._micro_batches * micro_batch_size == self._size, micro_batch_size

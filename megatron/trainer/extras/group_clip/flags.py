@@ -63,12 +63,7 @@ def limit_of(text: str) -> float | None:
 
 
 def check_group_clipping(draft: Draft, environment: Environment) -> None:
-    """Notes what groups of samples do not go with.
-
-    Args:
-        draft: with its layout and kernels.
-        environment: unused.
-    """
+    """Notes what groups of samples do not go with."""
     size, norm = draft["clip_group_size"], draft["clip_group_norm"]
     for name, other in (("clip_group_size", norm), ("clip_group_norm", size)):
         draft.require(

@@ -287,7 +287,6 @@ def check_fields(config: Mapping[str, Any], family: Family) -> None:
 
     Args:
         config: with the family's values of absent fields; sizes are proved already.
-        family: of the model.
 
     Raises:
         Refused: names the field, its value, and the values that can be imported.

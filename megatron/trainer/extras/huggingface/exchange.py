@@ -393,7 +393,6 @@ def counterparts(arguments: Mapping[str, Any], vocab: int) -> dict[str, _Counter
 
     Args:
         arguments: flags that `config.json` can express.
-        vocab: rows of the embedding.
     """
     weights = contents.expected_weights({**arguments, "padded_vocab_size": vocab})
     found = {

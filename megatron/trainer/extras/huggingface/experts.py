@@ -109,7 +109,6 @@ def arguments_of(config: Mapping[str, Any], family: ExpertFields) -> dict[str, A
 
     Args:
         config: with the family's values of absent fields; the number of experts in one field.
-        family: of the model.
 
     Raises:
         Refused: names the field.

@@ -99,7 +99,6 @@ def tokenizer_arguments(source: Path, destination: Path) -> dict[str, str]:
     """Flags of the tokenizer of an imported model, {} where it comes without one.
 
     Args:
-        source: the model.
         destination: the checkpoint directory that its files are kept in.
     """
     if not _tokenizer_files(source):
@@ -129,7 +128,6 @@ def companions_of(checkpoint: Path, arguments: Mapping[str, Any]) -> Companions:
 
     Args:
         checkpoint: folder of one iteration.
-        arguments: its stored flags.
     """
     kind, model = arguments.get("tokenizer_type"), arguments.get("tokenizer_model")
     files, notes = kept_beside(checkpoint), ()

@@ -187,9 +187,6 @@ class Factors:
     def reduce(self, group: Any) -> None:
         """Adds up the sums of all ranks of a group, which all call it. They are symmetric, so that
         little more than their lower half travels.
-
-        Args:
-            group: process group.
         """
         if not self.sums or group.size() == 1:
             return

@@ -71,11 +71,8 @@ def build_phase_datasets(
     """Builds the training samples of each phase. With a process group every rank must call this.
 
     Args:
-        data: paths, split and options of the run.
         phase_blends: number of a phase -> words of the blend that is read from it on.
         phases: of the run, in order.
-        seed: of the sample order.
-        tokenizer: of the run.
         run_dir: see `build_datasets`.
 
     Raises:
@@ -133,7 +130,6 @@ def shared_array(
     Args:
         folder: of the index files, or None.
         name: all that the array depends on, plain JSON types.
-        build: makes it.
 
     Raises:
         UsageError: on every rank, if the file cannot be written or read.
@@ -185,7 +181,6 @@ def plan_phases(blends: Sequence[Blend], phases: Sequence[Phase]) -> list[PhaseO
     """Says which windows of which data set each phase reads. Reads no data.
 
     Args:
-        blends: of each phase.
         phases: of the run, in order.
     """
     cursors: dict[str, int] = {}

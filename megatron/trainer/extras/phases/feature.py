@@ -103,12 +103,6 @@ def check_batch(job: Job) -> None:
 def settings_in(new: Phase, old: Phase, settings: StepSettings, config: Config) -> StepSettings:
     """The settings that a controller has made, in samples of the next phase. Batch and micro-batch
     keep their tokens as far as the layout of the phase can cut them.
-
-    Args:
-        new: phase to go to.
-        old: phase that ends.
-        settings: made in it.
-        config: of the run.
     """
     batch, micro = settings.global_batch_size, settings.micro_batch_size
     if micro is not None:

@@ -128,6 +128,5 @@ def number_at(starts: tuple[int, ...], consumed_samples: int) -> int:
 
     Args:
         starts: samples consumed where each phase begins; () without a schedule.
-        consumed_samples: position of the run.
     """
     return max(sum(start <= consumed_samples for start in starts) - 1, 0)

@@ -10,10 +10,6 @@ from megatron.trainer.model.gpt import Model
 def set_rotary_base(model: Model, rotary_base: int) -> None:
     """Gives every rotary table of a model the frequencies of another base, bit for bit those of a
     model that is built with it. Scaled tables (YaRN, `--use-rope-scaling`) must not be in it.
-
-    Args:
-        model: its chunks on this rank.
-        rotary_base: the base.
     """
     is_cpu = model.core_config.use_cpu_initialization
     for chunk in model.unwrapped:

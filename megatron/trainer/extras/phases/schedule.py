@@ -53,12 +53,7 @@ class Position:
     """Which of the two."""
 
     def samples(self, *, seq_length: int, train_samples: int) -> int:
-        """The first whole sample at or after it.
-
-        Args:
-            seq_length: tokens of a sample.
-            train_samples: length of training.
-        """
+        """The first whole sample at or after it."""
         exact = self.amount * train_samples if self.is_share else self.amount / seq_length
         return math.ceil(exact)
 
@@ -211,7 +206,6 @@ def _derive(draft: Draft, known: Mapping[int, int]) -> None:
     """Fills in the derived fields of phases.
 
     Args:
-        draft: with the lengths in samples.
         known: samples at which a phase is asked for -> samples at which it begins, if that is
             fixed.
     """
@@ -322,8 +316,6 @@ def _by_phase(draft: Draft, name: str, asked: Sequence[int]) -> dict[int, str]:
     """Phase number -> the word that a schedule of another flag has for it.
 
     Args:
-        draft: with the lengths in samples.
-        name: field of the schedule.
         asked: samples at which each phase is asked for.
     """
     found = {}
@@ -421,8 +413,6 @@ def _check_batches(draft: Draft, schedule: BatchSchedule, layouts: Sequence[Layo
     """Checks that every batch of the phases is whole samples, and divides over the layout.
 
     Args:
-        draft: with the derived fields.
-        schedule: of the batch.
         layouts: of the first phases; the others are not checked.
     """
     starts, total = draft["phase_starts"], draft["train_samples"]

@@ -59,8 +59,6 @@ def is_compressed(name: str, shape: Sequence[int], rank: int) -> bool:
     """Whether the gradient of a parameter goes as two factors.
 
     Args:
-        name: in megatron-core's model.
-        shape: of this rank's part.
         rank: most columns of a factor.
     """
     if len(shape) != 2 or name.startswith(_WHOLE) or any(part in name for part in _WHOLE_WITHIN):
@@ -153,7 +151,6 @@ def _add_up(tensors: list[torch.Tensor], group: Any, owner: int | None = None) -
 
     Args:
         tensors: of this rank, of the same shapes on all.
-        group: of the replicas.
         owner: rank in the group that alone gets the sum; None: all get it.
     """
     together = torch.cat([tensor.flatten() for tensor in tensors])

@@ -52,7 +52,6 @@ class StageLink(P2PCommunicator):
         """Prepares for the messages of a step or of an evaluation. All ranks must give the same.
 
         Args:
-            num_microbatches: of a replica.
             is_exact: whether all messages of this step are whole.
             message_bits: 8; None for whole messages, or for those of low rank.
         """
@@ -132,7 +131,6 @@ class StageLink(P2PCommunicator):
         """Returns what encodes the messages of one call, or None if they are whole.
 
         Args:
-            shape: of a message.
             sends: whether a gradient goes to the previous stage.
             receives: whether a gradient comes from the next stage.
         """
