@@ -46,7 +46,6 @@ class Blocks:
     backward_s: Any
     """Seconds of the backward pass, recomputation included."""
     parameters: Any
-    """Parameters held."""
     static_bytes: Any
     """Bytes of weights, gradients and optimizer."""
     saved_bytes: Any

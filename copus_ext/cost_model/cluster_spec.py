@@ -23,9 +23,7 @@ class GpuSpec:
     peak_flops: float
     """Dense bf16 peak, FLOP/s."""
     hbm_bytes_per_s: float
-    """Memory bandwidth."""
     num_sms: int
-    """Multiprocessors."""
     fp32_peak_flops: float | None = None
     """Peak in fp32 (TF32 where that is the default); None: half of the bf16 one."""
 
@@ -97,7 +95,6 @@ class NodeSpec:
     """One node; all of its GPUs are alike."""
 
     gpu: GpuSpec
-    """What its ranks run on."""
     speed: float = 1.0
     """Work per second over what such a GPU usually does."""
     constants: str | None = None
@@ -314,7 +311,6 @@ class ClusterSpec:
     """Nodes of as many GPUs each; equal ones, unless `nodes` or `links` say otherwise."""
 
     gpu: GpuSpec
-    """What a rank runs on."""
     num_nodes: int
     gpus_per_node: int
     intra_bytes_per_s: float

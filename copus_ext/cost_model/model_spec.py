@@ -59,13 +59,9 @@ class ModelSpec:
     name: str = "model"
     """What to call it."""
     num_layers: int
-    """Transformer layers."""
     hidden_size: int
-    """Width of the residual stream."""
     num_attention_heads: int
-    """Query heads of a layer."""
     seq_length: int
-    """Tokens of a sample."""
     ffn_hidden_size: int | None = None
     """Width of the MLP; None: 4 h, or when gated LLaMA's: 8h/3, up to the next multiple of 256."""
     num_query_groups: int | None = None

@@ -25,9 +25,7 @@ class ExpertBatch:
     num_experts: Any
     """Experts of a layer."""
     moe_router_topk: Any
-    """Experts of each token."""
     moe_ffn_hidden_size: Any
-    """Width of an expert."""
     moe_shared_expert_intermediate_size: Any
     """Width of the expert that sees every token; 0: there is none."""
     moe_shared_expert_gate: Any
@@ -40,9 +38,7 @@ class ExpertBatch:
     is_grouped: Any
     """Whether the experts of a rank are computed in one kernel."""
     ep: Any
-    """Expert parallel size."""
     etp: Any
-    """Tensor parallel size of experts."""
     stage_shares: Any = None
     """[n, max pp] the same of every stage, its chunks together; None: all stages are alike."""
     load: Any = None
@@ -67,21 +63,15 @@ class ConfigBatch:
     """Arrays of shape [n], or scalars that hold for all."""
 
     num_layers: Any
-    """Transformer layers of the model."""
     hidden_size: Any
-    """Width of the residual stream."""
     ffn_hidden_size: Any
-    """Width of the MLP."""
     num_attention_heads: Any
-    """Query heads."""
     num_query_groups: Any
     """Key-value heads."""
     kv_channels: Any
     """Width of a head."""
     padded_vocab_size: Any
-    """Rows of the embedding."""
     seq_length: Any
-    """Tokens of a sample."""
     mlp_matrices: Any
     """3 with a gated MLP, else 2."""
     fused_attention: Any
@@ -113,13 +103,10 @@ class ConfigBatch:
     nic_bytes_per_s: Any
     """Network of one node, one direction; nominal unless `nic_is_measured`."""
     tp: Any
-    """Tensor parallel size."""
     pp: Any
-    """Pipeline parallel size."""
     vpp: Any
     """Chunks of a stage."""
     dp: Any
-    """Replicas."""
     micro_batch_size: Any
     """Samples of a micro-batch."""
     num_microbatches: Any
@@ -165,7 +152,6 @@ class ConfigBatch:
     recompute_num_layers: Any = 0
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
     cp: Any = 1
-    """Context parallel size."""
     logits_chunks: Any = 1
     """Parts into which the tokens of a rank are cut for the logits; in more than one each is
     computed twice."""

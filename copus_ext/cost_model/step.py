@@ -115,7 +115,6 @@ class EndOfStep:
     gather_bytes: Any
     """Weights gathered again; 0 without."""
     optimizer_s: Any
-    """Seconds of the optimizer."""
     tied_s: Any = 0.0
     """Seconds to add up gradients of an embedding that two stages hold."""
     first_bytes: Any = 0.0

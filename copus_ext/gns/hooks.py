@@ -161,10 +161,7 @@ class GradientNormHooks:
     """Measures steps of one layout. Every rank makes one and calls the same methods.
 
     Args:
-        chunks: data-parallel wrappers of this rank's model chunks.
-        groups: process groups of the layout.
         per_token: `--calculate-per-token-loss`.
-        device: of the gradients.
     """
 
     def __init__(

@@ -45,7 +45,6 @@ class Failure(JsonRecord):
     rank: int
     """In the world; -1 for the launcher of a node."""
     host: str
-    """Name of its machine."""
     code: int
     """Return code as of Popen: -N after signal N."""
     time_s: float = 0.0

@@ -35,7 +35,6 @@ class Start:
     """What a rank begins to train with, once or several times."""
 
     flags: Sequence[str]
-    """Of the program."""
     stored: Stored | None = None
     """State to go on from; None as the flags say."""
     callbacks: Sequence[Callback] = ()

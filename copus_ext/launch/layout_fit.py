@@ -37,7 +37,6 @@ class LayoutFit:
     Args:
         flags: of the program, as the user gave them.
         stored: reads the flags of the latest checkpoint in a folder, raising ValueError; slow.
-        has_gpu: whether ranks train on GPUs.
     """
 
     def __init__(self, flags: Sequence[str], *, stored: Stored, has_gpu: bool = False) -> None:

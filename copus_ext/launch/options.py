@@ -50,7 +50,6 @@ class Options:
     program: tuple[str, ...]
     """The words between `python` and the flags of a rank."""
     flags: tuple[str, ...]
-    """Of the program."""
     called_as: str
     """The user's command without the flags."""
     has_gpu: bool

@@ -65,7 +65,6 @@ class NodeHeartbeat(JsonRecord):
     num_ranks: int
     """Ranks that it can start."""
     host: str
-    """Name of its machine."""
 
     def __post_init__(self) -> None:
         check_number("node", self.node, 0, MAX_NODES)
@@ -83,7 +82,6 @@ class LaunchPlan(JsonRecord):
     """
 
     launch: str
-    """Its name."""
     number: int
     """Of the decision; grows within a job."""
     tokens: dict[str, str] = field(default_factory=dict)
@@ -91,7 +89,6 @@ class LaunchPlan(JsonRecord):
     num_ranks: dict[str, int] = field(default_factory=dict)
     """By node, ranks to start; a node that is missing starts none."""
     flags: list[str] = field(default_factory=list)
-    """Of the program."""
     blocked_layouts: list[str] = field(default_factory=list)
     """Layouts that the run must not choose."""
     exit_code: int | None = None
@@ -140,7 +137,6 @@ class LaunchResult(JsonRecord):
     """
 
     launch: str
-    """Its name."""
     node: int
     code: int
     """Exit code of the rank that failed first there, 128 + N after signal N; 0 if none failed."""
@@ -198,9 +194,6 @@ class NodeRendezvous:
     """The files, as one supervisor sees them. A job on one node writes none.
 
     Args:
-        run_dir: directory of the run.
-        node: number of this node.
-        num_nodes: nodes of the job.
         num_ranks: ranks that this node can start.
         lost_s: a node that has not touched its file for so many seconds is lost.
     """

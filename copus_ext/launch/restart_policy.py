@@ -216,13 +216,11 @@ class LaunchEnd:
 @dataclass(frozen=True, kw_only=True)
 class NextLaunch:
     flags: list[str] = field(default_factory=list)
-    """Of the program."""
     num_ranks: int = 0
     """To start."""
     exit_code: int | None = None
     """What the supervisor leaves with, if no launch follows."""
     line: str = ""
-    """For the operator."""
     wait_s: float = 0.0
     """Seconds before it starts."""
     blocked_layouts: tuple[Layout, ...] = ()
@@ -244,7 +242,6 @@ class RestartPolicy:
         flags: of the program, as the user gave them.
         stored: reads the flags of the latest checkpoint in a folder.
         limits: crashes after which it goes on.
-        has_gpu: whether ranks train on GPUs.
     """
 
     def __init__(

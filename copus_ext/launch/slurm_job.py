@@ -143,7 +143,6 @@ class SlurmWatch:
 
     Args:
         job: its name in SLURM's commands.
-        run_dir: directory of the run.
         granted_s: seconds that `--signal` gives, or None if unknown.
         say: prints one line.
         clock: seconds, monotonic.

@@ -145,7 +145,6 @@ class Node:
 
     Args:
         options: of the command line.
-        run_dir: directory of the run.
     """
 
     def __init__(self, options: Options, run_dir: Path) -> None:

@@ -76,8 +76,6 @@ class Workers:
     """Torch's launcher and the ranks below it.
 
     Args:
-        launch: what to start.
-        command: program and flags.
         blocked_layouts: layouts that the run must not choose.
     """
 

@@ -64,7 +64,6 @@ class CopusCallback:
     """What `install` calls at each event of the loop.
 
     Args:
-        recorded: the calls of the launch.
         args: the checkout's arguments; None reads them when training starts.
         flags: the controller's; None finds them among the checkout's arguments.
     """

@@ -69,8 +69,6 @@ class CheckoutHost:
     """See `LayoutHost`. A target is what our controller is given as a configuration.
 
     Args:
-        recorded: the calls of the launch.
-        args: the checkout's.
         context: of the controller; its model, optimizer, groups and configuration follow a change.
             The list of chunks and the optimizer in it are those that `pretrain` goes on with.
         config_of: makes a configuration of arguments.

@@ -29,9 +29,6 @@ class RunRecord:
 
     Args:
         run_dir: of the run; None elsewhere.
-        args: the checkout's.
-        layout: of the start.
-        train_samples: of the whole run.
         flags: of the controller, by field name.
     """
 

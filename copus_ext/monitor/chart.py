@@ -96,7 +96,6 @@ class _Axis:
     """Places values between two ends of a picture.
 
     Args:
-        values: all that are to be seen.
         ends: of the picture: where the smallest and the largest come.
         is_log: whether the axis is logarithmic; values of 0 or less are at its low end then.
         margin: share of the range that is left free on both sides.

@@ -114,7 +114,6 @@ class ControllerStatus:
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
     run: str
-    """Its directory."""
     t: float
     """When this was read, seconds since the epoch."""
     state: State

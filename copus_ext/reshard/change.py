@@ -87,10 +87,7 @@ class Change:
     Args:
         context: of all changes of the job.
         host: the job, at a step boundary.
-        layout: to change to.
         settings: of the steps after the change.
-        consensus: votes of this change.
-        deadline: watches it.
     """
 
     def __init__(

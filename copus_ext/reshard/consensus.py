@@ -34,8 +34,6 @@ class Consensus:
     Args:
         store: reaches all ranks, and outlives the groups.
         name: of the change, not used before in this launch.
-        rank: of this process.
-        world_size: of the job.
         timeout_s: for one vote.
     """
 
@@ -174,7 +172,6 @@ class Deadline:
     can cancel.
 
     Args:
-        consensus: of the change.
         deadline_s: seconds that all of it may take.
         patience_s: seconds that this rank may stay in a collective after another has failed.
         silence_s: a rank is dead after so many seconds without a sign. Each rank watches the next.

@@ -52,10 +52,6 @@ class _Held(NamedTuple):
 class PausePredictor:
     """Seconds of changes between the layouts of one model on one machine; each pair is worked out
     once.
-
-    Args:
-        shape: of the model.
-        machine: what it runs on.
     """
 
     def __init__(self, shape: ModelShape, machine: Machine) -> None:

@@ -117,7 +117,6 @@ class ReshardPlanCache:
     """The last few plans of one model on one set of ranks.
 
     Args:
-        shape: of the model.
         ranks_per_node: consecutive ranks that share a node.
     """
 

@@ -90,7 +90,6 @@ class Request(JsonRecord):
     """`done`: nothing follows. `relayout`: start again under `layout`. `requeue`: start again in
     another allocation. `abort`: to start again would not help."""
     iteration: int
-    """Steps done."""
     consumed_samples: int
     """Samples done."""
     reason: str

@@ -120,7 +120,6 @@ class Transfer:
     the host: NCCL sends none from there.
 
     Args:
-        plan: of the whole change.
         source: shards of this rank before.
         target: shards of this rank after; filled in place.
         group: for the messages; all ranks of the world.

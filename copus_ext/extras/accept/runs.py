@@ -87,12 +87,10 @@ class Bench:
     """Where checks run.
 
     Args:
-        folder: for all that they write.
         device: `cpu` or `cuda`.
         ranks: how many this machine gives.
         size: of the models; a key of `SIZES`.
         megatron_lm: folder of a Megatron-LM checkout to compare with, or None.
-        has_engine: whether Transformer Engine is there.
     """
 
     folder: Path

@@ -44,7 +44,6 @@ class Moment(NamedTuple):
     generation: int
     """The ranks that took it."""
     iteration: int
-    """Steps done."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,6 @@ class Agent:
     """One node.
 
     Args:
-        launch: what to start here.
         command: program and flags of a rank.
         folder: shared by all nodes and empty at the start of the launch.
     """

@@ -97,7 +97,6 @@ class Peers:
     """The other nodes, as one launcher sees them.
 
     Args:
-        launch: of this node.
         folder: shared by all nodes and empty at the start of the launch.
         select: told of every connection: ("server", None), ("stranger", None) and ("peer", node).
         host: address of this node; nothing listens elsewhere if that can be (see `listen_at`).

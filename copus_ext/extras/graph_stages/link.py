@@ -25,8 +25,6 @@ class GraphLink:
     Building it is collective over the world.
 
     Args:
-        graph: stages and their messages.
-        stage: of this rank.
         first_rank: of the world, which runs stage 0 of this replica; the others follow.
         lengths: rows of a sample in the output of every node.
         width: of a row.

@@ -165,11 +165,8 @@ class BranchPart(torch.nn.Module):
     """A node of a branch.
 
     Args:
-        shape: of the whole model.
         branch: which one.
         part: place of this node in the branch.
-        config: of the run.
-        groups: of its ranks.
     """
 
     def __init__(
@@ -236,10 +233,7 @@ class DecoderPart(torch.nn.Module):
     """A node of the decoder.
 
     Args:
-        shape: of the whole model.
         part: place of this node in the decoder.
-        config: of the run.
-        groups: of its ranks.
     """
 
     def __init__(

@@ -19,8 +19,6 @@ class GraphSchedule:
     order, and gives an output, or a loss if it has no consumer.
 
     Args:
-        graph: nodes and stages.
-        stage: of this rank.
         nodes: the modules of the stage, by number.
         link: carries messages; None where one stage holds all nodes.
     """

@@ -157,7 +157,6 @@ class GraphPartition:
     """Stages of the nodes, and what they cost."""
 
     graph: StageGraph
-    """Nodes and their stages."""
     names: tuple[str, ...]
     """Of the nodes."""
     num_microbatches: int

@@ -58,7 +58,6 @@ class StageGraph:
     edges: tuple[tuple[int, int], ...]
     """Node that makes an output, and one that takes it; in order, each once."""
     stage_of: tuple[int, ...]
-    """Stage of every node."""
     is_sequential: bool = False
     """Whether the stages are those of a plain pipeline, which run one after the other even where
     they do not need each other: each hands on what later ones need."""

@@ -55,8 +55,6 @@ class TextWindows:
 
     Args:
         text: bytes.
-        shape: of the model.
-        seed: of the order.
 
     Raises:
         UsageError: the text is shorter than a sample.
@@ -103,10 +101,8 @@ class BranchedTraining:
 
     Args:
         config: sizes of a layer, learning rate, seed; for one rank, as `config_of` gives it.
-        shape: branches and decoder.
         graph: stages of the nodes of the shape.
         text: to train on.
-        device: of this rank.
         groups: from `whole_nodes`.
     """
 

@@ -34,7 +34,6 @@ class Stage:
     phase: int
     """Number of its length of samples, from 0."""
     seq_length: int
-    """Tokens of a sample."""
     global_batch_size: int
     """Samples of a step, of this length."""
     start_tokens: int

@@ -32,7 +32,6 @@ class LinkRecord:
     """The links that were timed.
 
     Args:
-        path: of the file.
         hosts: [nodes] their names. Links are kept by these, since a new start may number the nodes
             in another way.
         how: backend and sizes, which must not differ within a file.

@@ -86,7 +86,6 @@ class Site:
 
     Args:
         planner: of the model on the cluster.
-        configuration: layout, batch and memory options.
         factor: measured seconds over predicted ones; all seconds of an answer have it.
 
     Raises:

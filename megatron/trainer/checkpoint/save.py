@@ -133,7 +133,6 @@ class Checkpointer:
 
     Args:
         config: resolved configuration with `checkpoint.save` set.
-        groups: process groups of the layout.
         on_event: called on every rank with (`begin` | `commit` | `failed`, iteration, fields);
             fields hold `consumed_samples` of the saved state when it is begun or committed, and
             `reason`, `in_a_row` and, where training goes on, a `line` for the user when it failed.

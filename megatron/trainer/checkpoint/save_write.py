@@ -61,7 +61,6 @@ class SaveWrite:
     """A save that is being written.
 
     Args:
-        request: what megatron-core's save returned.
         in_background: write by a process, so that training may go on.
     """
 

@@ -111,9 +111,7 @@ class Result:
     data_path: str
     """What `--data-path` takes."""
     num_documents: int
-    """Documents written."""
     num_tokens: int
-    """Tokens written."""
     num_bytes: int
     """Size of the .bin file."""
     num_empty: int

@@ -49,7 +49,6 @@ class StepTrace(Bystander):
 
     Args:
         folder: where the trace goes, as `<name>.steps<first>-<last>.json.gz`; made if missing.
-        name: of launch and rank.
         start: steps done before the first one that is traced.
         end: steps done after the last one.
         is_cuda: trace the GPU's kernels, too.

@@ -35,7 +35,6 @@ class SdpaAttention(MegatronModule):
     that share a sample gather keys and values (arXiv 2407.21783), or exchange tokens for heads.
 
     Args:
-        config: head counts, dropout.
         layer_number: unused: what `apply_query_key_layer_scaling` divides by before the softmax it
             multiplies by inside, so that only fp16 score matrices, which are not made here, change.
         attn_mask_type: must be causal.
@@ -207,8 +206,6 @@ class SharedLinear(MegatronModule):
 
     Args:
         config: dtype, and whether sequence parallelism is on.
-        input_size: width of the input.
-        output_size: width of the output.
     """
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:

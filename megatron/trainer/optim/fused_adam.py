@@ -20,8 +20,6 @@ class FusedAdam(torch.optim.Optimizer):
     group.
 
     Args:
-        params: parameters or parameter groups.
-        lr: learning rate.
         betas: decay of the first and the second moment per step.
         eps: added to the root of the second moment.
         weight_decay: decay per unit of learning rate (AdamW), or L2 term (Adam).

@@ -18,7 +18,6 @@ class RunOutcome:
     state: TrainState
     """Counters at the end."""
     run_dir: Path
-    """Directory of the run."""
     layout: Layout
     """Layout at the end."""
     save: str | None

@@ -49,9 +49,7 @@ _CLEARING_S = 60.0
 @dataclass(frozen=True, kw_only=True)
 class Holder:
     host: str = "an unknown host"
-    """Name of the node."""
     pid: int = 0
-    """Process."""
     launch: str = "unknown"
     machine: str = ""
     """Tells whether process numbers of there mean anything here."""
@@ -117,9 +115,7 @@ class Lock:
     Args:
         directory: made if missing.
         flag: that named it, for messages.
-        launch: of this process.
         is_supervised: whether a supervisor knows that the previous launch of this job is over.
-        force_unlock: `--force-unlock`.
         touch_s: seconds between two touches.
         stale_s: see `STALE_S`.
         on_lost: called with a line, from a thread, when another run has taken the lock.

@@ -85,7 +85,6 @@ class Watchdog:
     Args:
         run_dir: of the run; None writes no files.
         launch: names the stacks.
-        rank: of this process.
         world_size: heartbeats get rarer with it.
         limits: how long to wait.
         note: called from a thread with (kind, fields) of each event.

@@ -73,9 +73,6 @@ class TextGenerator:
     """A model with its tokenizer, ready to write. `open_generator` makes one.
 
     Args:
-        config: of the model, on one process.
-        model: with its weights.
-        groups: of the one process.
         tokenizer: that the model was trained with.
         stored: the checkpoint that the weights are from.
     """
@@ -209,12 +206,7 @@ def _wrapper_settings(config: Config, max_length: int) -> Any:
 
 
 class _WithoutPadding(GPTInferenceWrapper):
-    """Never lets a row be taken that only fills up the vocabulary: no tokenizer knows it.
-
-    Args:
-        vocab_size: tokens of the tokenizer.
-        others: as of the base class.
-    """
+    """Never lets a row be taken that only fills up the vocabulary: no tokenizer knows it."""
 
     def __init__(self, *others: Any, vocab_size: int) -> None:
         super().__init__(*others)

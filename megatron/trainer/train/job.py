@@ -46,7 +46,6 @@ class RunServices:
     control: Control = field(default_factory=Control)
     """Sees what is asked of the run by files."""
     watchdog: Watchdog = field(default_factory=Watchdog)
-    """Told of all progress."""
     trace: Trace = field(default_factory=Trace)
     """Told of all phases."""
     local_stop: Callable[[int], StopReason | None] = lambda iteration: None
@@ -64,17 +63,14 @@ class Job:
     """A job under one layout."""
 
     config: Config
-    """Resolved configuration."""
     device: Device
     """Where this rank computes."""
     groups: ProcessGroupCollection
-    """Process groups of the layout."""
     model: Model
     """This rank's chunks."""
     optimizer: Any
     """megatron-core's optimizer."""
     scheduler: Any
-    """Learning-rate and weight-decay schedule."""
     batch_schedule: BatchSchedule
     """Global batch size at each point of the run."""
     data: RunData
@@ -88,7 +84,6 @@ class Job:
     checkpointer: Checkpointer | None
     """Saves into `--save`, if given."""
     state: TrainState
-    """Counters."""
     services: RunServices
     """What it has to do with the world around."""
     callbacks: Callbacks

@@ -47,15 +47,12 @@ class _Interval:
     losses: list[dict[str, float]] = field(default_factory=list)
     """Losses by name of the steps that updated the weights."""
     steps: int = 0
-    """Steps done."""
     flops: float = 0.0
-    """Model FLOPs spent."""
     skipped: int = 0
     """Steps without an update."""
     nan: int = 0
     """Steps with a loss that is not finite."""
     elapsed_s: float = 0.0
-    """Wall time of the steps."""
 
     def add(self, info: StepInfo, flops: float) -> None:
         self.steps += 1

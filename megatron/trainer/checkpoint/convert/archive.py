@@ -100,11 +100,8 @@ class _Into(DefaultLoadPlanner):
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
     key: str
-    """Its name."""
     dtype: torch.dtype
-    """Number format."""
     shape: tuple[int, ...]
-    """Global shape."""
     chunks: tuple[Chunk, ...]
     """The rectangles it is stored in."""
 
@@ -117,7 +114,6 @@ class Archive:
     """One iteration's checkpoint, opened for reading.
 
     Args:
-        folder: of the iteration.
         trust_unverified: whether one of COPUS counts as whole though its manifest is gone or lists
             only a part.
 

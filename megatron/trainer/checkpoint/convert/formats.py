@@ -28,11 +28,9 @@ class ConversionResult:
     num_rewritten: int
     """Tensors that were written anew; 0 where files were copied."""
     num_bytes: int
-    """Size of the result."""
     num_compared: int | None
     """Tensors compared element by element, or None without `--verify`."""
     notes: tuple[str, ...]
-    """What the user should know."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "notes": list(self.notes)}

@@ -37,21 +37,13 @@ class Changes:
     """
 
     tp: int | None = None
-    """Tensor parallel size."""
     cp: int | None = None
-    """Context parallel size."""
     pp: int | None = None
-    """Pipeline parallel size."""
     vpp: int | None = None
-    """Virtual pipeline size."""
     dp: int | None = None
-    """Data parallel size."""
     ep: int | None = None
-    """Expert parallel size."""
     etp: int | None = None
-    """Tensor parallel size of experts."""
     vocab: int | None = None
-    """Rows of the embedding."""
     true_vocab: int | None = None
     """Tokens of the tokenizer, where the stored flags do not tell."""
     dtype: str | None = None
@@ -71,13 +63,11 @@ class Target:
     layout: Layout
     """Layout its flags name."""
     vocab: int
-    """Rows of the embedding."""
     dtype: torch.dtype
     """Number format of the weights."""
     optimizer: str
     """`distributed`, `plain` or `none`."""
     notes: tuple[str, ...] = ()
-    """What the user should know."""
 
 
 def stored_layout(arguments: Mapping[str, Any]) -> Layout:

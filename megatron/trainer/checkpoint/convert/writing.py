@@ -53,7 +53,6 @@ class Piece:
     key: str
     """Tensor it belongs to."""
     dtype: torch.dtype
-    """Number format."""
     shape: tuple[int, ...]
     """Global shape of that tensor."""
     part: Chunk

@@ -234,11 +234,7 @@ def scale_of(norm: torch.Tensor, limit: float | None) -> torch.Tensor:
 
 
 class _Part:
-    """A chunk of the model: its gradients, and the sum of those that are scaled.
-
-    Args:
-        chunk: data-parallel wrapper.
-    """
+    """A chunk of the model: its gradients, and the sum of those that are scaled."""
 
     def __init__(self, chunk: Any) -> None:
         self.params: list[Any] = [p for p in chunk.parameters() if p.requires_grad]
@@ -280,11 +276,7 @@ class _Part:
 
 
 class _Group:
-    """A group of samples whose gradient is taken out.
-
-    Args:
-        device: of the gradients.
-    """
+    """A group of samples whose gradient is taken out."""
 
     def __init__(self, device: torch.device) -> None:
         self.squares = torch.zeros((), dtype=torch.float64, device=device)

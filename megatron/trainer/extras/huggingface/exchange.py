@@ -157,7 +157,6 @@ class Export:
     tensors: list[Piece]
     """Its weights, made when their turn comes."""
     notes: tuple[str, ...]
-    """What the user should know."""
 
 
 def export_of(archive: Archive, changes: Changes) -> Export:

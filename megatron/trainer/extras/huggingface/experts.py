@@ -285,10 +285,6 @@ _STACKED = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_p
 class UnstackedExperts:
     """A folder in which experts of a layer share tensors, as newer releases of transformers keep
     them in memory, under the names that files with a tensor for each expert have.
-
-    Args:
-        stored: the folder.
-        family: of the model.
     """
 
     def __init__(self, stored: SafetensorsFolder, family: ExpertFields) -> None:

@@ -53,7 +53,6 @@ class Companions:
     files: Mapping[str, Path | str] = field(default_factory=dict)
     """Name in the model -> the file, or its text."""
     notes: tuple[str, ...] = ()
-    """What the user should know."""
 
     def config(self, network: Mapping[str, Any]) -> dict[str, Any]:
         """`config.json` of a network with these fields."""

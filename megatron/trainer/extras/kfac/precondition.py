@@ -66,7 +66,6 @@ class SharedGradients:
     whole bucket.
 
     Args:
-        bucket: of megatron-core's buffers.
         group: replicas, with the pieces in order.
         weights: matrices, of which the bucket may have some.
     """
@@ -257,9 +256,7 @@ class Kfac(StepFeature):
 
     Args:
         chunks: data-parallel wrappers of this rank, without tensor parallelism.
-        groups: process groups of the layout.
         damping: see `Factors`.
-        interval: steps between two refreshes.
     """
 
     def __init__(

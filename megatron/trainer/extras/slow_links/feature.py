@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 
 class SlowLinks(StepFeature):
-    """Shorter messages under one layout.
-
-    Args:
-        flags: of the extra.
-        model: this rank's chunks.
-        groups: process groups of the layout.
-    """
+    """Shorter messages under one layout."""
 
     def __init__(self, flags: SlowLinksConfig, model: Model, groups: Any) -> None:
         self._flags = flags

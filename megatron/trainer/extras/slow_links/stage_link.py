@@ -27,7 +27,6 @@ class StageLink(P2PCommunicator):
 
     Args:
         pp_group: pipeline parallel.
-        config: megatron-core's configuration.
         message_rank: most columns of a factor, or None; not with messages of 8 bits.
     """
 
@@ -149,8 +148,6 @@ class _Pending:
     """A message under way, for the schedule of an interleaved pipeline to wait for.
 
     Args:
-        request: of the message.
-        codec: that encoded it.
         message: as it travels; kept until then.
         into: receives what it decodes to; None for one that is sent.
     """
