@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
-
-@pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("settings")
-    # Forked ranks would hold what the server has imported.
-    return on_ranks("worker_batch_changes", folder, 2, timeout_s=400, launcher="fresh")
+record = ranks_fixture("worker_batch_changes", 2, timeout_s=400, launcher="fresh")
 
 
 @pytest.mark.timeout(440)

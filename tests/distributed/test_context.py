@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 
 from tests.distributed.worker_context import CASES, CASES_OF_EIGHT, RESUMED, WRONG
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import on_ranks, ranks_fixture
 
 ConfigBatch = dict[str, dict[str, Any]]
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks("worker_context", tmp_path_factory.mktemp("context"), 4, timeout_s=800)
+found = ranks_fixture("worker_context", 4, timeout_s=800)
 
 
 @pytest.fixture(scope="module")

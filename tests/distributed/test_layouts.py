@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.worker_layouts import CASES, PIPELINES, STEPS
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks("worker_layouts", tmp_path_factory.mktemp("layouts"), 4, timeout_s=1600)
+rows = ranks_fixture("worker_layouts", 4, timeout_s=1600)
 
 
 @pytest.mark.timeout(1680)

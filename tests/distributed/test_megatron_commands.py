@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.trainer.config.layout import Layout
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 from tests.helpers.scaled_commands import GLOBAL_BATCH_SIZE, STEPS, goes_on, read_commands
 
 RANKS = 4
@@ -42,11 +42,7 @@ COMMANDS = {
 }
 pytestmark = pytest.mark.timeout(840)
 
-
-@pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("megatron_commands")
-    return on_ranks("worker_megatron_commands", folder, RANKS, *COMMANDS, timeout_s=800)
+record = ranks_fixture("worker_megatron_commands", RANKS, *COMMANDS, timeout_s=800)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

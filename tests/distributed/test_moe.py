@@ -17,14 +17,11 @@ from tests.distributed.worker_moe import (
     RESUMED,
     STEPS,
 )
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
 Steps = list[dict[str, Any]]
 
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
-    return on_ranks("worker_moe", tmp_path_factory.mktemp("moe"), 4, timeout_s=1600)
+runs = ranks_fixture("worker_moe", 4, timeout_s=1600)
 
 
 def numbers(steps: Steps) -> list[float]:

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 
 from tests.distributed.worker_noise import FAMILIES, SPOILT, STEPS, case_name
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
 CASES = [(*family, layout) for family, layouts in FAMILIES.items() for layout in layouts]
 
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks("worker_noise", tmp_path_factory.mktemp("noise"), 4, timeout_s=1000)
+runs = ranks_fixture("worker_noise", 4, timeout_s=1000)
 
 
 @pytest.mark.timeout(1040)

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.worker_observe import RUNS
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks("worker_observe", tmp_path_factory.mktemp("observe"), 2, timeout_s=560)
+runs = ranks_fixture("worker_observe", 2, timeout_s=560)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -9,16 +9,12 @@ import pytest
 
 from megatron.trainer.config.batch_schedule import BatchSchedule
 from tests.distributed.worker_schedules import RAMP, SCHEDULES, SHRUNK, SIXTY
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 from tests.unit.test_schedules import config_of, plain_rate
 
 pytestmark = pytest.mark.timeout(600)
 
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("schedules")
-    return on_ranks("worker_schedules", folder, 2, timeout_s=560)
+runs = ranks_fixture("worker_schedules", 2, timeout_s=560)
 
 
 def column(run: dict[str, Any], name: str) -> list[Any]:

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 
 from tests.distributed.worker_tied_embedding import CASES, STEPS
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks("worker_tied_embedding", tmp_path_factory.mktemp("tied"), 4, timeout_s=400)
+rows = ranks_fixture("worker_tied_embedding", 4, timeout_s=400)
 
 
 @pytest.mark.timeout(480)

@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 
 from tests.distributed.worker_transfer import WAYS
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
 pytestmark = pytest.mark.timeout(360)
 
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """By rank, all changes."""
-    return on_ranks("worker_transfer", tmp_path_factory.mktemp("transfer"), 4, timeout_s=300)
+results = ranks_fixture("worker_transfer", 4, timeout_s=300)
+"""By rank, all changes."""
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
 ALL = [1, 2, 3, 4]
 
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return on_ranks("worker_trust", tmp_path_factory.mktemp("trust"), 1, timeout_s=600)
+told = ranks_fixture("worker_trust", 1, timeout_s=600)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,20 @@ def on_ranks(
     return json.loads((folder / _RESULT).read_text())
 
 
+def ranks_fixture(
+    worker: str, ranks: int, *arguments: str, timeout_s: float, launcher: Launcher = "direct"
+) -> Any:
+    """A fixture of one launch for all tests of a module; see `on_ranks`."""
+    import pytest
+
+    @pytest.fixture(scope="module")
+    def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+        folder = tmp_path_factory.mktemp(worker.replace(".", "_"))
+        return on_ranks(worker, folder, ranks, *arguments, timeout_s=timeout_s, launcher=launcher)
+
+    return found
+
+
 def main() -> None:
     """One rank."""
     name, folder, *arguments = sys.argv[1:]

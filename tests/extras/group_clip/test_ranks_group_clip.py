@@ -18,18 +18,13 @@ from tests.extras.group_clip.worker import (
     STEPS,
     UNLIMITED,
 )
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
 RUNS = [f"{layout} {micro} limit" for layout, sizes in MICRO.items() for micro in sizes]
 RUNS += [f"{layout} {micro} adaptive" for layout, micro in ADAPTIVE]
 CLOSE = 1e-5
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks(
-        "tests.extras.group_clip.worker", tmp_path_factory.mktemp("clip"), 2, timeout_s=240
-    )
+found = ranks_fixture("tests.extras.group_clip.worker", 2, timeout_s=240)
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 
 from tests.extras.kfac.worker import BY_HAND, INTERVAL, RUNS, SAVED, STEPS
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
 CLOSE = 1e-4
 
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks("tests.extras.kfac.worker", tmp_path_factory.mktemp("kfac"), 2, timeout_s=300)
+rows = ranks_fixture("tests.extras.kfac.worker", 2, timeout_s=300)
 
 
 @pytest.mark.timeout(340)

@@ -14,7 +14,7 @@ from copus_ext.planner.space import Limits, enumerate_points, to_config_batch
 from megatron.trainer.common.core_version import since
 from tests.distributed.worker_relayout import BEFORE
 from tests.extras.muon.worker import BY_HAND, RUNS, SAVED, STEPS, VARIANTS, WEIGHED
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
 pytestmark = [
     pytest.mark.skipif(not since("0.18"), reason="megatron-core before 0.18 has another Muon"),
@@ -25,15 +25,9 @@ CLOSE = 1e-5
 ROUNDED = 1e-3
 """Where factors of Newton-Schulz steps, or weights, are rounded to bf16."""
 
+rows = ranks_fixture(WORKER, 2, timeout_s=380)
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks(WORKER, tmp_path_factory.mktemp("muon"), 2, timeout_s=380)
-
-
-@pytest.fixture(scope="module")
-def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks(WORKER, tmp_path_factory.mktemp("moved"), 2, *VARIANTS, timeout_s=380)
+moved = ranks_fixture(WORKER, 2, *VARIANTS, timeout_s=380)
 
 
 @pytest.mark.parametrize("name", BY_HAND)

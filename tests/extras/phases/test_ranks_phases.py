@@ -7,19 +7,14 @@ from typing import Any
 import pytest
 
 from tests.extras.phases.worker import MOVED_AT, RESUMED
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
 Runs = dict[str, Any]
 LENGTHS, STEPS, SAMPLES = (64, 256, 1024), (6, 6, 3), 960
 pytestmark = pytest.mark.timeout(1880)
 """Whichever test comes first waits for all runs: two minutes alone, and more beside others."""
 
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return on_ranks(
-        "tests.extras.phases.worker", tmp_path_factory.mktemp("phases"), 4, timeout_s=1800
-    )
+runs = ranks_fixture("tests.extras.phases.worker", 4, timeout_s=1800)
 
 
 def losses(steps: list[dict[str, Any]]) -> list[float]:

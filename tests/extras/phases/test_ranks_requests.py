@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("phase-requests")
-    return on_ranks("tests.extras.phases.worker_requests", folder, 1, timeout_s=400)
+found = ranks_fixture("tests.extras.phases.worker_requests", 1, timeout_s=400)
 
 
 def parts(row: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:

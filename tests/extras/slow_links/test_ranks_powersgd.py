@@ -7,17 +7,9 @@ from typing import Any
 import pytest
 
 from tests.extras.slow_links.worker_powersgd import CASES, FEW, RANK, SHORT, STEPS
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks(
-        "tests.extras.slow_links.worker_powersgd",
-        tmp_path_factory.mktemp("powersgd"),
-        4,
-        timeout_s=800,
-    )
+rows = ranks_fixture("tests.extras.slow_links.worker_powersgd", 4, timeout_s=800)
 
 
 @pytest.mark.timeout(880)

@@ -7,17 +7,9 @@ from typing import Any
 import pytest
 
 from tests.extras.slow_links.worker_stage_link import LAYOUTS, LOW, RANK, STEPS
-from tests.helpers.on_ranks import on_ranks
+from tests.helpers.on_ranks import ranks_fixture
 
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks(
-        "tests.extras.slow_links.worker_stage_link",
-        tmp_path_factory.mktemp("link"),
-        4,
-        timeout_s=600,
-    )
+rows = ranks_fixture("tests.extras.slow_links.worker_stage_link", 4, timeout_s=600)
 
 
 @pytest.mark.timeout(680)
