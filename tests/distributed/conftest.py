@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,17 @@ def uninterrupted(shared_folder: Path) -> list[float]:
     losses = losses_of(run)
     assert len(losses) == UNINTERRUPTED_STEPS
     return losses
+
+
+@pytest.fixture(scope="module")
+def single_process_group() -> Iterator[None]:
+    """A world of one rank, in which megatron-core loads a checkpoint."""
+    import torch
+
+    from megatron.trainer.common.device import use_device
+
+    with use_device("cpu"):
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        yield
+        torch.distributed.destroy_process_group()

@@ -12,10 +12,10 @@ from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_
 from megatron.core.safe_globals import register_safe_globals
 
 from megatron.trainer.checkpoint.files import folder_of
-from megatron.trainer.common.device import use_device
 from tests.distributed.worker_checkpoints import AFTER, BEFORE, LAYOUTS
 from tests.helpers.on_ranks import on_ranks
 
+pytestmark = pytest.mark.usefixtures("single_process_group")
 NAMES = ["-".join(map(str, layout)) for layout in LAYOUTS]
 PAIRS = [f"{a}_{b}" for a, b in product(NAMES, NAMES)]
 
@@ -25,17 +25,6 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     on_ranks("worker_checkpoints", folder, 4, timeout_s=1600)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_process_group(tmp_path_factory: pytest.TempPathFactory) -> object:
-    store = tmp_path_factory.mktemp("store") / "store"
-    with use_device("cpu"):
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=0, world_size=1
-        )
-        yield
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.timeout(1680)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ from megatron.core.safe_globals import register_safe_globals
 
 from megatron.trainer.checkpoint.convert.archive import open_archive
 from megatron.trainer.checkpoint.files import folder_of
-from megatron.trainer.common.device import use_device
 from tests.distributed.worker_convert import AFTER, BEFORE, CASES
 from tests.helpers.on_ranks import on_ranks
 
+pytestmark = pytest.mark.usefixtures("single_process_group")
 SAME_LOSS = [name for name in CASES if name not in ("vocab", "vocab_dp", "dtype")]
 
 
@@ -25,17 +24,6 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("convert")
     on_ranks("worker_convert", folder, 2, timeout_s=600)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("store") / "store"
-    with use_device("cpu"):
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=0, world_size=1
-        )
-        yield
-        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", SAME_LOSS)

@@ -85,17 +85,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses_of(folder / "run")
 
 
-def test_a_process_that_is_killed_or_stopped_costs_no_save(
-    tmp_path: Path, plain: list[float]
-) -> None:
-    train(tmp_path, HARM)
-    notes = check(tmp_path)
-    assert "rank 0" in notes[5][0] and "ended with -9" in notes[5][0]
-    assert any("rank 1" in note and "has not moved on" in note for note in notes[10])
-    assert set(notes) == set(range(INTERVAL, STEPS + 1, INTERVAL))
-    assert losses_of(tmp_path / "run") == plain
-
-
 def check_long_step(folder: Path, plain: list[float], *own: str) -> None:
     """Runs with a step of a minute, in which the processes of a save are killed and stopped."""
     train(folder, HARM, *own, long_step_s=60.0)

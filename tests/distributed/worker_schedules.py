@@ -4,13 +4,9 @@ and what was told."""
 from __future__ import annotations
 
 import io
-import sysconfig
 from pathlib import Path
 from typing import Any
 
-import numpy
-
-from tests.helpers.examples import with_values
 from tests.helpers.jobs import TINY, evaluations_of, run, steps_of
 
 SCHEDULES = {
@@ -29,18 +25,6 @@ SHRUNK = """--train-samples 288 --lr-warmup-samples 72 --lr-decay-style cosine -
 SIZES = "0:8 768:2 1536:4 4608:16"
 """A batch that shrinks in the warm-up, 24 samples after its start, and grows later."""
 EXACT = "--rampup-batch-size 2 2 24 --train-iters 9 --lr-warmup-iters 4 --lr-decay-style linear"
-
-
-def write_text(prefix: Path) -> None:
-    """An indexed data set of the bytes of some modules of Python."""
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
-    for module in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py")):
-        data = numpy.frombuffer(module.read_bytes(), dtype=numpy.uint8)
-        builder.add_document(torch.from_numpy(data.astype(numpy.int32)), [len(data)])
-    builder.finalize(f"{prefix}.idx")
 
 
 def controller(**flags: Any) -> Any:
@@ -66,12 +50,7 @@ def main(output: Path) -> Any:
 
     from copus_ext.monitor.time_saved import line_at_end
 
-    prefix = output / "text"
-    if dist.get_rank() == 0:
-        write_text(prefix)
-    dist.barrier()
-    values = {"--data-path": str(prefix), "--vocab-size": "255"}
-    base = " ".join([*with_values(TINY, values), "--split 90,10,0"])
+    base = f"{TINY} --split 90,10,0"
     results: dict[str, Any] = {}
 
     def go(name: str, flags: str | list[str], *own: Any) -> None:
