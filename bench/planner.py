@@ -34,10 +34,10 @@ from typing import Any
 
 import numpy as np
 
+from bench.fit_constants import fit_constants
 from bench.support import RESULTS, ROOT, arguments, origin, write
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.fit import fit_constants
 from copus_ext.cost_model.memory import peaks
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.peak_correction import max_bytes
@@ -255,7 +255,7 @@ def fit(parts: Sequence[tuple[Table, float]], **how: Any) -> Constants:
         np.concatenate([part.seconds for part, _ in parts]),
         weights=np.concatenate([np.full(len(part.seconds), w) for part, w in parts]),
         **how,
-    ).constants
+    )
 
 
 def on_vtrain() -> Constants:

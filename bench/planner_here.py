@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from bench.fit_constants import fit_constants
 from bench.planner import Table, errors, ship
 from bench.support import QUICKSTART_MODEL, ROOT, arguments, launch, origin, write
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.fit import fit_constants
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import Timing, read_profile
@@ -83,7 +83,7 @@ def fit_here(timings: list[Any], model: Any) -> tuple[Constants, Table]:
         model, preset("cpu:2"), points_of([t.configuration for t in timings])
     ).full()
     seconds = np.array([t.step_s for t in timings])
-    found = fit_constants(rows, seconds, prior=prior).constants
+    found = fit_constants(rows, seconds, prior=prior)
     return found, Table(name="planner here", rows=rows, seconds=seconds)
 
 

@@ -6,7 +6,7 @@ the data say nothing: a free fit invents links of 280 TB/s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -21,17 +21,6 @@ ROBUST_SCALE = 0.1
 """Relative error above which a row counts by its distance and not by its square."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """Fitted constants and how well they are known."""
-
-    constants: Constants
-    covariance: Any
-    """[k, k]: of the logarithms of the constants, in the order of their fields."""
-    residuals: Any
-    """[n]: ln(predicted / measured) of the rows fitted on."""
-
-
 def fit_constants(
     rows: ConfigBatch,
     seconds: Any,
@@ -39,7 +28,7 @@ def fit_constants(
     prior: Constants,
     weights: Any = 1.0,
     prior_weight: float = PRIOR_WEIGHT,
-) -> Fit:
+) -> Constants:
     """Finds the constants that explain measured step times.
 
     Args:
@@ -72,13 +61,7 @@ def fit_constants(
 
     bounds = start - np.log(30), start + np.log(30)
     found = least_squares(residuals, start, bounds=bounds, x_scale=1.0, diff_step=1e-4)
-    hessian = found.jac.T @ found.jac
-    last = errors(found.x)
-    return Fit(
-        constants=constants(found.x),
-        covariance=np.linalg.inv(hessian) * float(np.mean(last**2)),
-        residuals=last,
-    )
+    return constants(found.x)
 
 
 def _soft(error: Any, scale: float) -> Any:
