@@ -16,27 +16,18 @@ from pathlib import Path
 
 from megatron.trainer.checkpoint.convert.formats import format_of, model_formats
 from megatron.trainer.common.errors import UsageError
-from megatron.trainer.common.program import json_failure, program_name, run_command
-from megatron.trainer.config.arguments import Parser
+from megatron.trainer.common.program import about, json_failure, run_command
+from megatron.trainer.config.arguments import Parser, add_checkpoint_flags
 
 _SCRIPT = "convert_checkpoint.py"
 _OURS = "torch_dist"
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        prog=program_name(_SCRIPT),
-        description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
-    )
+    p = Parser(**about(_SCRIPT, __doc__))
     p.add_argument("source", metavar="SRC", type=Path)
     p.add_argument("destination", metavar="DST", type=Path)
-    p.add_argument("--ckpt-step", type=int, help="iteration of SRC; default: the latest one")
-    p.add_argument(
-        "--ckpt-trust-unverified",
-        action="store_true",
-        help="accept a checkpoint of COPUS without its manifest; damage is not detected then",
-    )
+    add_checkpoint_flags(p)
     target = p.add_argument_group("target; flags that are absent keep what SRC has")
     target.add_argument("--tp", type=int, help="tensor parallel size")
     target.add_argument("--cp", type=int, help="context parallel size")

@@ -23,8 +23,8 @@ from typing import IO, Any
 
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.outside import parse_json
-from megatron.trainer.common.program import program_name, run_command, tell
-from megatron.trainer.config.arguments import Parser
+from megatron.trainer.common.program import about, run_command, tell
+from megatron.trainer.config.arguments import Parser, add_checkpoint_flags
 
 _SCRIPT = "generate.py"
 _TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
@@ -32,20 +32,11 @@ _JSON_KEYS = ("text", "prompt")
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        prog=program_name(_SCRIPT),
-        description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
-    )
+    p = Parser(**about(_SCRIPT, __doc__))
     p.add_argument(
         "--load", type=Path, required=True, metavar="DIR", help="the --save directory of the run"
     )
-    p.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: the latest one")
-    p.add_argument(
-        "--ckpt-trust-unverified",
-        action="store_true",
-        help="accept a checkpoint of COPUS without its manifest; damage is not detected then",
-    )
+    add_checkpoint_flags(p)
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     prompts = p.add_argument_group("prompts")
     prompts.add_argument(

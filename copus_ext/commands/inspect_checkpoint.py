@@ -16,34 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron.trainer.common.errors import UsageError
-from megatron.trainer.common.program import (
-    other_command,
-    program_name,
-    run_command,
-    tell,
-)
-from megatron.trainer.config.arguments import Parser
+from megatron.trainer.common.program import about, other_command, run_command, tell
+from megatron.trainer.config.arguments import Parser, add_checkpoint_flags
 
 _SCRIPT = "inspect_checkpoint.py"
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        prog=program_name(_SCRIPT),
-        description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
-    )
+    p = Parser(**about(_SCRIPT, __doc__))
     p.add_argument("source", metavar="SRC", type=Path)
-    p.add_argument("--ckpt-step", type=int, help="iteration of SRC; default: the latest one")
+    add_checkpoint_flags(p)
     p.add_argument(
         "--verify",
         action="store_true",
         help="read every file and compare checksums, and weights with their masters",
-    )
-    p.add_argument(
-        "--ckpt-trust-unverified",
-        action="store_true",
-        help="accept a checkpoint of COPUS without its manifest; damage is not detected then",
     )
     p.add_argument("--json", action="store_true")
     return p

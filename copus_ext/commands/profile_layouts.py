@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.trainer.common.extras import step_period
-from megatron.trainer.common.program import CommandParser, program_name, tell
+from megatron.trainer.common.program import CommandParser, program_name, refused, tell
 
 _AGAIN = 85
 """Exit code: start again, to go on after a configuration that ran out of memory."""
@@ -415,11 +415,9 @@ def main(argv: list[str] | None = None) -> int:
             measure_all(model, flags, args, device, world)
             dist.destroy_process_group()
     except (UsageError, SpecError, ForeignProfile) as error:
-        tell("profile_layouts.py", f"error: {error}")
-        return 2
+        return refused("profile_layouts.py", str(error), 2)
     except TrainingFailure as error:
-        tell("profile_layouts.py", f"error: {error}")
-        return error.exit_code
+        return refused("profile_layouts.py", str(error), error.exit_code)
     except RanOut as error:
         if text := str(error):
             again = "start this again without --retry" if args.retry else "start this again"

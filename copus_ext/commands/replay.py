@@ -19,14 +19,11 @@ from copus_ext.controller.decision_log import NAME, read_journal
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.run_files import run_problem, unread_words
-from megatron.trainer.common.program import CommandParser, program_name, tell
+from megatron.trainer.common.program import CommandParser, about, refused, tell
 
 
 def parser() -> argparse.ArgumentParser:
-    p = CommandParser(
-        prog=program_name("replay.py"),
-        description=(__doc__ or "").splitlines()[0],
-    )
+    p = CommandParser(**about("replay.py", __doc__))
     p.add_argument("journal", type=Path, help="journal.jsonl, or the directory of a run")
     p.add_argument("--all", action="store_true", help="print decisions to stay, too")
     p.add_argument(
@@ -75,8 +72,7 @@ def answer(args: argparse.Namespace) -> int:
     if not problem and not path.exists():
         problem = f"RUN {args.journal} has no {NAME}: it ran without --copus"
     if problem:
-        tell("replay.py", f"error: {problem}")
-        return 5
+        return refused("replay.py", problem, 5)
     multiplier = args.noise_scale_multiplier
     changes = {} if multiplier is None else {"noise_scale_multiplier": multiplier}
     same = different = 0
@@ -92,11 +88,9 @@ def answer(args: argparse.Namespace) -> int:
                 print(f"{record['number']:5d}  step {record['iteration']:7d}  {mark:9s}  ", end="")
                 print(f"{again['kind']:8s} {again['reason']}")
     except TypeError as error:
-        tell("replay.py", f"error: {path}: no journal of this version of copus: {error}")
-        return 5
+        return refused("replay.py", f"{path}: no journal of this version of copus: {error}", 5)
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        tell("replay.py", f"error: {path}: {type(error).__name__}: {error}")
-        return 5
+        return refused("replay.py", f"{path}: {type(error).__name__}: {error}", 5)
     if unread:
         tell("replay.py", f"note: unreadable: {unread_words({path.name: len(unread)})}")
     if not same + different:

@@ -19,17 +19,14 @@ from pathlib import Path
 from copus_ext.monitor.report import render, report_of
 from copus_ext.monitor.run_files import RunReader, run_problem
 from megatron.trainer.common.output_file import write_output
-from megatron.trainer.common.program import CommandParser, program_name, tell
+from megatron.trainer.common.program import CommandParser, about, refused, tell
 
 _EVERY_S = 30.0
 _MIN_S = 1.0
 
 
 def parser() -> argparse.ArgumentParser:
-    p = CommandParser(
-        prog=program_name("report.py"),
-        description=(__doc__ or "").splitlines()[0],
-    )
+    p = CommandParser(**about("report.py", __doc__))
     p.add_argument(
         "run",
         metavar="RUN",
@@ -52,10 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     """Reads the run and writes the page; returns the exit code."""
     args = parser().parse_args(argv)
     if args.follow is not None and not _MIN_S <= args.follow < float("inf"):
-        return _say(f"--follow {args.follow:g} must be at least {_MIN_S:g} s", 2)
+        return refused("report.py", f"--follow {args.follow:g} must be at least {_MIN_S:g} s", 2)
     try:
         if problem := run_problem(args.run, takes_journal=True):
-            return _say(problem, 5)
+            return refused("report.py", problem, 5)
         reader = RunReader(args.run)
         num_bytes, goes_on = write(reader, args.output, reload_s=args.follow)
         if reader.is_empty:
@@ -69,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         is_output = error.filename == str(args.output)
         what = f"-o {args.output} cannot be written" if is_output else "a run cannot be read"
-        return _say(f"{what}: {error}", 5)
+        return refused("report.py", f"{what}: {error}", 5)
     return 0
 
 
@@ -84,11 +81,6 @@ def write(reader: RunReader, output: Path, *, reload_s: float | None) -> tuple[i
     """
     report = report_of(reader, reload_s=reload_s)
     return write_output(output, render(report)), report.reload_s is not None
-
-
-def _say(line: str, code: int) -> int:
-    tell("report.py", f"error: {line}")
-    return code
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from rich.live import Live
 from copus_ext.monitor.run_files import END_BYTES, RunReader, run_problem
 from copus_ext.monitor.run_status import status_of
 from copus_ext.monitor.terminal import screen
-from megatron.trainer.common.program import CommandParser, program_name, tell
+from megatron.trainer.common.program import CommandParser, about, refused
 from megatron.trainer.logging.metrics import encode
 
 _EVERY_S = 2.0
@@ -27,10 +27,7 @@ _MIN_S = 0.1
 
 
 def parser() -> argparse.ArgumentParser:
-    p = CommandParser(
-        prog=program_name("status.py"),
-        description=(__doc__ or "").splitlines()[0],
-    )
+    p = CommandParser(**about("status.py", __doc__))
     p.add_argument("run", type=Path, metavar="RUN", help="directory of the run (--run-dir)")
     p.add_argument("--json", action="store_true", help="print a line of JSON instead of a screen")
     p.add_argument(
@@ -52,14 +49,14 @@ def main(argv: list[str] | None = None) -> int:
         p.error(f"--follow {args.follow:g} must be at least {_MIN_S:g} s")
     try:
         if problem := run_problem(args.run):
-            return _say(problem)
+            return refused("status.py", problem, 5)
         show(RunReader(args.run, max_bytes=END_BYTES), args.follow, as_json=args.json)
     except KeyboardInterrupt:
         if args.follow is None:
             raise
         return 0
     except OSError as error:
-        return _say(f"{args.run} cannot be read: {error}")
+        return refused("status.py", f"{args.run} cannot be read: {error}", 5)
     return 0
 
 
@@ -90,11 +87,6 @@ def show(reader: RunReader, every_s: float | None, *, as_json: bool) -> None:
         status = status_of(reader)
         if not as_json:
             console.print()
-
-
-def _say(problem: str) -> int:
-    tell("status.py", f"error: {problem}")
-    return 5
 
 
 if __name__ == "__main__":

@@ -16,14 +16,11 @@ from pathlib import Path
 from copus_ext.monitor.run_files import run_problem
 from copus_ext.monitor.trace import FILE, folder_of, timeline, traces_of, with_steps, write_trace
 from megatron.trainer.common.output_file import replace_file, write_output
-from megatron.trainer.common.program import CommandParser, program_name, tell
+from megatron.trainer.common.program import CommandParser, about, refused, tell
 
 
 def parser() -> argparse.ArgumentParser:
-    p = CommandParser(
-        prog=program_name("trace.py"),
-        description=(__doc__ or "").splitlines()[0],
-    )
+    p = CommandParser(**about("trace.py", __doc__))
     p.add_argument("run", metavar="RUN", type=Path, help="directory of the run (--run-dir)")
     p.add_argument(
         "-o",
@@ -40,13 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         if problem := run_problem(args.run):
-            return _say(problem, 5)
+            return refused("trace.py", problem, 5)
         trace, paths = timeline(args.run), traces_of(args.run)
         output = args.output or folder_of(args.run) / FILE
     except OSError as error:
-        return _say(f"the run cannot be read: {error}", 5)
+        return refused("trace.py", f"the run cannot be read: {error}", 5)
     if trace is None:
-        return _say(f"{args.run} holds no record of a run", 5)
+        return refused("trace.py", f"{args.run} holds no record of a run", 5)
     if args.output is not None:
         trace, problems = with_steps(trace, paths)
         for line in problems:
@@ -54,14 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         write_trace(output, trace, replace_file if args.output is None else write_output)
     except OSError as error:
-        return _say(f"{output} cannot be written: {error}; name another file with -o", 5)
+        return refused(
+            "trace.py", f"{output} cannot be written: {error}; name another file with -o", 5
+        )
     print(f"{output}: {len(trace['traceEvents'])} events")
     return 0
-
-
-def _say(line: str, code: int) -> int:
-    tell("trace.py", f"error: {line}")
-    return code
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 from megatron.trainer.common.errors import Refused, UsageError
 from megatron.trainer.common.optional import require
 from megatron.trainer.common.program import json_failure, run_command, tell
-from megatron.trainer.config.arguments import Parser
+from megatron.trainer.config.arguments import Parser, add_checkpoint_flags
 
 _NAME = "copus plan-serving"
 _BITS = (3, 4, 8, 16)
@@ -31,17 +31,11 @@ _LIMIT = 0.02
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        prog=_NAME,
-        description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
-    )
+    p = Parser(prog=_NAME, description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     model = p.add_argument_group("model")
     words = "the --save directory of a run, or the folder of one iteration"
     model.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", type=Path, help=words)
-    model.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: the latest")
-    words = "accept a checkpoint of COPUS without its manifest; damage is not detected then"
-    model.add_argument("--ckpt-trust-unverified", action="store_true", help=words)
+    add_checkpoint_flags(model)
     model.add_argument("--model", help="instead: a name such as llama-3-70b, or a config.json")
     model.add_argument("--megatron-args", metavar="FLAGS", help="instead: Megatron's flags")
     work = p.add_argument_group("workload")

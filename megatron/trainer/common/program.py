@@ -66,6 +66,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def refused(script: str, problem: str, code: int) -> int:
+    """Tells why a command cannot work; returns its exit code."""
+    tell(script, f"error: {problem}")
+    return code
+
+
 def with_hint(parser: argparse.ArgumentParser, message: str) -> str:
     """An error of argparse, with the flag that an unknown one probably meant."""
     words = message.removeprefix("unrecognized arguments: ").split()
@@ -74,6 +80,13 @@ def with_hint(parser: argparse.ArgumentParser, message: str) -> str:
     known = [s for action in parser._actions for s in action.option_strings]
     flags = (word.partition("=")[0] for word in words if word.startswith("-"))
     return message + next(filter(None, (nearest(flag, known) for flag in flags)), "")
+
+
+def about(script: str, text: str | None) -> dict[str, Any]:
+    """Settings of the parser of a command: its name as it was called, and the first line of its
+    module's docstring. Flags have no abbreviations."""
+    first = (text or "").splitlines()[0]
+    return {"prog": program_name(script), "description": first, "allow_abbrev": False}
 
 
 class CommandParser(argparse.ArgumentParser):

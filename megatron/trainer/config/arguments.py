@@ -62,6 +62,13 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(text)
 
 
+def add_checkpoint_flags(p: Any) -> None:
+    """Flags of a command that reads a checkpoint: which one, and whether it may be unverified."""
+    p.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: the latest one")
+    words = "accept a checkpoint of COPUS without its manifest; damage is not detected then"
+    p.add_argument("--ckpt-trust-unverified", action="store_true", help=words)
+
+
 def _reader(spec: OptionSpec) -> Callable[[str], Any]:
     """What argparse calls with each value; argparse itself checks the choices."""
 
