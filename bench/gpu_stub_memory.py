@@ -207,7 +207,6 @@ def row_of(point: Point, seen: dict[str, int]) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors, recall and false alarms of some rows."""
     errors = [abs(row["error"]) for row in rows]
     caught, full, alarms, fits = 0, 0, 0, 0
     for row, size in itertools.product(rows, _SIZES):
@@ -225,7 +224,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, predicts, prints and writes."""
     parser = arguments(__doc__, "gpu_stub_memory.json")
     parser.add_argument("--only", default="", help="pattern of names")
     parser.add_argument("--again", action="store_true", help="measure nothing that is known")

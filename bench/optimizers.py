@@ -53,8 +53,6 @@ ROUNDS, TIMED = 3, 1 / 6
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run of the trainer."""
-
     spec: Spec
     optimizer: str
     share: float = 1.0

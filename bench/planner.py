@@ -395,7 +395,6 @@ def among_others(runs: list[Any], found: validation.Predictions) -> dict[str, An
 
 
 def judged(name: str, constants: Constants, known: int) -> dict[str, Any]:
-    """Figures of a table."""
     runs = read(name)
     found = validation.predict(runs, num_known=known, constants=constants)
     return {**validation.judge(runs, found)["in_all"], **among_others(runs, found)}

@@ -37,7 +37,6 @@ MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --m
 
 
 def profile(store: Path, args: argparse.Namespace, *more: str) -> None:
-    """Runs the tool on two ranks."""
     tool = [ROOT / "tools/profile_layouts.py", "--store", store, "--largest", "vpp=2"]
     own = ["--max-micro-batch", "4", "--steps", str(args.steps), *more]
     data = ["--data-path", args.data_path, "--data-cache-path", store.parent / "cache"]

@@ -49,7 +49,6 @@ class Browser:
         return self._driver.execute_cdp_cmd(command, values)
 
     def open(self, url: str) -> None:
-        """Opens a page and waits until it is there."""
         self.errors()
         self._driver.get(url)
         self.wait("document.readyState === 'complete'")

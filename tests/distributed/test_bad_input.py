@@ -71,7 +71,6 @@ def test_a_refusal_is_one_line_and_2_on_every_rank(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a data set of bytes."""
     folder = tmp_path_factory.mktemp("data")
     texts = folder / "texts"
     texts.mkdir()
@@ -82,7 +81,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def real_data(path: Path | str, tokenizer: str) -> str:
-    """The tiny base flags on a data set."""
     values = {"--vocab-size": None, "--tokenizer-type": tokenizer, "--data-path": str(path)}
     return " ".join([*with_values(TINY, values), "--split", "1,0,0"])
 
@@ -102,7 +100,6 @@ def test_data(tmp_path: Path, data: Path) -> None:
 
 
 def flip_byte(path: Path) -> None:
-    """Changes one byte in the middle."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)

@@ -193,7 +193,7 @@ def test_a_resumed_run_goes_on_with_the_same_decisions(results: dict[str, Any]) 
 def test_a_state_of_another_version_does_not_end_a_resumed_run(results: dict[str, Any]) -> None:
     whole, again = results["doubling"]["steps"], results["another version"]["steps"]
     assert len(again) == 2
-    for name in ("consumed_samples", "global_batch_size", "micro", "loss"):
+    for name in ("consumed_samples", "global_batch_size", "micro_batch_size", "loss"):
         assert again[0][name] == whole[10][name], "weights, data position and batch are as saved"
 
 

@@ -33,6 +33,11 @@ def told(output: Path, case: str) -> dict[str, Any]:
     return json.loads((output / "result.json").read_text())[case]
 
 
+def _saving(line: str) -> int:
+    """The iteration of an alert."""
+    return int(line.removeprefix("ALERT: saving iteration ").split()[0])
+
+
 @pytest.mark.parametrize(("mode", "faults"), [("sync", SYNC), ("async", ASYNC)])
 def test_whatever_fails_on_one_rank_the_next_save_works_and_three_in_a_row_end_it(
     output: Path, mode: str, faults: dict[int, tuple[str, int]]
@@ -41,8 +46,10 @@ def test_whatever_fails_on_one_rank_the_next_save_works_and_three_in_a_row_end_i
     failed = {r["iteration"]: r["reason"] for r in records if r["kind"] == "checkpoint.failed"}
     recovered = [i for i, (fault, _) in faults.items() if mode == "async" and fault in RECOVERED]
     assert list(failed) == [i for i in faults if i not in recovered]
-    told_of = [r for r in records if r["kind"] == "alert" and "training goes on" in r["line"]]
-    assert [r["iteration"] for r in told_of] == [*failed][:-1], "the last one ends the run"
+    alerts = [r["iteration"] for r in records if r.get("alert") == "save failed"]
+    assert alerts == list(failed)
+    said = [line for line in told(output, mode)["said"].splitlines() if "training goes on" in line]
+    assert [*map(_saving, said)] == alerts[:-1], "the last one ends the run"
     for iteration, reason in failed.items():
         fault, rank = faults[iteration]
         assert SAID[mode].get(fault, "No space left").format(rank=rank) in reason

@@ -44,7 +44,6 @@ def long_run(num_steps: int, save: Path) -> list[str]:
 
 
 def tensors(folder: Path, store: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint."""
     with use_device("cpu"):
         where = f"file://{store}"
         torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)

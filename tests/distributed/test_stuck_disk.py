@@ -32,7 +32,6 @@ WITHOUT_FAILURE = ("statvfs", "unlink", "list save", "metrics.jsonl")
 
 
 def train(folder: Path, mode: str) -> Any:
-    """What the worker returns."""
     text_prefix()
     own = program("worker_stuck_disk", folder, mode)
     run_ranks(own, 2, timeout_s=TIMEOUT_S, env=stuck_disk.environment(folder)).check()

@@ -37,7 +37,6 @@ class Reader:
         self.folder, self.left = folder, commands(PAGE)
 
     def next(self, *begins: str) -> RanksResult:
-        """Runs the next command that begins so."""
         while not " ".join(self.left[0]).startswith(begins):
             self.left.pop(0)
         program, *words = self.left.pop(0)

@@ -24,8 +24,6 @@ def changing(seen: list[Any]) -> Any:
     from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Change(Callback):
-        """Obeys the script."""
-
         keeps_settings = True
 
         def on_train_step_end(self, context: CallbackContext) -> Request | None:
@@ -47,7 +45,6 @@ def changing(seen: list[Any]) -> Any:
 
 
 def main(output: Path) -> Any:
-    """Returns what every run did."""
     import torch.distributed as dist
 
     world = dist.get_world_size()

@@ -23,8 +23,6 @@ def main(output: Path) -> Any:
     from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class SaveWhatWasLoaded(Callback):
-        """Writes a checkpoint before the first step."""
-
         def __init__(self, folder: Path) -> None:
             self.folder = folder
 

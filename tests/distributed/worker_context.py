@@ -80,21 +80,18 @@ class Received:
         self.elements = 0
 
     def all_gather_into_tensor(self, whole: Any, own: Any, **more: Any) -> None:
-        """Counts, and gathers."""
         import torch.distributed as dist
 
         self.elements += whole.numel() - own.numel()
         dist.all_gather_into_tensor(whole, own, **more)
 
     def reduce_scatter_tensor(self, own: Any, whole: Any, **more: Any) -> None:
-        """Counts, and adds up."""
         import torch.distributed as dist
 
         self.elements += whole.numel() - own.numel()
         dist.reduce_scatter_tensor(own, whole, **more)
 
     def all_to_all_single(self, received: Any, sent: Any, *, group: Any) -> None:
-        """Counts, and exchanges."""
         import torch.distributed as dist
 
         self.elements += received.numel() - received.numel() // group.size()

@@ -81,15 +81,20 @@ def controllers() -> tuple[Any, Any, Any, Any]:
     return Noting, Failing, Unable, Foreign
 
 
+_FIELDS = ("iteration", "consumed_samples", "global_batch_size", "micro_batch_size")
+_FIELDS += ("learning_rate", "grad_norm")
+
+
 class Recorder:
     """Runs jobs one after the other and keeps what each did.
 
     Args:
         output: folder of the runs.
+        base: flags of all of them.
     """
 
-    def __init__(self, output: Path) -> None:
-        self.output = output
+    def __init__(self, output: Path, base: list[str]) -> None:
+        self.output, self.base = output, base
         self.results: dict[str, Any] = {}
 
     def __call__(self, name: str, more: list[str], controller: Any = None) -> None:
@@ -100,7 +105,7 @@ class Recorder:
 
         where = self.output / name
         out = io.StringIO()
-        run([*BASE, *more], where, [controller] if controller else [], out=out)
+        run([*self.base, *more], where, [controller] if controller else [], out=out)
         states: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(states, controller.states if controller else [])
         told: list[Any] = [None] * dist.get_world_size()
@@ -109,8 +114,7 @@ class Recorder:
             journal = list(read_journal(where / NAME)) if (where / NAME).exists() else []
             self.results[name] = {
                 "steps": [
-                    {k: s[k] for k in ("consumed_samples", "global_batch_size", "learning_rate")}
-                    | {"micro": s["micro_batch_size"], "loss": s["losses"]["lm loss"]}
+                    {k: s[k] for k in _FIELDS} | {"loss": s["losses"]["lm loss"]}
                     for s in steps_of(where)
                 ],
                 "journal": journal,
@@ -120,13 +124,12 @@ class Recorder:
 
 
 def main(output: Path) -> Any:
-    """Returns what every run did."""
     import torch.distributed as dist
 
     from megatron.trainer.common.errors import TrainingFailure
 
     noting, failing, unable, foreign = controllers()
-    record = Recorder(output)
+    record = Recorder(output, BASE)
     save = ["--save", str(output / "saved"), "--save-interval", "5"]
     sink = ["--prometheus-textfile", str(output / "doubling.prom")]
     record("doubling", [*save, *sink, "--log-interval", "1"], noting(**DOUBLING))

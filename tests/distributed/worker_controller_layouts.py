@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import TINY, run, steps_of
+from tests.distributed.worker_controller import Recorder
+from tests.helpers.jobs import TINY
 
 BASE = ["--lr-decay-style", "constant", "--lr-warmup-samples", "8", "--weight-decay", "0.1"]
 BASE += ["--adam-beta2", "0.9", "--train-samples", "240", "--use-distributed-optimizer"]
@@ -61,11 +62,9 @@ def write_profile(
 
 
 def main(output: Path) -> Any:
-    """Returns what every run did."""
     import torch.distributed as dist
 
     from copus_ext.controller.callback import Controller
-    from copus_ext.controller.decision_log import NAME, read_journal
     from copus_ext.controller.flags import CopusConfig
     from megatron.trainer.train.callbacks import CallbackContext
 
@@ -82,8 +81,6 @@ def main(output: Path) -> Any:
             self.states.append(json.dumps(context.state.callbacks["copus_noise"]))
 
     class Failing(Noting):
-        """Breaks the first change on one rank."""
-
         def on_setup_start(self, context: CallbackContext) -> None:
             super().on_setup_start(context)
             assert self.layout_changes is not None
@@ -98,26 +95,7 @@ def main(output: Path) -> Any:
     if dist.get_rank() == 0:
         write_profile(profile, dist.get_world_size())
     dist.barrier()
-    results: dict[str, Any] = {}
-
-    def record(name: str, more: list[str], controller: Any = None) -> None:
-        where = output / name
-        run([*BASE, *more], where, [controller] if controller else [])
-        states: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(states, controller.states if controller else [])
-        if dist.get_rank() == 0:
-            journal = list(read_journal(where / NAME)) if (where / NAME).exists() else []
-            results[name] = {
-                "steps": [
-                    {k: s[k] for k in ("iteration", "consumed_samples", "global_batch_size")}
-                    | {k: s[k] for k in ("learning_rate", "micro_batch_size", "grad_norm")}
-                    | {"loss": s["losses"]["lm loss"]}
-                    for s in steps_of(where)
-                ],
-                "journal": journal,
-                "states": states,
-            }
-
+    record = Recorder(output, BASE)
     flags = {
         "copus_profile": str(profile),
         "copus_policy": "static",
@@ -129,4 +107,4 @@ def main(output: Path) -> Any:
     record("observed", [], Noting(**flags, copus_mode="observe"))
     record("rolled back", [], Failing(**flags))
     record("resumed", ["--load", str(output / "saved"), "--ckpt-step", "20"], Noting(**flags))
-    return results
+    return record.results

@@ -15,8 +15,6 @@ DISTRIBUTED, BF16 = "--use-distributed-optimizer", "--bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One conversion."""
-
     base: str
     """Flags of the model."""
     common: tuple[str, ...]
@@ -32,7 +30,6 @@ class Case:
 
 
 def layout(tp: int, pp: int = 1, vpp: int = 1) -> tuple[str, ...]:
-    """Flags of a layout of the two ranks."""
     return tuple(layout_flags(tp, pp, vpp))
 
 
@@ -132,7 +129,6 @@ CASES = {
 
 
 def convert_on_rank_zero(source: Path, destination: Path, wish: dict[str, Any]) -> None:
-    """Converts with every check while the other rank waits."""
     import torch.distributed as dist
 
     from megatron.trainer.checkpoint.convert.convert import convert
@@ -162,5 +158,4 @@ def go_on(output: Path, name: str, case: Case) -> dict[str, list[float]]:
 
 
 def main(output: Path) -> Any:
-    """Returns the losses of every case."""
     return {name: go_on(output, name, case) for name, case in CASES.items()}

@@ -36,8 +36,6 @@ def main(output: Path) -> Any:
     shape = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 
     class Chunk(torch.nn.Module):
-        """Carries a configuration."""
-
         model_type = ModelType.encoder_or_decoder
 
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -166,7 +167,6 @@ class Faults:
 
 
 def writer_of(write: Any) -> int:
-    """The process that writes a save."""
     return write._process.pid
 
 
@@ -237,7 +237,7 @@ class Started:
 
 
 def main(output: Path) -> Any:
-    """Returns by case the error of each rank, what its saves have started, and the losses."""
+    """Returns by case the error of each rank, what its saves have started, and what rank 0 said."""
     import torch.distributed as dist
 
     from megatron.trainer.common.collectives import all_gather_object
@@ -255,15 +255,17 @@ def main(output: Path) -> Any:
         ("last", LAST, 5, ["--on-save-failure", "continue"]),
     ):
         flags = ["--save", str(output / name), "--save-interval", "1", "--train-iters", str(steps)]
-        error, started.events = None, []
+        error, started.events, out = None, [], io.StringIO()
         with broken(Faults(faults, rank, output)), started.heard():
             try:
-                run([*flags, "--lr-decay-iters", "30", *more], output / name / "run", base=base)
+                flags += ["--lr-decay-iters", "30", *more]
+                run(flags, output / name / "run", base=base, out=out)
             except TrainingFailure as failure:
                 error = str(failure)
                 destroy_groups()
         told[name] = {
             "errors": all_gather_object(error),
             "started": all_gather_object(started.events),
+            "said": all_gather_object(out.getvalue())[0],
         }
     return told

@@ -57,7 +57,6 @@ def watching(seen: dict[str, Any]) -> Any:
 
 
 def main(output: Path, *names: str) -> Any:
-    """Returns what every command did."""
     import torch.distributed as dist
 
     world_size = dist.get_world_size()

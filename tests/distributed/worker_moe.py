@@ -139,7 +139,6 @@ RESUMED = {"bias": "tp2.ep2.etp1", "shared": "pp2.ep2"}
 
 
 def main(output: Path) -> Any:
-    """Returns the step records of every run."""
     results: dict[str, list[dict[str, Any]]] = {}
 
     seen = Seen()
@@ -233,8 +232,6 @@ class Seen:
             parts.append(torch.stack([tokens, kwargs["labels"]]))
 
         class Note(Callback):
-            """See above."""
-
             def on_train_start(self, context: CallbackContext) -> None:
                 bare = context.model[0].module
                 weights.update({n: p.detach().clone() for n, p in bare.named_parameters()})
@@ -267,8 +264,6 @@ class RouterGradients:
         of_steps = self.of_steps
 
         class Note(Callback):
-            """See above."""
-
             def on_grads_ready(self, context: CallbackContext) -> None:
                 held: Any = {n: router.weight for n, router in routers_of(context.model)}
                 shape = (5, *next(iter(held.values())).shape)
@@ -297,8 +292,6 @@ class Spoilt:
         states = self.states
 
         class Spoil(Callback):
-            """See above."""
-
             def on_train_step_start(self, context: CallbackContext) -> None:
                 state = context.state
                 states.append([state.expert_fractions, state.expert_biases])

@@ -163,7 +163,6 @@ def watched_class() -> Any:
 
 
 def main(output: Path) -> Any:
-    """Returns what was measured in every case."""
     import torch.distributed as dist
 
     from copus_ext.controller import gns_callback
@@ -291,12 +290,10 @@ def flat(grads: list[Any]) -> Any:
 
 
 def case_name(model: str, estimator: str, group: str, layout: tuple[int, int, int, str]) -> str:
-    """Name of a case of `FAMILIES`."""
     return f"{model} {estimator} {group} {layout}"
 
 
 def layout_flags_text(tp: int, pp: int) -> str:
-    """Flags of a layout as text."""
     return " ".join(layout_flags(tp, pp, 1))
 
 

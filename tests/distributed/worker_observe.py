@@ -25,7 +25,6 @@ RUNS = {
 
 
 def main(output: Path) -> Any:
-    """Returns the steps and the notes of every run."""
     import torch.distributed as dist
 
     from copus_ext.commands.pretrain import _train

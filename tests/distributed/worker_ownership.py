@@ -161,7 +161,6 @@ def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
 
 
 def main(output: Path) -> Any:
-    """Returns, of every case, a row of each rank."""
     import torch.distributed as dist
 
     from megatron.trainer.checkpoint.resume import merge_resume_config

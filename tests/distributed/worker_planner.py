@@ -133,7 +133,6 @@ def sent_by_all_to_all(output: Path) -> dict[str, float]:
 
 
 def main(output: Path) -> Any:
-    """Returns what each configuration did."""
     import torch.distributed as dist
 
     from copus_ext.cost_model.cluster_spec import preset

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.helpers.jobs import FURTHER, MOE, TINY, TINY_GPT2, run
 from tests.helpers.walks import walk
+
+if TYPE_CHECKING:
+    from megatron.trainer.common.step_settings import StepSettings
 
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
@@ -198,80 +203,95 @@ def equal(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b))
 
 
-def main(output: Path, *names: str) -> Any:
-    """Returns what every change did, and the losses around one."""
+def wanderer(
+    visit: Callable[[Any, Any], Iterator[dict[str, Any]]],
+    *,
+    settings: StepSettings | None = None,
+    **mover_arguments: Any,
+) -> Any:
+    """A callback that changes the layout at one boundary, which also brings settings.
+
+    Args:
+        visit: called with the job and the mover, makes the changes and gives a row for each.
+        settings: from there on.
+        mover_arguments: of the mover.
+    """
     import psutil
     import torch.distributed as dist
 
     from copus_ext.reshard.inprocess import InProcessResharder
-    from copus_ext.reshard.trainer_host import TrainerHost
-    from megatron.trainer.common.step_settings import Request, StepSettings
+    from megatron.trainer.common.step_settings import Request
     from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Wander(Callback):
-        """After so many steps takes on some settings, and goes through some layouts at one
-        boundary."""
-
-        def __init__(
-            self, path: list[Any], *, prebuild: int, settings: StepSettings | None
-        ) -> None:
-            self.path, self.prebuild, self.wanted = path, prebuild, settings
+        def __init__(self) -> None:
             self.rows: list[dict[str, Any]] = []
             self.mover: InProcessResharder | None = None
 
         def on_setup_start(self, context: CallbackContext) -> None:
-            self.mover = InProcessResharder(prebuild=self.prebuild)
+            self.mover = InProcessResharder(**mover_arguments)
 
         def on_train_step_end(self, context: CallbackContext) -> Request | None:
             if context.state.iteration != BEFORE:
                 return None
-            asked = {"settings": self.wanted, "move": self.wander}
-            return Request(kind="change", reason="test", **asked)
+            return Request(kind="change", reason="test", settings=settings, move=self.wander)
 
         def on_train_end(self, context: CallbackContext) -> None:
             if self.mover is not None:
                 self.mover.close()
 
         def wander(self, job: Any) -> None:
-            assert self.mover is not None
-            before, local, rest = state_of(job)
-            visited = {job.config.layout: local}
-            for place in self.path:
-                to = layout_of(place, dist.get_world_size())
-                start = str(job.config.layout)
-                built = self.mover.build_ahead(TrainerHost(job), [to])
-                outcome = self.mover.move(TrainerHost(job), to, job.state.settings)
-                after, local, now = state_of(job)
-                was = visited.setdefault(to, local)
-                self.rows.append(
-                    {
-                        "from": start,
-                        "to": str(to),
-                        "built_ahead": built,
-                        "kind": outcome.kind,
-                        "reason": outcome.reason,
-                        "is_equal": equal(before, after),
-                        "is_own_equal": equal(was, local),
-                        "rest": [rest, now],
-                        "wire_bytes": outcome.wire_bytes,
-                        "minimum_bytes": outcome.minimum_bytes,
-                        "held_bytes": held_bytes(job),
-                        "phases": outcome.phases,
-                        "num_groups": len(dist.distributed_c10d._world.pg_map),
-                        "num_fds": psutil.Process().num_fds(),
-                        "num_threads": psutil.Process().num_threads(),
-                    }
-                )
+            for row in visit(job, self.mover):
+                row["num_groups"] = len(dist.distributed_c10d._world.pg_map)
+                row["num_fds"] = psutil.Process().num_fds()
+                row["num_threads"] = psutil.Process().num_threads()
+                self.rows.append(row)
+
+    return Wander()
+
+
+def main(output: Path, *names: str) -> Any:
+    """Returns what every change did, and the losses around one."""
+    import torch.distributed as dist
+
+    from copus_ext.reshard.trainer_host import TrainerHost
+    from megatron.trainer.common.step_settings import StepSettings
+
+    def visit(places: list[Any], job: Any, mover: Any) -> Iterator[dict[str, Any]]:
+        before, local, rest = state_of(job)
+        visited = {job.config.layout: local}
+        for place in places:
+            to = layout_of(place, dist.get_world_size())
+            start = str(job.config.layout)
+            built = mover.build_ahead(TrainerHost(job), [to])
+            outcome = mover.move(TrainerHost(job), to, job.state.settings)
+            after, local, now = state_of(job)
+            was = visited.setdefault(to, local)
+            yield {
+                "from": start,
+                "to": str(to),
+                "built_ahead": built,
+                "kind": outcome.kind,
+                "reason": outcome.reason,
+                "is_equal": equal(before, after),
+                "is_own_equal": equal(was, local),
+                "rest": [rest, now],
+                "wire_bytes": outcome.wire_bytes,
+                "minimum_bytes": outcome.minimum_bytes,
+                "held_bytes": held_bytes(job),
+                "phases": outcome.phases,
+            }
 
     results: dict[str, Any] = {}
     for name in names:
         base, path, last = VARIANTS[name]
-        prebuild = 2 if name.endswith("kept") else 0
         flags = ["--train-iters", str(BEFORE + AFTER), "--clip-grad", "1.0"]
         batch, micro = SIZES.get(name, (None, None))
         settings = StepSettings(global_batch_size=batch, micro_batch_size=micro)
-        wandering = Wander(
-            [*path[1:], last], prebuild=prebuild, settings=settings if batch else None
+        wandering = wanderer(
+            functools.partial(visit, [*path[1:], last]),
+            settings=settings if batch else None,
+            prebuild=2 if name.endswith("kept") else 0,
         )
         losses = {}
         for label, callbacks in (("whole", []), ("moved", [wandering])):

@@ -93,58 +93,29 @@ def wandering(
         attempt: context manager, called with a case, around its change.
         mover_arguments: of the mover.
     """
-    import psutil
     import torch.distributed as dist
 
-    from copus_ext.reshard.inprocess import InProcessResharder
     from copus_ext.reshard.trainer_host import TrainerHost
-    from megatron.trainer.common.step_settings import Request
-    from megatron.trainer.train.callbacks import Callback, CallbackContext
-    from tests.distributed.worker_relayout import equal, state_of
+    from tests.distributed.worker_relayout import equal, state_of, wanderer
 
-    class Wander(Callback):
-        """See above."""
+    def visit(job: Any, mover: Any) -> Iterator[dict[str, Any]]:
+        start = str(job.config.layout)
+        before, own, rest = state_of(job)
+        for number, case in enumerate(cases):
+            to = layout_of(layouts[number % len(layouts)], dist.get_world_size())
+            with attempt(case):
+                outcome = mover.move(TrainerHost(job), to, job.state.settings)
+            after, now_own, now = state_of(job)
+            yield {
+                "case": case,
+                "kind": outcome.kind,
+                "reason": outcome.reason,
+                "is_equal": equal(before, after) and equal(own, now_own),
+                "is_rest_equal": rest == now,
+                "is_layout_kept": str(job.config.layout) == start,
+            }
 
-        def __init__(self) -> None:
-            self.rows: list[dict[str, Any]] = []
-            self.mover: InProcessResharder | None = None
-
-        def on_setup_start(self, context: CallbackContext) -> None:
-            self.mover = InProcessResharder(patience_s=30, **mover_arguments)
-
-        def on_train_step_end(self, context: CallbackContext) -> Request | None:
-            if context.state.iteration != BEFORE:
-                return None
-            return Request(kind="change", reason="test", move=self.wander)
-
-        def on_train_end(self, context: CallbackContext) -> None:
-            if self.mover is not None:
-                self.mover.close()
-
-        def wander(self, job: Any) -> None:
-            assert self.mover is not None
-            start = str(job.config.layout)
-            before, own, rest = state_of(job)
-            for number, case in enumerate(cases):
-                to = layout_of(layouts[number % len(layouts)], dist.get_world_size())
-                with attempt(case):
-                    outcome = self.mover.move(TrainerHost(job), to, job.state.settings)
-                after, now_own, now = state_of(job)
-                self.rows.append(
-                    {
-                        "case": case,
-                        "kind": outcome.kind,
-                        "reason": outcome.reason,
-                        "is_equal": equal(before, after) and equal(own, now_own),
-                        "is_rest_equal": rest == now,
-                        "is_layout_kept": str(job.config.layout) == start,
-                        "num_groups": len(dist.distributed_c10d._world.pg_map),
-                        "num_fds": psutil.Process().num_fds(),
-                        "num_threads": psutil.Process().num_threads(),
-                    }
-                )
-
-    return Wander()
+    return wanderer(visit, patience_s=30, **mover_arguments)
 
 
 def trained(
@@ -224,8 +195,6 @@ def spoiled(name: str) -> Iterator[None]:
     from copus_ext.reshard.transfer import Transfer
 
     class Spoiled(Transfer):
-        """See above."""
-
         def _target_view(self, part: Any) -> torch.Tensor:
             view = super()._target_view(part)
             first = next(iter(self._in.values()))[0].parts[0]
@@ -343,7 +312,6 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
 
 
 def main(output: Path, what: str) -> Any:
-    """Returns what `many` or `wrong` does."""
     return {"many": many, "wrong": wrong}[what](output)
 
 

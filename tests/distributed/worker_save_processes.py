@@ -113,7 +113,6 @@ def long_step(what: str, paths: list[Path]) -> None:
 
 
 def main() -> int:
-    """Trains; the code of pretrain_gpt.py."""
     prepare()
     from copus_ext.commands import pretrain
 

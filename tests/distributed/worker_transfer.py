@@ -81,7 +81,6 @@ def gathers() -> list[dict[str, Any]]:
 
 
 def main(output: Path) -> Any:
-    """Returns by rank what became of every change."""
     import torch
     import torch.distributed as dist
 

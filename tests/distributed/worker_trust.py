@@ -52,7 +52,6 @@ class Cases:
         self.train(STEPS, "--save", str(self.save))
 
     def train(self, steps: int, *flags: str, out: Any = None) -> list[dict[str, Any]]:
-        """Trains, or goes on."""
         more = [*flags, "--exit-interval", str(steps), "--train-iters", "4"]
         return run(more, self.output / "run", base=self.base, out=out)
 
@@ -164,7 +163,6 @@ def tamper_with_places(cases: Cases) -> None:
 
 
 def change_data(cases: Cases) -> None:
-    """Another data set under the same name."""
     from tests.helpers.checkpoints import edit_common
 
     root, folder = cases.copy("old")
@@ -223,7 +221,6 @@ def _use_data_otherwise(cases: Cases) -> None:
 
 
 def main(output: Path) -> Any:
-    """Returns by case what came of it."""
     cases = Cases(output)
     tamper_with_pickles(cases)
     tamper_with_objects(cases)

@@ -34,7 +34,6 @@ def leave(how: str) -> None:
 
 
 def leaving(way: dict[str, Any]) -> Any:
-    """A callback that leaves."""
     from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Leave(Callback):
@@ -63,7 +62,6 @@ def leaving(way: dict[str, Any]) -> Any:
 
 
 def rank() -> int:
-    """This one's."""
     return int(os.environ["RANK"])
 
 
@@ -83,7 +81,6 @@ def never_write(*_: Any) -> None:
 
 
 def main() -> int:
-    """Trains; the code of pretrain_gpt.py."""
     prepare()
     from copus_ext.commands import pretrain
     from megatron.trainer.checkpoint import file_threads

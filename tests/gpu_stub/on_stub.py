@@ -53,7 +53,6 @@ def _enter() -> None:
 
 
 def main() -> None:
-    """The program, in this process."""
     if "libcudart" not in os.environ.get("LD_PRELOAD", ""):
         _enter()
     sys.path[0] = str(_ROOT)

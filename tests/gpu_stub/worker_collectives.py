@@ -28,7 +28,6 @@ def values(rank: int, count: int, kind: torch.dtype) -> torch.Tensor:
 
 
 def check(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Compares bit for bit."""
     found = found.cpu()
     assert torch.equal(found, wanted.to(found.dtype)), (name, found[:8], wanted[:8])
 

@@ -68,7 +68,6 @@ class Walk(Callback):
 
 
 def main() -> None:
-    """One rank."""
     walk = Walk(os.environ["STUB_LAYOUTS"].split(","))
     flags = parse_args(sys.argv[1:])
     config = resolve(flags, int(os.environ["WORLD_SIZE"]), cuda_available=True)

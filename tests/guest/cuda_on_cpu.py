@@ -36,8 +36,6 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Nothing:
-    """A stream or an event."""
-
     cuda_stream = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:

@@ -145,7 +145,6 @@ def write(checkout: Path, name: str, found: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Returns 1 if an example does not pass."""
     parser = argparse.ArgumentParser(description="Megatron-LM's own examples under --copus")
     parser.add_argument("checkout", type=Path, help="of Megatron-LM; it stays as it is")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES)}")

@@ -68,7 +68,6 @@ class ForkedProcess:
         return self.returncode
 
     def terminate(self) -> None:
-        """Sends SIGTERM."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
@@ -158,7 +157,6 @@ class ForkServer:
         return message
 
     def close(self) -> None:
-        """Ends the server."""
         self._socket.close()
         self._process.wait()
 

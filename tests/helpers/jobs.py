@@ -47,7 +47,6 @@ MOE = f"{TINY} {EIGHT}"
 
 
 def layout_flags(tp: int, pp: int, vpp: int) -> list[str]:
-    """Flags of a layout."""
     flags = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
     return flags + (["--num-virtual-stages-per-pipeline-rank", str(vpp)] if vpp > 1 else [])
 
@@ -74,7 +73,6 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def losses_of(run_dir: Path) -> list[float]:
-    """The loss of each step of a run."""
     return [step["losses"]["lm loss"] for step in steps_of(run_dir)]
 
 

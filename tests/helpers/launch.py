@@ -45,8 +45,6 @@ _Child = subprocess.Popen[Any] | ForkedProcess
 
 @dataclass(frozen=True, kw_only=True)
 class RanksResult:
-    """How a launch ended."""
-
     args: list[str]
     """Program and flags of every rank."""
     returncode: int
@@ -74,7 +72,6 @@ class RanksResult:
         return self
 
     def tail(self) -> str:
-        """Returns the end of both outputs."""
         return f"--- stdout\n{self.stdout[-_TAIL_CHARS:]}\n--- stderr\n{self.stderr[-_TAIL_CHARS:]}"
 
 

@@ -63,7 +63,6 @@ def ranks_fixture(
 
 
 def main() -> None:
-    """One rank."""
     name, folder, *arguments = sys.argv[1:]
     join()
     import torch.distributed as dist

@@ -114,7 +114,6 @@ def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> Decision
 
 
 def step(tracker: NullTracker, i: int, **changes: Any) -> None:
-    """Records a step with its noise scale."""
     loss = changes.pop("loss", 6.0 / i)
     known = noise(64.0 + i)
     more = changes.pop("extra", {})

@@ -110,7 +110,6 @@ class Run:
         return wait_until(lambda: not processes.marked(self.mark), timeout_s)
 
     def end(self) -> None:
-        """Kills what is left."""
         processes.end_marked(self.mark)
         if self._child is not None:
             self._child.wait()
@@ -133,7 +132,6 @@ class Run:
         return [] if found is None else [found]
 
     def records(self) -> list[dict[str, Any]]:
-        """What the run has written so far."""
         try:
             lines = (self.save / METRICS_FILE).read_text(errors="replace").splitlines()
         except OSError:
@@ -212,7 +210,6 @@ def send(pid: int, number: int) -> None:
 
 
 def step_of(run: Run) -> int:
-    """The last step that was recorded."""
     return next((r["iteration"] for r in run.records()[::-1] if r.get("kind") == "step"), 0)
 
 

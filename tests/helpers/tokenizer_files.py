@@ -37,7 +37,6 @@ def fast_file(folder: Path) -> Path:
 
 
 def gpt2_files(folder: Path) -> tuple[Path, Path]:
-    """The same as vocabulary and merges."""
     model = json.loads(fast_file(folder).read_text())["model"]
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     vocab.write_text(json.dumps(model["vocab"]))

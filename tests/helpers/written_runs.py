@@ -66,7 +66,6 @@ class WrittenRun:
         self.start()
 
     def start(self) -> None:
-        """What a launch writes first."""
         self.tracker.event(
             "run.start", self.iteration, self.samples, config=self.flags, layout=str(self.layout)
         )
@@ -85,7 +84,6 @@ class WrittenRun:
         return 2.0 + 4.0 / math.sqrt(self.iteration + 1) + 0.3 * math.sin(1.7 * self.iteration)
 
     def step(self, num: int = 1, *, loss: float | None = None, noise: bool = True) -> None:
-        """Steps of the present configuration."""
         for _ in range(num):
             value = self.loss() if loss is None else loss
             self.iteration += 1
@@ -214,13 +212,11 @@ class WrittenRun:
         )
 
     def evaluate(self, loss: float) -> None:
-        """An evaluation."""
         self.tracker.evaluation(
             iteration=self.iteration, consumed_samples=self.samples, losses={"lm loss": loss}
         )
 
     def end(self, why: str = "done") -> None:
-        """The end of a run that is not killed."""
         self.tracker.event("run.end", self.iteration, self.samples, why=why)
         self.journal.append("end", iteration=self.iteration, changes=0)
         self.tracker.close()

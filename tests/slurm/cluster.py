@@ -50,8 +50,6 @@ class JobHung(AssertionError):
 
 
 class Cluster:
-    """A SLURM that is up."""
-
     def __init__(self, env: dict[str, str], work: Path) -> None:
         self.env, self.work = env, work
 
@@ -83,11 +81,9 @@ class Cluster:
         return dict(re.findall(r"(\w+)=(\S*)", text.split("\n")[0]))
 
     def state(self, job: str) -> str:
-        """State of a job."""
         return self.fields(job)["JobState"]
 
     def log(self, job: str) -> str:
-        """What a job has printed so far."""
         found = [p.read_text(errors="replace") for p in sorted(self.work.glob(f"*-{job}.out"))]
         return "\n".join(found)
 
@@ -105,7 +101,6 @@ class Cluster:
         return found
 
     def wait_for_end(self, job: str, timeout_s: float = 200) -> None:
-        """Waits until a job is completed."""
         ended = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"]
         state = self.wait("the end", lambda: self.state(job) in ended, job, timeout_s)
         assert state and self.state(job) == "COMPLETED", self.report(job)

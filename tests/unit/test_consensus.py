@@ -213,8 +213,6 @@ def test_a_rank_that_is_there_is_not_missed_and_one_that_leaves_is_followed(
 
 
 class Broken:
-    """A store whose process has ended."""
-
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("connection reset")
 

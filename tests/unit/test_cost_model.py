@@ -63,7 +63,6 @@ BYTES = " ".join(with_values(TINY, WITHOUT_SIZE))
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    """A world of one CPU rank."""
     with use_device("cpu", backend="gloo") as found:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:

@@ -72,8 +72,6 @@ def test_each_flag_is_shown_with_its_group_values_and_default(page: str) -> None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hostile:
-    """A group."""
-
     worst: str = option("a", choices=("a",))
     """<script>alert(1)</script> | one *more* [cell](javascript:x) for --worst."""
 

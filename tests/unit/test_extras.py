@@ -56,7 +56,6 @@ print(json.dumps({"extras": [e.name for e in extras()], "groups": [*GROUPS]}))
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
-    """A copy of the packages."""
     for package in ("megatron", "copus_ext"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignore)

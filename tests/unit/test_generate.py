@@ -339,7 +339,6 @@ def test_checkpoints_that_cannot_be_are_one_line(
 
 
 def flip(folder: Path) -> None:
-    """Changes a byte of a checkpoint."""
     data = next(folder.glob("*.distcp"))
     spoiled = bytearray(data.read_bytes())
     spoiled[len(spoiled) // 2] ^= 1

@@ -85,7 +85,6 @@ def brute(p: PartitionProblem) -> tuple[float, float]:
 
 
 def ways(layers: int, least: list[int]) -> Iterator[list[int]]:
-    """All ways to share out some layers."""
     if len(least) == 1:
         if layers >= least[0]:
             yield [layers]

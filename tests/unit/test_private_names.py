@@ -108,7 +108,6 @@ def test_megatron_core_forgets_groups_and_globals_and_we_do_not(tmp_path: Path) 
 
 
 def parameters_of(function: Any) -> list[str]:
-    """Names of a function's parameters."""
     return list(inspect.signature(function).parameters)
 
 

@@ -124,7 +124,6 @@ RELIED_ON = {
 
 
 def train(run_dir: Path) -> tuple[dict[str, bool], set[str]]:
-    """Trains one step and returns what was found."""
     facts: dict[str, bool] = {}
     names: set[str] = set()
     flags = f"{MOE} --use-distributed-optimizer --train-iters 1 --run-dir {run_dir}".split()

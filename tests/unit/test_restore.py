@@ -311,7 +311,6 @@ TRUST = "--ckpt-trust-unverified"
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

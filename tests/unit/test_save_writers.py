@@ -106,7 +106,6 @@ def prepared(folder: Path) -> FileSystemWriterAsync:
 
 
 def files_of(writer: FileSystemWriterAsync) -> list[tuple[Any, list[Any]]]:
-    """What is to be written."""
     return save_write._files_of(writer.write_buckets or ())
 
 
@@ -147,7 +146,6 @@ def _no_results_queue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[WriterProcess]:
-    """A process that writes."""
     process = WriterProcess()
     yield process
     process.kill()

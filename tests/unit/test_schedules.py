@@ -71,7 +71,6 @@ def config_of(more: str) -> Any:
 
 
 def groups_of(config: Any, *, is_apart: bool = False) -> Any:
-    """An optimizer without parameters."""
     group = {"is_decoupled_lr": is_apart, "wd_mult": 1.0, "betas": (0.9, config.optim.adam_beta2)}
     return SimpleNamespace(param_groups=[group])
 
@@ -183,7 +182,6 @@ class Driven:
 
     @property
     def batch(self) -> int:
-        """Of the next step."""
         batch = self.controller.state.global_batch_size
         assert batch is not None
         return batch
@@ -195,7 +193,6 @@ class Driven:
         set_rates(self.optimizer, self.scheduler, self.counters.settings, beta2=beta2)
 
     def step(self, then: int | None = None) -> None:
-        """One step, and another batch behind it."""
         group = self.optimizer.param_groups[0]
         consumed, batch = self.counters.consumed_samples, self.batch
         self.rates.append((consumed, batch, group["lr"], group["weight_decay"]))

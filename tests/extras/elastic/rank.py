@@ -160,7 +160,6 @@ class _Moves(Callback):
         return self._changes.request(wanted, context)
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Lets go of the groups of changes."""
         self._changes.close(context)
 
 
@@ -183,7 +182,6 @@ def _with_moves() -> None:
 
 
 def main() -> int:
-    """Trains with faults."""
     if _MOVE_EVERY:
         _with_moves()
     _watch_steps()

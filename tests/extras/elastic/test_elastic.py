@@ -140,7 +140,6 @@ def test_those_that_stay_keep_what_those_that_leave_hold() -> None:
 
 
 def ask_for(run_dir: Path, ranks: int) -> None:
-    """Writes the file as a user does."""
     (run_dir / RANKS_FILE).parent.mkdir(exist_ok=True)
     (run_dir / RANKS_FILE).write_text(f"{ranks}\n")
 

@@ -46,8 +46,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 class Run:
-    """An elastic run under way."""
-
     def __init__(
         self,
         folder: Path,
@@ -69,7 +67,6 @@ class Run:
         )
 
     def start_again(self, node: int) -> None:
-        """Starts a node that has ended."""
         self.children[node].wait()
         self.children[node] = start_node(
             self.folder, self.nodes, node, self.layout, STEPS, data=self.data, mark=self.mark
@@ -102,7 +99,6 @@ class Run:
             time.sleep(0.2)
 
     def ask_for_ranks(self, ranks: int) -> None:
-        """Writes the file as a user does."""
         (self.folder / "run" / RANKS_FILE).write_text(f"{ranks}\n")
 
     def end(self) -> list[int | None]:

@@ -133,7 +133,6 @@ def test_the_factor_of_a_group(norm: float, limit: float | None, factor: float) 
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    """A world of one CPU rank."""
     with use_device("cpu", backend="gloo") as found:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:

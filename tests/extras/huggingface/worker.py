@@ -35,7 +35,6 @@ def tokens() -> Any:
 
 
 def imported_logits(output: Path, model: Path, tp: int) -> None:
-    """Imports a model and writes its logits."""
     import torch
     import torch.distributed as dist
 
@@ -44,8 +43,6 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
     from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class WriteLogits(Callback):
-        """Before the first step."""
-
         def on_train_start(self, context: CallbackContext) -> None:
             (chunk,), ids = context.model, tokens()
             positions = torch.arange(ids.shape[1]).expand_as(ids)
@@ -72,7 +69,6 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
 
 
 def main(output: Path) -> Any:
-    """Runs all."""
     flags = ["--bf16", *layout_flags(2, 1, 1), "--train-iters", "2", "--global-batch-size", "2"]
     run([*flags, "--save", str(output / TRAINED)], output / "run-trained", base=TINY)
     for model in sorted(output.glob("hf-*")):

@@ -312,7 +312,6 @@ RUN = "--train-iters 20 --global-batch-size 32 --rotary-base-schedule 40%:40000"
 
 
 def stored_at(consumed_samples: int, config: Config) -> Stored:
-    """A checkpoint of a run at a position."""
     number = number_at(flags_of(config).phase_starts, consumed_samples)
     config = in_phase(config, number).replace(padded_vocab_size=128)
     return Stored(

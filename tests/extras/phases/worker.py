@@ -81,7 +81,6 @@ def record(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(output: Path) -> Any:
-    """Returns the step records of every run."""
     from megatron.trainer.extras.phases import rotary
 
     results: dict[str, Any] = {}

@@ -39,7 +39,6 @@ def _signal_in_second(node: int, number: int) -> Any:
 
 
 def main() -> int:
-    """Plants it and probes."""
     what, *rest = sys.argv[1:]
     if what == "hang":
         session._measure = _hang(int(rest.pop(0)), int(rest.pop(0)))

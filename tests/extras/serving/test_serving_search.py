@@ -58,7 +58,6 @@ def a_problem(seed: int) -> ServingProblem:
 
 
 def all_plans(p: ServingProblem) -> list[tuple[Stage, ...]]:
-    """Every plan of a problem."""
     found = []
     for where in itertools.combinations_with_replacement(range(p.num_devices), p.num_layers):
         starts = {device: where.index(device) for device in where}

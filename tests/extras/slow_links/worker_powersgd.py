@@ -211,6 +211,5 @@ def moves(output: Path) -> dict[str, Any]:
 
 
 def main(output: Path) -> Any:
-    """Returns all of it."""
     parts = {"full": full_rank, "measured": measured, "sums": sums, "moves": moves}
     return {name: part(output / name) for name, part in parts.items()}

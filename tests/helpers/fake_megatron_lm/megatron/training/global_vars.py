@@ -36,5 +36,4 @@ def set_args(args: Any) -> None:
 
 
 def get_args() -> Any:
-    """Returns them."""
     return _ARGS
