@@ -16,11 +16,6 @@ from megatron.trainer.config.layout import Layout
 RAMPS = st.tuples(st.integers(1, 16), st.integers(1, 8), st.integers(0, 20), st.integers(1, 1000))
 
 
-@given(st.integers(1, 100), st.integers(0, 10**6))
-def test_constant(size: int, consumed: int) -> None:
-    assert make_schedule(global_batch_size=size).at(consumed) == size
-
-
 @given(RAMPS, st.integers(0, 2000))
 def test_ramp_follows_the_formula(ramp: tuple[int, int, int, int], consumed: int) -> None:
     start, increment, increments, samples = ramp

@@ -35,13 +35,6 @@ def test_latest_is_what_was_written_last_and_a_number(tmp_path: Path) -> None:
             files.read_latest(tmp_path)
 
 
-def test_half_written_folders_are_not_complete(tmp_path: Path) -> None:
-    make(tmp_path, 10)
-    make(tmp_path, 20, complete=False, manifest=False)
-    assert files.complete_iterations(tmp_path) == [10]
-    assert "half-written" in files.damage(files.folder_of(tmp_path, 20))[0]
-
-
 def test_a_stray_mark_beside_a_complete_checkpoint_makes_it_no_less(tmp_path: Path) -> None:
     for iteration in (10, 20, 30):
         folder = make(tmp_path, iteration, manifest=iteration != 30)

@@ -71,11 +71,6 @@ def test_what_cannot_be_is_refused(to: Layout, more: tuple[str, ...], words: str
         with_layout(config(*more), to)
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS)
-def test_a_layout_reads_its_own_text(sizes: tuple[int, int, int]) -> None:
-    assert Layout.from_text(str(layout(*sizes))) == layout(*sizes)
-
-
 @pytest.mark.parametrize(
     "text", ["", "tp2", "tp2.pp1.dpx", "tp0.pp1.dp1", "tp1.pp1.dp1 x", "tp=1 pp=1"]
 )

@@ -87,17 +87,22 @@ def test_another_batch_moves_nothing(first: int, second: int, warmup: str) -> No
         assert resumed.batch.eval_samples >= stored.eval_samples
 
 
-def test_absent_flags_take_the_stored_schedule() -> None:
-    stored = TrainingLengths.of(
-        config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10")
-    )
-    resumed = apply_checkpoint_lengths(config_of("--train-iters 100", 16), stored, override=False)
-    assert TrainingLengths.of(resumed) == stored
-
-
-def test_samples_on_resume_may_say_what_iterations_said() -> None:
-    stored = TrainingLengths.of(config_of("--train-iters 100"))
-    resumed = apply_checkpoint_lengths(config_of("--train-samples 800", 16), stored, override=False)
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10", "--train-iters 100"),
+        ("--train-iters 100", "--train-samples 800"),
+        (
+            "--train-iters 100 --lr-decay-iters 80",
+            "--train-iters 100 --lr-decay-iters 70 --use-checkpoint-opt_param-scheduler",
+        ),
+    ],
+)
+def test_what_is_absent_said_otherwise_or_left_to_it_is_the_checkpoints(
+    before: str, now: str
+) -> None:
+    stored = TrainingLengths.of(config_of(before))
+    resumed = apply_checkpoint_lengths(config_of(now, 16), stored, override=False)
     assert TrainingLengths.of(resumed) == stored
 
 
@@ -188,12 +193,6 @@ def test_override_never_shortens_the_data() -> None:
     stored = TrainingLengths.of(config_of("--train-iters 100"))
     with pytest.raises(UsageError, match="--exit-interval"):
         apply_checkpoint_lengths(config_of("--train-iters 99"), stored, override=True)
-
-
-def test_checkpoint_schedule_can_be_taken_unasked() -> None:
-    stored = TrainingLengths.of(config_of("--train-iters 100 --lr-decay-iters 80"))
-    asked = config_of("--train-iters 100 --lr-decay-iters 70 --use-checkpoint-opt_param-scheduler")
-    assert TrainingLengths.of(apply_checkpoint_lengths(asked, stored, override=False)) == stored
 
 
 def test_adopting_twice_changes_nothing() -> None:

@@ -200,14 +200,14 @@ def test_the_parser_takes_every_change(user: str) -> None:
         if layout.cp > 1 and "--mtp-num-layers" in argv:
             continue  # refused
         micro = 2 if layout.dp < 4 else 1
-        wanted = asked(layout=layout, micro_batch_size=micro)
+        wanted = asked(layout=layout, micro_batch_size=micro, global_batch_size=16)
         flags = merged(argv, wanted)
         config = resolve(parse_args(flags), layout.world_size)
         assert config.layout == layout
         loading = config.checkpoint
         assert (loading.load, loading.ckpt_step, loading.finetune) == ("saved", None, False)
         assert not loading.no_load_optim
-        assert (config.batch.micro_batch_size, config.batch.global_batch_size) == (micro, 8)
+        assert (config.batch.micro_batch_size, config.batch.global_batch_size) == (micro, 16)
         assert config.runtime.seed == 5 and loading.save_interval == 3
         again = merged(flags, wanted)
         assert sorted(again) == sorted(flags), "nothing piles up"
@@ -234,14 +234,6 @@ def test_sequence_parallelism_follows_the_flags() -> None:
     assert "--sequence-parallel" in merged(BASE, wanted), "as in the same processes"
     assert "--sequence-parallel" not in merged([*BASE, *tensor], wanted)
     assert merged([*BASE, "--sequence-parallel"], wanted).count("--sequence-parallel") == 1
-
-
-def test_flags_of_a_request_take_the_place_of_the_users() -> None:
-    wanted = asked(layout=Layout(pp=2, vpp=2), micro_batch_size=2, global_batch_size=16)
-    before = [*BASE, "--tensor-model-parallel-size", "2", "--load", "x"]
-    config = resolve(parse_args(merged(before, wanted)), 2)
-    assert config.layout == wanted.layout and config.checkpoint.load == "saved"
-    assert (config.batch.micro_batch_size, config.batch.global_batch_size) == (2, 16)
 
 
 def every_layout(*, has_experts: bool) -> list[Layout]:

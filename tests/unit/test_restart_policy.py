@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -321,13 +320,6 @@ def test_the_budget_holds_whatever_happens(limits: CrashLimits, crashes: list[An
             gone_on.append(now_s)
     assert len(gone_on) == budget.num_counted <= limits.per_run
     assert all(sum(t <= u < t + 3600 for u in gone_on) <= limits.per_hour for t in gone_on)
-
-
-def test_limits_make_sense() -> None:
-    wrong: list[dict[str, Any]] = [{"per_hour": -1}, {"waits_s": ()}, {"waits_s": (math.nan,)}]
-    for bad in wrong:
-        with pytest.raises(ValueError, match="--"):
-            CrashLimits(**bad)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ABC"), st.integers(0, 40), st.booleans())))
