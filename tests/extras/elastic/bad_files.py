@@ -30,36 +30,40 @@ from copus_ext.reshard.checked import read_value
 from tests.helpers import spoil
 
 
-def _generation() -> Any:
-    members = tuple(Member(n, 0) for n in range(3))
-    return Generation(number=2, members=members, store="127.0.0.1:1", kind="start")
+def generation(*ranks: int, **fields: object) -> Generation:
+    members = tuple(Member(node, local) for node, n in enumerate(ranks) for local in range(n))
+    values = {"number": 1, "members": members, "store": "127.0.0.1:1", "kind": "start", **fields}
+    return Generation(**values)  # pyright: ignore[reportArgumentType]
 
 
-class _Quiet:
-    """Other nodes that say nothing."""
+class Quiet:
+    """Other nodes that are connected and say nothing."""
 
-    def __init__(self) -> None:
-        self.lines: dict[int, Any] = {}
+    def __init__(self, *nodes: int) -> None:
+        self.lines = dict.fromkeys(nodes)
+        self.told: list[dict[str, Any]] = []
 
     def tell(self, **message: Any) -> None:
-        pass
+        self.told.append(message)
 
 
-def _agent(folder: Path) -> Any:
-    shared = folder / "control" / "elastic" / "launch"
+def agent(tmp_path: Path, *ranks: int, node: int = 0) -> Agent:
+    """The launcher of a node in a first generation, without processes."""
+    shared = tmp_path / "control" / "elastic" / "launch"
     shared.mkdir(parents=True)
     launch = Launch(
         name="launch",
-        node=0,
-        nodes=[0, 1, 2],
-        num_ranks=1,
+        node=node,
+        nodes=list(range(len(ranks))),
+        num_ranks=ranks[node],
         endpoint="",
-        folder=str(folder),
+        folder=str(tmp_path),
         shared=str(shared),
     )
     one = Agent(launch=launch, command=[], folder=shared)
-    one._peers, one._store = _Quiet(), "127.0.0.1:1"  # pyright: ignore[reportAttributeAccessIssue]
-    one._take(_generation())
+    others: Any = Quiet(*(n for n in range(len(ranks)) if n != node))
+    one._peers, one._store = others, "127.0.0.1:1"
+    one._take(generation(*ranks))
     return one
 
 
@@ -90,22 +94,22 @@ _OF_PEERS: tuple[dict[str, Any], ...] = (
 
 def peer(rng: random.Random, folder: Path) -> str | None:
     """What a launcher is told by another, whose hello was right."""
-    generation = dataclasses.replace(_generation(), number=rng.randrange(5)).to_json()
-    message = rng.choice((*_OF_PEERS, {"generation": generation}))
+    proposed = dataclasses.replace(generation(1, 1, 1), number=rng.randrange(5)).to_json()
+    message = rng.choice((*_OF_PEERS, {"generation": proposed}))
     data = spoil.spoiled_json(rng, message) + b"\n"
-    agent = _agent(folder)
+    one = agent(folder, 1, 1, 1)
 
     def hear() -> None:
-        for one in _said(data, FROM_PEER):
-            agent._hear_peer(1, one)
-            agent._propose()
+        for said in _said(data, FROM_PEER):
+            one._hear_peer(1, said)
+            one._propose()
 
     return spoil.problem_of(hear, Fenced)
 
 
 def launcher(rng: random.Random, folder: Path) -> str | None:
     """What a rank is told by its launcher, and a launcher by its rank."""
-    whole = _generation().to_json()
+    whole = generation(1, 1, 1).to_json()
     told = spoil.spoiled_json(rng, {"generation": whole}) + b"\n"
     said = (
         spoil.spoiled_json(rng, rng.choice(({"ready": 1}, {"broken": 3}, {"leaving": 1}))) + b"\n"

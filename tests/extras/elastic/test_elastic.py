@@ -37,7 +37,7 @@ from copus_ext.extras.elastic.node import Agent
 from copus_ext.extras.elastic.resize import RANKS_FILE, ask_cluster, ranks_asked, staying
 from copus_ext.launch.launchers import Start
 from copus_ext.launch.options import read_options
-from copus_ext.launch.workers import RELEASED, Launch
+from copus_ext.launch.workers import RELEASED
 from megatron.trainer.common.control import (
     GENERATION_VARIABLE,
     LAUNCH_VARIABLE,
@@ -52,13 +52,8 @@ from megatron.trainer.distributed.sharding import Record
 from megatron.trainer.model.shards import KINDS, Shards
 from megatron.trainer.resilience.exit_status import RunOutcome
 from megatron.trainer.resilience.lock import Holder, Lock
+from tests.extras.elastic.bad_files import agent, generation
 from tests.helpers.jobs import TINY
-
-
-def generation(*ranks: int, **fields: object) -> Generation:
-    members = tuple(Member(node, local) for node, n in enumerate(ranks) for local in range(n))
-    values = {"number": 1, "members": members, "store": "127.0.0.1:1", "kind": "start", **fields}
-    return Generation(**values)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_generation_survives_its_json() -> None:
@@ -179,37 +174,6 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
-
-
-class Quiet:
-    """Other nodes that are connected and say nothing."""
-
-    def __init__(self, *nodes: int) -> None:
-        self.lines = dict.fromkeys(nodes)
-        self.told: list[dict[str, Any]] = []
-
-    def tell(self, **message: Any) -> None:
-        self.told.append(message)
-
-
-def agent(tmp_path: Path, *ranks: int, node: int = 0) -> Agent:
-    """The launcher of a node in a first generation, without processes."""
-    shared = tmp_path / "control" / "elastic" / "launch"
-    shared.mkdir(parents=True)
-    launch = Launch(
-        name="launch",
-        node=node,
-        nodes=list(range(len(ranks))),
-        num_ranks=ranks[node],
-        endpoint="",
-        folder=str(tmp_path),
-        shared=str(shared),
-    )
-    one = Agent(launch=launch, command=[], folder=shared)
-    others: Any = Quiet(*(n for n in range(len(ranks)) if n != node))
-    one._peers, one._store = others, "127.0.0.1:1"
-    one._take(generation(*ranks))
-    return one
 
 
 def ask(one: Agent, tmp_path: Path, ranks: int) -> None:
