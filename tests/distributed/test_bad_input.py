@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.common.errors import UsageError
-from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.logging.metrics import read_metrics
 from tests.helpers.examples import with_values
 from tests.helpers.jobs import TEXT, TINY, losses_of, train
@@ -39,26 +37,6 @@ def test_below_torchrun_rank_0_says_it_and_the_report_has_it_in_place_of_a_trace
     said = [x for x in result.stderr.splitlines() if "no_such.idx" in x]
     assert [x.split(": ")[0].split() for x in said] == [["pretrain_gpt.py"], ["traceback"]], said
     assert "copus_ext" not in result.stderr and result.stderr.count("Traceback") == 1, "torchrun's"
-
-
-@pytest.mark.parametrize(
-    ("nproc", "flags", "words"),
-    [
-        (1, "--num-attention-heads 3", ["--num-attention-heads 3", "--hidden-size 32"]),
-        (2, "--num-layers 3 --pipeline-model-parallel-size 2", ["--num-layers 3"]),
-        (1, "--global-batch-size 3 --micro-batch-size 2", ["--global-batch-size 3"]),
-        (2, "--tensor-model-parallel-size 3", ["--tensor-model-parallel-size 3", "2"]),
-        (1, "--distributed-backend nccl --device cuda", ["--device"]),
-        (1, "--vocab-size 0", ["--vocab-size"]),
-    ],
-)
-def test_impossible_shapes_are_refused_before_a_rank_starts(
-    nproc: int, flags: str, words: list[str]
-) -> None:
-    with pytest.raises(UsageError) as refused:
-        resolve(parse_args([*TINY.split(), *SHORT, *flags.split()]), nproc)
-    line = str(refused.value)
-    assert "\n" not in line and all(word in line for word in words), line
 
 
 def test_a_refusal_is_one_line_and_2_on_every_rank(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tokenizers.implementations import ByteLevelBPETokenizer
 
 from megatron.trainer.checkpoint import files
-from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, with_values
+from tests.helpers.examples import GPT3, LLAMA3, with_values
 from tests.helpers.jobs import losses_of, steps_of
-from tests.helpers.launch import ROOT, Launcher, RanksResult, run_ranks
+from tests.helpers.launch import ROOT, RanksResult, run_ranks
 from tests.helpers.pages import COPUS
 
 LOG_LINE = re.compile(
@@ -26,12 +26,10 @@ LOG_LINE = re.compile(
 )
 
 
-def train(
-    flags: list[str], cwd: Path, nproc: int = 4, *, launcher: Launcher = "direct"
-) -> RanksResult:
+def train(flags: list[str], cwd: Path, nproc: int = 4) -> RanksResult:
     """Runs in a folder of its own, since the examples name relative places."""
     program = [ROOT / "pretrain_gpt.py", *flags]
-    return run_ranks(program, nproc, timeout_s=600, cwd=cwd, launcher=launcher)
+    return run_ranks(program, nproc, timeout_s=600, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -105,17 +103,6 @@ def test_gpt3_style_trains_real_text_saves_and_goes_on(text: Path, tmp_path: Pat
     assert [e.step for e in events.Scalars("lm loss")] == list(range(1, len(steps) + 1))
 
 
-def test_gpt3_style_begins_where_its_ramp_begins_under_copus(text: Path, tmp_path: Path) -> None:
-    result = train([*gpt3_flags(text, tmp_path), "--copus"], tmp_path).check()
-    steps = steps_of(tmp_path / "checkpoints")
-    sizes = [step["global_batch_size"] for step in steps]
-    assert sizes[0] == 4 and max(sizes) <= 8
-    assert steps[-1]["consumed_samples"] == 56, "the samples of the 8 iterations of the plain run"
-    assert "copus: the first batch is 4, where --rampup-batch-size begins" in result.stdout
-    lengths = "--train-iters 8 is 56 samples, --lr-decay-iters 7 is 48 samples"
-    assert f"note: iterations count the steps of --rampup-batch-size: {lengths}" in result.stdout
-
-
 def test_llama_style_trains(tmp_path: Path) -> None:
     flags = with_values(
         LLAMA3,
@@ -143,17 +130,6 @@ def test_llama_style_trains(tmp_path: Path) -> None:
     assert files.read_latest(tmp_path / "checkpoints") == 5
 
 
-def test_what_would_change_the_result_is_refused(tmp_path: Path) -> None:
-    flags = [*MIXTRAL.split(), "--moe-latent-size", "64"]
-    result = train(flags, tmp_path, 2, launcher="torchrun")
-    assert result.returncode == 1, "torchrun's own code"
-    assert re.search(r"exitcode *: 2", result.stderr)
-    errors = [line for line in result.stderr.splitlines() if "pretrain_gpt.py: error:" in line]
-    assert len(errors) == 1
-    assert "--moe-latent-size 64" in errors[0] and "not supported" in errors[0]
-    assert not (tmp_path / "checkpoints").exists()
-
-
 def test_the_readme_commands_run(tmp_path: Path) -> None:
     """Preprocess and train, as printed, with fewer steps; a second time under other layouts."""
     readme = (ROOT / "README.md").read_text()
@@ -178,30 +154,3 @@ def test_the_readme_commands_run(tmp_path: Path) -> None:
     assert "loaded checkpoints/iter_0000002" in second.stdout
     losses = losses_of(tmp_path / "checkpoints")
     assert len(losses) == 4 and losses[-1] < losses[0]
-
-
-def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
-    from copus_ext.controller.flags import CopusConfig
-    from megatron.trainer.config import GROUPS
-    from megatron.trainer.config.fields import option_specs
-    from megatron.trainer.config.known_flags import known_flags
-
-    groups = [*GROUPS.values(), CopusConfig]
-    known = {s for group in groups for spec in option_specs(group) for s in spec.strings}
-    known |= set(known_flags())
-    files = ["megatron/trainer/data/preprocess.py", "copus_ext/planner/search.py"]
-    files += ["copus_ext/launch/options.py", "copus_ext/planner/request.py"]
-    files += map(str, (ROOT / "copus_ext/commands").glob("*.py"))
-    tools = "".join((ROOT / file).read_text() for file in files)
-    named = ("user-guide", "monitoring", "quickstart", "concepts", "tutorial", "controller")
-    named += ("moe", "long-context", "relayout")
-    for page in ("README.md", *(f"docs/{name}.md" for name in named)):
-        words = (ROOT / page).read_text()
-        for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", words)):
-            others = ("--nproc-per-node", "--no-python", "--help", "--version")
-            others += ("--bind", "--directory", "--moe")  # of http.server, of quickstart.sh
-            others += ("--shutdown-timeout",)  # of torchrun
-            also = flag in others or f'"{flag}"' in tools
-            assert flag in known or also, f"{page} names {flag}"
-        for path in set(re.findall(r"(?:scripts|tools|bench|docs)/[\w./-]+\.(?:sh|py|md)", words)):
-            assert (ROOT / path).exists(), f"{page} names {path}"

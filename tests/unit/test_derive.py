@@ -340,6 +340,7 @@ def test_eight_bits_that_are_refused(flags: str, environment: dict, part: str) -
         ("--tensor-model-parallel-size 3", 3, ["--num-attention-heads 4"]),
         ("--global-batch-size 9", 2, ["--global-batch-size 9", "use 8 or 12"]),
         ("--micro-batch-size 0", 1, ["--micro-batch-size 0"]),
+        ("--tokenizer-type NullTokenizer --vocab-size 0", 1, ["--vocab-size"]),
         ("--train-samples 100", 1, ["--train-iters and --train-samples"]),
         ("--lr-decay-samples 100", 1, ["--lr-decay-samples 100", "--train-iters"]),
         ("--lr-warmup-iters 100", 1, ["warm-up of 200", "decay of 200"]),

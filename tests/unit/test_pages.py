@@ -1,0 +1,43 @@
+"""What pages name exists: flags, variables, files, and where links lead."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from copus_ext.launch.options import read_options
+from megatron.trainer.config.known_flags import known_flags
+from tests.helpers.launch import ROOT
+
+NAMES = ("user-guide", "monitoring", "quickstart", "concepts", "tutorial", "controller", "moe")
+NAMES += ("long-context", "relayout", "troubleshooting")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
+OF_OTHERS = {"--nproc-per-node", "--no-python", "--shutdown-timeout", "--help", "--version"}
+OF_OTHERS |= {"--bind", "--directory", "--moe"}
+"""Flags of torchrun, of argparse, of http.server, and of quickstart.sh."""
+
+
+def test_flags_variables_and_files_that_pages_name_exist() -> None:
+    known = {*json.loads((ROOT / "tests/unit/data/cli.json").read_text()), *known_flags()}
+    sources = [*(ROOT / "copus_ext/commands").glob("*.py"), *(ROOT / "scripts/slurm").iterdir()]
+    names = ("launch/options", "launch/slurm_job", "planner/request", "planner/search")
+    sources += [ROOT / f"copus_ext/{name}.py" for name in names]
+    names = ("data/preprocess", "resilience/watchdog", "config/arguments")
+    sources += [ROOT / f"megatron/trainer/{name}.py" for name in names]
+    text = "".join(path.read_text() for path in sources)
+    for page in PAGES:
+        words = (ROOT / page).read_text()
+        for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", words)):
+            is_there = re.search(rf"(?<![\w-]){flag}(?![\w-])", text)
+            assert flag in known | OF_OTHERS or is_there, f"{page} names {flag}"
+        for path in set(re.findall(r"(?:scripts|tools|bench|docs)/[\w./-]+\.(?:sh|py|md)", words)):
+            assert (ROOT / path).exists(), f"{page} names {path}"
+    for name in set(re.findall(r"COPUS_[A-Z_]+", words)):
+        assert name in text, f"the page of troubleshooting names {name}"
+    assert read_options(["--max-crashes", "3", "--", "pretrain_gpt.py"]).limits.per_run == 3
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
