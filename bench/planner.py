@@ -397,7 +397,21 @@ def among_others(runs: list[Any], found: validation.Predictions) -> dict[str, An
 def judged(name: str, constants: Constants, known: int) -> dict[str, Any]:
     runs = read(name)
     found = validation.predict(runs, num_known=known, constants=constants)
-    return {**validation.judge(runs, found)["in_all"], **among_others(runs, found)}
+    result = validation.judge(runs, found)
+    worst = worst_groups(result["groups"])
+    return {**result["in_all"], **among_others(runs, found), "worst_groups": worst}
+
+
+def worst_groups(groups: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
+    """Name and value of the group with the largest error, the worst order and the dearest choice;
+    without what no group has."""
+    found = {}
+    for name, sign in (("mean", 1), ("kendall_tau", -1), ("regret", 1)):
+        known = {group: g[name] for group, g in groups.items() if g[name] is not None}
+        if known:
+            worst = max(known, key=lambda group: sign * known[group])
+            found[name] = [worst, known[worst]]
+    return found
 
 
 def clusters(output: Path) -> dict[str, Any]:

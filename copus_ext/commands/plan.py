@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from copus_ext.commands.main import names
+from copus_ext.commands.plan_run import decay_of, first_batch_of, headroom_of, ranked
 from copus_ext.planner.commands import command_of, helps
+from copus_ext.planner.from_command import FLAG, FromCommand, fill_in, present_of
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
     InputProblem,
@@ -36,10 +38,10 @@ from copus_ext.planner.request import (
     length_from,
     length_line,
     logits_chunks_of,
+    measured_of,
     megatron_flag,
     model_of,
     notes_on,
-    samples_of_flags,
     sizes,
     timings_of,
     uses_tp_pp_dp_mapping,
@@ -64,14 +66,12 @@ _DENSE_ONLY = {
     "micro-batches": "micro_split",
 }
 """Commands that know no mixtures of experts, with the attribute of the arguments that each sets."""
-TOKENS_A_PARAMETER = 20
-"""Tokens of a run whose length is not given, for every parameter that a token meets."""
 _WEIGHED = 64
-"""Configurations of a batch that the headroom looks at."""
+"""Configurations of a batch that rows of the table are made of, and that the headroom looks at."""
+_TRIES = 2
+"""Of a batch, how many that may not fit are shown."""
 AUTO = "auto"
 """In place of batches: the one to begin the run with."""
-_AT_ONCE = 16
-"""Batches searched together: enough to share work, few enough for the memory."""
 
 
 def commands() -> dict[str, str]:
@@ -102,7 +102,7 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
     p.set_defaults(**{name: word == command for word, name in _DENSE_ONLY.items()})
     if command == "explain" or own.takes_configuration:
         needed = None if command == "explain" else "?"
-        words = "such as tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
+        words = "for example tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
         p.add_argument("explain", metavar="CONFIG", nargs=needed, help=words)
     add_inputs(p)
     out = add_answer(p, ["table", "json", *(["flags"] if command == "search" else [])])
@@ -125,7 +125,7 @@ def new_parser(**about: Any) -> argparse.ArgumentParser:
     """
     p = _Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **about)
     p.set_defaults(train_tokens=None, explain=None, rejected=False, command="search")
-    p.set_defaults(top=10, **dict.fromkeys(_DENSE_ONLY.values(), False))
+    p.set_defaults(launched=None, top=10, **dict.fromkeys(_DENSE_ONLY.values(), False))
     return p
 
 
@@ -139,24 +139,27 @@ def add_answer(p: argparse.ArgumentParser, formats: list[str]) -> Any:
     return out
 
 
-def add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool = True) -> None:
+def add_inputs(p: argparse.ArgumentParser) -> None:
     """Flags that every command has: model, cluster, and what to search."""
-    add_model_flags(p.add_argument_group("model"))
+    model = p.add_argument_group("model")
+    add_model_flags(model)
+    words = "'torchrun ... pretrain_gpt.py FLAGS': model, software, batch and the layout of now"
+    model.add_argument(FLAG, action=FromCommand, metavar="COMMAND", help=words)
     where = p.add_argument_group("cluster")
-    where.add_argument("--cluster", help="KIND:GPUS such as h100-80g:64, a JSON file, or here")
+    where.add_argument("--cluster", help="KIND:GPUS, for example h100-80g:64; a JSON file; or here")
     where.add_argument("--nodes", type=int, help="number of nodes, with --gpu")
     words = f"GPUs of a node, with --nodes (default: {GPUS_PER_NODE})"
     where.add_argument("--gpus-per-node", type=int, help=words)
-    where.add_argument("--gpu", help="such as H100-80GB")
-    where.add_argument("--nic", help="network of a node, one direction, such as 400GB/s")
+    where.add_argument("--gpu", help="for example H100-80GB")
+    where.add_argument("--nic", help="network of a node, one direction, for example 400GB/s")
     words = "--nic was measured, and is not a number of a data sheet"
     where.add_argument("--nic-is-measured", action="store_true", help=words)
-    where.add_argument("--intra", help="link of a GPU inside its node, such as 450GB/s")
+    where.add_argument("--intra", help="link of a GPU inside its node, for example 450GB/s")
     search = p.add_argument_group("search")
     words = "512, or 64,128, or 64:4096:x2, or 64:256:+64, or auto for the first batch of a run"
-    search.add_argument("--global-batch-size", required=needs_batch, help=words)
-    search.add_argument("--fix", default="", help="sizes to keep, such as tp=4,pp=2")
-    search.add_argument("--max", default="", help="largest sizes, such as tp=8,micro_batch=16")
+    search.add_argument("--global-batch-size", help=words)
+    search.add_argument("--fix", default="", help="sizes to keep, for example tp=4,pp=2")
+    search.add_argument("--max", default="", help="largest sizes, for example tp=8,micro_batch=16")
     search.add_argument(
         "--recompute", default="none,selective,full,block", help="kinds of recomputation to try"
     )
@@ -186,8 +189,11 @@ def add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool = True) -> None:
     )
     words = "share of the memory to leave free"
     search.add_argument("--memory-margin", type=float, default=0.04, help=words)
-    words = f"times from {other_command('profile_layouts.py')}"
-    search.add_argument("--profile", type=Path, help=words)
+    words = f"times from {other_command('profile_layouts.py')}, of this model or of others"
+    options: dict[str, Any] = {"type": Path, "action": "extend", "nargs": "+", "default": []}
+    search.add_argument("--profile", metavar="FILE", **options, help=words)
+    words = "a run of the first batch: 'CONFIG: 18.2 s', 'CONFIG: 18.2 s, 62 GiB' or 'CONFIG: oom'"
+    search.add_argument("--measured", action="append", default=[], metavar="TEXT", help=words)
     search.add_argument("--constants", type=Path, help="JSON with fitted constants")
 
 
@@ -205,6 +211,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     command = argv[0] if argv and argv[0] in known else "search"
     args = parser(command).parse_args(argv[1:] if argv and argv[0] in known else argv)
     args.command = command
+    if args.global_batch_size is None:
+        if (batch := batch_of_flags(args)) is None:
+            raise UsageProblem("--global-batch-size is required, or a command that has it")
+        args.global_batch_size = str(batch)
     if args.format == "flags" and args.rejected:
         raise UsageProblem("--format flags goes with a plain search; use a table or --json")
     return args
@@ -232,11 +242,13 @@ def planner_of(args: argparse.Namespace) -> Any:
             constants = Constants.load(args.constants)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputProblem(f"--constants {args.constants}: {error}") from error
+    fill_in(args)
     model = model_of(args)
     if lacks := STAND_INS.get(args.model):
         tell("plan.py", f"note: {model.name} has {lacks}")
     if args.megatron_args is not None:
-        for note in notes_on(args.megatron_args, no_overlap=args.no_overlap):
+        priced = args.launched is not None
+        for note in notes_on(args.megatron_args, no_overlap=args.no_overlap, priced=priced):
             tell("plan.py", f"note: {note}")
     limits = Limits(
         fixed=sizes("--fix", args.fix),
@@ -259,10 +271,22 @@ def planner_of(args: argparse.Namespace) -> Any:
             raise UsageProblem("--megatron-args has --sequence-parallel; drop it or the --no- flag")
     cluster = cluster_of(args)
     command_of(args.command).check(args, model, cluster)
+    own, others = timings_of(args.profile, model, cluster)
+    for theirs, timings in others:
+        what = f"times of {theirs.name} with samples of {theirs.seq_length} tokens"
+        tell("plan.py", f"note: {len(timings)} {what} correct those of this model")
+    batch = 1
+    if args.measured:
+        if args.global_batch_size in (None, AUTO):
+            raise UsageProblem("--measured goes with a batch; give --global-batch-size a number")
+        batch = batches(args.global_batch_size)[0]
+    ran, lacked = measured_of(args.measured, batch, cluster.world_size)
     return Planner(
         model,
         cluster,
-        timings=timings_of(args.profile, model, cluster) if args.profile is not None else (),
+        timings=[*own, *ran],
+        of_others=others,
+        too_large=lacked,
         constants=constants,
         limits=limits,
         memory_margin=args.memory_margin,
@@ -342,10 +366,11 @@ def failure(plan: Any, planner: Any) -> str:
 
 def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[Any, list[Any]]:
     """What was asked for, and the plans with all that the headroom looks at."""
+    from copus_ext.planner.equals import grouped
     from copus_ext.planner.report import Answer
 
-    weighed = ranked(args, planner, wanted, top=max(args.top, _WEIGHED if len(wanted) > 1 else 0))
-    plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in weighed]
+    weighed = ranked(args, planner, wanted, top=max(args.top, _WEIGHED), tries=_TRIES)
+    plans = [doubted(planner, p, grouped(p.ranked, args.top)) for p in weighed]
     for plan in plans:
         plan.ranked[:1] = [with_addition(args, planner, first) for first in plan.ranked[:1]]
     partitions = micro_batches = None
@@ -364,12 +389,22 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
     return Answer(plans=plans, worth_timing=worth_timing, additions=additions, **parts), weighed
 
 
+def doubted(planner: Any, plan: Any, rows: list[Any]) -> Any:
+    """A plan with some of its rows, what their times may be off together, and each over the first
+    of them."""
+    if not rows:
+        return dataclasses.replace(plan, ranked=[])
+    some = [*rows, *plan.tries]
+    common, over = planner.doubts([one.configuration for one in some])
+    some = [dataclasses.replace(one, over_first_sd=sd) for one, sd in zip(some, over)]
+    return dataclasses.replace(
+        plan, ranked=some[: len(rows)], tries=some[len(rows) :], common_sd=common
+    )
+
+
 def answer(args: argparse.Namespace) -> int:
     """Searches, prints and writes; returns the exit code."""
-    from copus_ext.goodput.lr_scaling import decay_words
-    from copus_ext.planner import report
-    from copus_ext.planner.better_machine import what_would_help
-    from copus_ext.planner.explain import help_line, timing_line
+    from copus_ext.planner.software import assumptions, fits_better, otherwise
 
     started = time.monotonic()
     planner = planner_of(args)
@@ -382,59 +417,27 @@ def answer(args: argparse.Namespace) -> int:
     wanted = [first[1]["global_batch_size"]] if first else batches(args.global_batch_size)
     found, weighed = search(args, planner, wanted)
     firsts = [plan.ranked[0] for plan in found.plans if plan.ranked]
-    headroom = headroom_of(args, planner, weighed)
-    if not is_auto and args.format != "flags" and len(found.plans) == len(wanted):
-        first = first_batch_of(args, planner)
-    decay = decay_of(args, planner.model, wanted[0])
     finish(args, [*(one.addition for one in firsts), *(found.additions or ())])
-    if args.format == "json":
-        about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
-        record = report.to_json(
-            planner.model,
-            planner.cluster,
-            found,
-            constants=about,
-            seq_length_from=length_from(args),
-            warnings=[borrowed] if borrowed else [],
-            elapsed_s=None if args.output else time.monotonic() - started,
-            headroom=headroom and headroom[1],
-            first_batch=first and first[1],
-            weight_decay=decay,
-        )
-        write_output(report.dump(record), args.output)
-    elif args.format == "flags":
-        write_output(
-            "\n".join(" ".join(one.configuration.to_flags()) for one in firsts), args.output
-        )
+    if args.format == "flags":
+        texts = [" ".join(one.configuration.to_flags()) for one in firsts]
+        write_output("\n".join(texts), args.output)
     else:
-        text = io.StringIO()
-        console = report.console_for(sys.stdout if args.output is None else text)
-        is_mixture = planner.model.num_experts is not None
-        asked = "cp" in {**planner.limits.fixed, **planner.limits.largest}
-        console.print(length_line(args, planner.model), highlight=False, markup=False)
-        report.table(found, console, is_mixture=is_mixture, shows_cp=asked)
-        if borrowed := borrowed_constants(args, planner):
-            console.print(borrowed, highlight=False, markup=False)
-        if first is not None:
-            console.print(first[0], highlight=False, markup=False)
-        if decay is not None:
-            words = f"weight decay: {decay_words(decay['timescale'])}"
-            line = f"{words} at batch {decay['global_batch_size']:,}"
-            console.print(line, highlight=False, markup=False)
-        if headroom is not None:
-            console.print(headroom[0], highlight=False, markup=False)
-        elif firsts:
-            batch = next(plan.global_batch_size for plan in found.plans if plan.ranked)
-            mapping = planner.limits.use_tp_pp_dp_mapping
-            line = help_line(what_would_help(planner, batch), use_tp_pp_dp_mapping=mapping)
-            console.print(line, highlight=False, markup=False)
-        if factors := {n: x for n, x in planner.part_factors().items() if abs(x - 1) >= 0.05}:
-            words = ", ".join(f"{name} x {x:.2f}" for name, x in factors.items())
-            console.print(f"parts of a step, measured over predicted: {words}", highlight=False)
-        if timing := timing_line(found.worth_timing, is_mixture=is_mixture):
-            console.print(timing, highlight=False, markup=False)
-        if args.output is not None:
-            write_output(text.getvalue().rstrip("\n"), args.output)
+        if not is_auto and len(found.plans) == len(wanted):
+            first = first_batch_of(args, planner)
+        beside = Beside(
+            assumed=(assumed := assumptions(args, planner)),
+            otherwise=otherwise(planner, found.plans[0], assumed),
+            better=fits_better(planner, assumed),
+            present=present_of(args, planner, found.plans[0]),
+            first=first,
+            headroom=headroom_of(args, planner, weighed),
+            decay=decay_of(args, planner.model, wanted[0]),
+        )
+        if args.format == "json":
+            elapsed_s = None if args.output else time.monotonic() - started
+            tell_json(args, planner, found, beside, elapsed_s)
+        else:
+            tell_table(args, planner, found, beside)
     fits = [one is not None and one.fits for one in found.additions or ()]
     failed = [p for p, also in zip(found.plans, fits) if p.status != "ok" and not also]
     for plan in failed:
@@ -446,84 +449,96 @@ def answer(args: argparse.Namespace) -> int:
     return 4 if failed else 0
 
 
-def headroom_of(
-    args: argparse.Namespace, planner: Any, plans: list[Any]
-) -> tuple[str, dict[str, Any]] | None:
-    """What adapting the batch of a run can save, in a line and as JSON; None for a single batch."""
-    from copus_ext.goodput.headroom import of_plans
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What an answer says besides the ranking; None where there is nothing to say."""
 
-    tokens, length = run_length(args, planner.model)
-    found = of_plans(plans, **length)
-    if found is None:
-        return None
-    line = f"over {tokens:.3g} tokens: {found.of_a_plan()}"
-    return line, {"train_tokens": tokens, **found.to_json()}
+    assumed: list[Any]
+    """Of the software (`planner.software.Assumption`)."""
+    otherwise: dict[str, Any] | None
+    """See `planner.software.otherwise`."""
+    better: list[str]
+    """What the measured memory says of the software (`planner.software.fits_better`)."""
+    present: Any
+    """The layout of --from-command (`planner.from_command.Present`)."""
+    first: tuple[str, dict[str, Any]] | None
+    """The batch to begin with."""
+    headroom: tuple[str, dict[str, Any]] | None
+    """What adapting the batch can save."""
+    decay: dict[str, Any] | None
+    """Batch and timescale of the weight decay."""
 
 
-def run_length(args: argparse.Namespace, model: Any) -> tuple[float, dict[str, float]]:
-    """The tokens of the run; and its samples and the tokens of one, by name."""
-    tokens = args.train_tokens or (samples_of_flags(args) or 0.0) * model.seq_length
-    tokens = tokens or TOKENS_A_PARAMETER * float(model.num_active_parameters)
-    return tokens, {
-        "total_samples": tokens / model.seq_length,
-        "tokens_per_sample": model.seq_length,
+def tell_json(
+    args: argparse.Namespace, planner: Any, found: Any, beside: Beside, elapsed_s: float | None
+) -> None:
+    """Writes the answer as `docs/plan.schema.json` describes it."""
+    from copus_ext.planner import report
+
+    about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
+    record = report.to_json(
+        planner.model,
+        planner.cluster,
+        found,
+        constants=about,
+        seq_length_from=length_from(args),
+        assumed=[one.text for one in beside.assumed],
+        otherwise=beside.otherwise,
+        warnings=[*([borrowed] if borrowed else []), *beside.better],
+    )
+    more = {
+        "present": beside.present and beside.present.to_json(),
+        "headroom": beside.headroom and beside.headroom[1],
+        "first_batch": beside.first and beside.first[1],
+        "weight_decay": beside.decay,
+        "elapsed_s": elapsed_s and round(elapsed_s, 3),
     }
+    record |= {name: value for name, value in more.items() if value is not None}
+    write_output(report.dump(record), args.output)
 
 
-def first_batch_of(args: argparse.Namespace, planner: Any) -> tuple[str, dict[str, Any]] | None:
-    """The batch to begin the run with, whatever batches were asked for, in a line and as JSON; None
-    where no batch fits."""
-    from copus_ext.goodput.first_batch import doublings, first_batch
-    from copus_ext.goodput.headroom import rows_of
+def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Beside) -> None:
+    """Prints the answer for people, or writes it."""
+    from copus_ext.goodput.lr_scaling import decay_words
+    from copus_ext.planner import report
+    from copus_ext.planner.better_machine import what_would_help
+    from copus_ext.planner.explain import help_line, timing_line
+    from copus_ext.planner.software import assumed_lines
 
-    tokens, length = run_length(args, planner.model)
-    world_size = planner.cluster.world_size
-    # Powers of two times what is odd in the number of GPUs, which replicas may share.
-    odd = world_size // (world_size & -world_size)
-    sizes = sorted({size for unit in (1, odd) for size in doublings(unit, **length)})
-    found = first_batch(rows_of(ranked(args, planner, sizes, top=1)), **length)
-    if found is None:
-        return None
-    return f"over {tokens:.3g} tokens: {found.of_a_plan()}", {
-        "train_tokens": tokens,
-        **found.to_json(),
-    }
+    text = io.StringIO()
+    console = report.console_for(sys.stdout if args.output is None else text)
 
+    def say(line: str) -> None:
+        if line:
+            console.print(line, highlight=False, markup=False)
 
-def decay_of(args: argparse.Namespace, model: Any, batch: int) -> dict[str, Any] | None:
-    """The batch of the run's flags, or else this one, with the timescale of the weight decay there;
-    None where they give no learning rate for Adam."""
-    from copus_ext.goodput.lr_scaling import decay_timescale
-
-    lr, decay = megatron_flag(args, "lr"), megatron_flag(args, "weight_decay")
-    if not lr or not decay or megatron_flag(args, "optimizer") not in (None, "adam"):
-        return None
-    batch = batch_of_flags(args) or batch
-    samples = run_length(args, model)[1]["total_samples"]
-    tau = decay_timescale(batch, lr=lr, weight_decay=decay, samples=samples)
-    return {"global_batch_size": batch, "timescale": tau}
-
-
-def ranked(args: argparse.Namespace, planner: Any, wanted: list[int], *, top: int) -> list[Any]:
-    """The plans of all batches, a few at a time, or those before an interrupt; so many
-    configurations of each."""
-    from tqdm import tqdm
-
-    plans: list[Any] = []
-    # No thread for one bar: a program that uses this function may mind signals.
-    tqdm.monitor_interval = 0
-    with tqdm(total=len(wanted), unit="batch", delay=2, leave=False, disable=None) as bar:
-        for start in range(0, len(wanted), _AT_ONCE):
-            some = wanted[start : start + _AT_ONCE]
-            try:
-                plans += planner.rank(some, top=top, list_rejected=args.rejected)
-            except KeyboardInterrupt:
-                if not plans:
-                    raise
-                tell("plan.py", "interrupted; the batches ranked so far follow")
-                break
-            bar.update(len(some))
-    return plans
+    is_mixture = planner.model.num_experts is not None
+    asked = "cp" in {**planner.limits.fixed, **planner.limits.largest}
+    for line in (
+        length_line(args, planner.model),
+        *assumed_lines(beside.assumed, beside.otherwise),
+        *beside.better,
+        *([beside.present.line()] if beside.present is not None else []),
+    ):
+        say(line)
+    report.table(found, console, is_mixture=is_mixture, shows_cp=asked)
+    say(borrowed_constants(args, planner))
+    say(beside.first[0] if beside.first is not None else "")
+    if beside.decay is not None:
+        words = decay_words(beside.decay["timescale"])
+        say(f"weight decay: {words} at batch {beside.decay['global_batch_size']:,}")
+    if beside.headroom is not None:
+        say(beside.headroom[0])
+    elif any(plan.ranked for plan in found.plans):
+        batch = next(plan.global_batch_size for plan in found.plans if plan.ranked)
+        mapping = planner.limits.use_tp_pp_dp_mapping
+        say(help_line(what_would_help(planner, batch), use_tp_pp_dp_mapping=mapping))
+    if factors := {n: x for n, x in planner.part_factors().items() if abs(x - 1) >= 0.05}:
+        words = ", ".join(f"{name} x {x:.2f}" for name, x in factors.items())
+        say(f"parts of a step, measured over predicted: {words}")
+    say(timing_line(found.worth_timing, is_mixture=is_mixture))
+    if args.output is not None:
+        write_output(text.getvalue().rstrip("\n"), args.output)
 
 
 def write_output(text: str, output: Path | None) -> None:

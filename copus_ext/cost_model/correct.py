@@ -48,11 +48,11 @@ class PartSpread:
     20."""
     bubble: float = 0.12
     """Of the bubble besides."""
-    tp: float = 0.25
+    tp: float = 0.45
     """Of tensor-parallel collectives."""
-    pp: float = 0.4
+    pp: float = 0.6
     """Of pipeline messages, besides `across` where they go between nodes."""
-    dp: float = 0.4
+    dp: float = 0.6
     """Of what goes among the replicas, besides `across`."""
     optimizer: float = 0.4
     """Of the optimizer, and of the host besides."""
@@ -87,6 +87,9 @@ more than the whole."""
 _TAILS = 4 / 3
 """Standard deviations of one configuration over another count so many times where runs choose. The
 few large errors are larger than a normal distribution has them, and a trial pays by these."""
+_UNSEEN = 0.12
+"""Standard deviation of the factor that all configurations share, before anything was measured on a
+machine (decision 078)."""
 _OF_COMPUTE = 0.5
 """Share of the variance that measurements add which goes to computation, where the steps measured
 only compute."""
@@ -99,7 +102,7 @@ class Spread:
     """Standard deviations of the other parts of ln(measured / predicted)."""
 
     common: float = 0.045
-    """Of the factor that all configurations share, at least."""
+    """Of the factor that all configurations share, at least; measurements say how much more."""
     tensor: float = 0.03
     """Of that of a tensor size."""
     pipeline: float = 0.03
@@ -138,6 +141,18 @@ class Correction:
     against_sd: Any = None
     """[n]: uncertainty of the corrected seconds over those of one of them, times `_TAILS`; None if
     none was named. Much of two uncertainties is common, and counts in none of the two."""
+
+    def over_sd(self) -> Any:
+        """[n]: the same as a standard deviation, not times `_TAILS`."""
+        return self.against_sd / _TAILS
+
+    def common_sd(self) -> float:
+        """Uncertainty that the others have in common with the one that was named."""
+        one = int(np.argmin(self.against_sd))
+        apart = np.square(self.over_sd())
+        both = (np.square(self.relative_sd) + self.relative_sd[one] ** 2 - apart) / 2
+        both = np.delete(both, one) if len(both) > 1 else both
+        return math.sqrt(max(float(both.mean()), 0.0))
 
 
 USUAL_COUNT = 4.0
@@ -261,7 +276,7 @@ def correct(
     parts = _Parts(constant_s=_CONSTANT * float(np.median(known.step_s)) if len(known) else 0.0)
     theta = np.zeros(len(parts.sd))
     if not len(known):
-        nothing = np.zeros((len(ask), 0))
+        s, nothing = replace(s, common=_UNSEEN), np.zeros((len(ask), 0))
         return _answer(ask, s, parts, theta, nothing, nothing, np.zeros(0), against)
     sd = np.maximum(s.noise, np.zeros(len(known)) if noise is None else noise)
     ratios = np.asarray(log_ratios, dtype=float)

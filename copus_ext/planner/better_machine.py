@@ -26,7 +26,7 @@ def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Conf
     """
     cluster = planner.cluster
     usual = planner
-    if planner.timings:
+    if planner.is_corrected:
         usual = planner.on(cluster)
         usual.retime(())
     faster = planner.on(cluster)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from copus_ext.cost_model.model_spec import ModelSpec, divisors
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.space import extra_problems
+from copus_ext.planner.plan import Rejected
+from copus_ext.planner.space import REJECTION_CODES, extra_problems, to_config_batch
 from megatron.trainer.common.program import other_command
 from megatron.trainer.config.layout_rules import expert_problems
 
 GIB = 2.0**30
+_LOOKED_AT = 64
+"""Configurations that were rejected for memory whose peaks are computed in full."""
 EXPERT_RULES = (
     *("experts", "expert_ffn", "shared_expert", "expert_bias", "expert_alltoall"),
     "expert_copies",
@@ -98,6 +104,40 @@ def reason(
             f"{(peak_bytes - limit_bytes) / GIB:.1f} GiB too much; use more GPUs or memory",
         )
     return texts[code]
+
+
+def rejected(planner: Any, space: Any, mine: Any, every: bool = False) -> list[Rejected]:
+    """What speaks against some points of a space, by code.
+
+    Args:
+        planner: the `Planner` that has judged them.
+        space: its points with their peaks.
+        mine: [n] bool, which are meant.
+        every: name each of them.
+    """
+    points, peaks = space.points, space.peaks
+    found = []
+    for code, name in enumerate(REJECTION_CODES):
+        at = np.flatnonzero(mine & (points.code == code))
+        if not len(at):
+            continue
+        i, peak = int(at[0]), None
+        if name == "memory":
+            # Of most only weights and optimizer were counted: look closer at the smallest.
+            near = at[np.argsort(peaks[at], kind="stable")[:_LOOKED_AT]]
+            rows = to_config_batch(planner.model, planner.cluster, points.take(near))
+            needs = planner.peak_bytes_of(rows.unevenly_loaded())
+            i, peak = int(near[np.argmin(needs)]), float(needs.min())
+        example = points.configuration(i)
+        safe = planner.limit_bytes if peak is None else planner.safe_bytes(example)
+        detail, fix = reason(name, planner.model, example, peak, safe)
+        members = [points.configuration(int(j)) for j in at] if every else None
+        found.append(
+            Rejected(
+                code=name, count=len(at), example=example, detail=detail, fix=fix, members=members
+            )
+        )
+    return found
 
 
 def _of_experts(code: str, model: ModelSpec, c: Configuration) -> tuple[str, str]:

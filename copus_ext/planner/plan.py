@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,14 +106,31 @@ class Ranked:
     if any."""
     addition: Addition | None = None
     """What the command of an extra says about it."""
+    over_first_sd: float | None = None
+    """Relative uncertainty of its step over that of the first of the plan; None where nobody
+    asked."""
+    equals: Sequence[Ranked] = ()
+    """Others of the row that it stands for (`equals.grouped`)."""
 
     def to_json(self, rank: int) -> dict[str, Any]:
-        answer = {
+        """Plain JSON types. What is worth trying has rank 0."""
+        answer: dict[str, Any] = {
             "rank": rank,
             "flags": self.configuration.to_flags(),
             "configuration": self.configuration.to_json(),
             "prediction": self.prediction.to_json(),
         }
+        if self.over_first_sd is not None:
+            answer["over_first_rel_sd"] = self.over_first_sd
+        if self.equals:
+            answer["equals"] = [
+                {
+                    "configuration": str(other.configuration),
+                    "step_s": other.prediction.step_s,
+                    "fit_probability": other.prediction.fit_probability,
+                }
+                for other in self.equals
+            ]
         if self.addition is not None:
             self.addition.add_to(answer)
         return answer
@@ -123,11 +141,16 @@ class Plan:
     global_batch_size: int
     """Samples of a step."""
     ranked: list[Ranked]
-    """The best, fastest first."""
+    """The best, in the order of `equals.in_order`."""
     num_ranked: int
     """Configurations that are legal and fit."""
     rejected: list[Rejected]
     """The others, by reason."""
+    tries: list[Ranked] = field(default_factory=list)
+    """Of those rejected for memory, faster ones that may fit after all: the one worth trying first,
+    then faster ones that are less likely to."""
+    common_sd: float | None = None
+    """Relative uncertainty that all ranked times share; None where nobody asked."""
 
     @property
     def status(self) -> str:

@@ -23,7 +23,7 @@ from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.correct import Correction, Steps, correct, most_informative
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import is_positive
-from copus_ext.cost_model.step import PARTS, StepTime, step_time
+from copus_ext.cost_model.step import StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.space import Candidates, joined, points_of, to_config_batch
 from megatron.trainer.common.outside import parse_json
@@ -292,6 +292,8 @@ class Measured:
         constants: of the predictions.
         timings: any number.
         earlier: more of them, of a time when the machine may have been faster or slower.
+        of_others: times of other models on this machine. What parts of a step take, and what all
+            of them share, holds for every model; only what is a configuration's own does not.
     """
 
     def __init__(
@@ -301,19 +303,33 @@ class Measured:
         constants: Constants,
         timings: Sequence[Timing],
         earlier: Sequence[Timing] = (),
+        of_others: Sequence[tuple[ModelSpec, Sequence[Timing]]] = (),
     ) -> None:
+        self.of_others = of_others
         self.timings = [*timings, *earlier]
-        self._earlier = [False] * len(timings) + [True] * len(earlier)
         self.points = points_of([x.configuration for x in self.timings])
         """What was timed."""
         self.predict = lambda points: step_time(to_config_batch(model, cluster, points), constants)
         """Uncorrected times of points."""
+        self._told: list[Timing] = []
         self._log_ratios, self._known = np.zeros(0), Steps.of([])
-        if self.timings:
-            predicted = self.predict(self.points)
-            self._log_ratios = np.log([x.step_s for x in self.timings] / predicted.step_s)
-            self._known = steps_of(self.points, predicted)
+        for number, (one, some) in enumerate([(model, self.timings), *of_others]):
+            if not some:
+                continue
+            points = points_of([x.configuration for x in some])
+            predicted = step_time(to_config_batch(one, cluster, points), constants)
+            steps = steps_of(points, predicted, model=number)
+            self._known = self._known.and_(steps) if self._told else steps
+            ratios = np.log([x.step_s for x in some] / predicted.step_s)
+            self._log_ratios = np.append(self._log_ratios, ratios)
+            self._told += some
+        self._earlier = [len(timings) <= i < len(self.timings) for i in range(len(self._told))]
         self._lines = {tuple(key) for key in keys_of(self.points).tolist()}
+
+    @property
+    def knows(self) -> bool:
+        """Whether any time corrects the predictions."""
+        return len(self._known) > 0
 
     def corrected(self, points: Candidates, times: StepTime) -> tuple[Any, Any, list[str]]:
         """Seconds, relative uncertainty and source of each point.
@@ -323,7 +339,7 @@ class Measured:
             times: raw predictions of them.
         """
         found = self._correction(steps_of(points, times))
-        if not self.timings:
+        if not self.knows:
             source = ["predicted"] * len(points)
         else:
             keys = keys_of(points).tolist()
@@ -341,20 +357,22 @@ class Measured:
         """
         single = points_of([one])
         both = joined([points, single])
-        alone = self.predict(single)
-        steps = Steps.of(
-            keys_of(both),
-            both.num_microbatches,
-            {name: np.append(times.parts[name], alone.parts[name]) for name in PARTS},
-            np.concatenate([times.hiding, alone.hiding], axis=2),
-            np.append(times.launch_s, alone.launch_s),
-            np.concatenate([times.across, alone.across], axis=1),
-        )
+        steps = steps_of(points, times).and_(steps_of(single, self.predict(single)))
         sd = self._correction(steps, against=len(points)).against_sd[:-1]
         keys = keys_of(both)
         same = (keys[:-1] == keys[-1]).all(axis=1)
         same &= points.num_microbatches == both.num_microbatches[-1]
         return np.where(same, 0.0, sd)
+
+    def apart(self, points: Candidates, times: StepTime) -> tuple[float, Any]:
+        """What all points share of their relative uncertainty, and [n] that of each over the first.
+
+        Args:
+            points: n of them.
+            times: raw predictions of them.
+        """
+        found = self._correction(steps_of(points, times), against=0)
+        return found.common_sd(), found.over_sd()
 
     def ran(self, points: Candidates) -> Any:
         """[n] whether each was timed, with at least as many micro-batches in flight, so that it has
@@ -369,7 +387,7 @@ class Measured:
 
     def part_factors(self) -> dict[str, float]:
         """What the times make of the seconds of every part of a step; empty without any."""
-        return self._correction(self._known).part_factors if self.timings else {}
+        return self._correction(self._known).part_factors if self.knows else {}
 
     def most_informative(self, points: Candidates, times: StepTime, number: int) -> list[int]:
         """Indices of the points whose times would say most of the others; see
@@ -383,16 +401,18 @@ class Measured:
             steps,
             self._known,
             self._log_ratios,
-            noise=[x.relative_sd for x in self.timings],
+            noise=[x.relative_sd for x in self._told],
             earlier=self._earlier,
-            ends=[x.end_share for x in self.timings],
+            ends=[x.end_share for x in self._told],
             against=against,
         )
 
 
-def steps_of(points: Candidates, times: StepTime) -> Steps:
-    """Configurations with their raw predictions, as a correction sees them."""
+def steps_of(points: Candidates, times: StepTime, *, model: int = 0) -> Steps:
+    """Configurations with their raw predictions, as a correction sees them; those of another model
+    have another number."""
     keys, counts = keys_of(points), points.num_microbatches
+    keys = np.column_stack([keys, np.full(len(keys), model)])
     return Steps.of(keys, counts, times.parts, times.hiding, times.launch_s, times.across)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from copus_ext import __version__
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.equals import difference
 from copus_ext.planner.explain import GIB
 from copus_ext.planner.partition.layers import Repartition, lines
 from copus_ext.planner.partition.micro_batches import UnequalMicroBatches
@@ -26,6 +26,15 @@ _WIDE = 500
 """Characters of a line that is not for a terminal."""
 _COLUMNS = ["rank", "B", "tp", "sp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
+_EVEN = 0.3
+"""Probability to fit above which a faster configuration is tried before the safe one."""
+_EQUALS, _SHOWN = "as fast", 3
+"""Last column, and how many it names."""
+_LEGEND = (
+    "b: samples of a micro-batch; M: micro-batches of a replica; vpp: chunks of a stage; zero: "
+    "distributed optimizer; sp: sequence parallel",
+    "as fast: others predicted within 3 % of the row, too near to tell which is faster",
+)
 _OF_EXPERTS = ["ep", "etp"]
 """Columns of a mixture of experts, after `vpp`."""
 _OF_SHARING = ["cp", "exchange"]
@@ -58,11 +67,9 @@ def to_json(
     *,
     constants: dict[str, Any],
     seq_length_from: str,
+    assumed: Sequence[str] = (),
+    otherwise: dict[str, Any] | None = None,
     warnings: Sequence[str] = (),
-    elapsed_s: float | None = None,
-    headroom: dict[str, Any] | None = None,
-    first_batch: dict[str, Any] | None = None,
-    weight_decay: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The answer of `copus plan --json`, as `docs/plan.schema.json` describes it.
 
@@ -82,6 +89,8 @@ def to_json(
             "seq_length_from": seq_length_from,
             "cluster": cluster.to_json(),
             "constants": constants,
+            "assumed": list(assumed),
+            **({} if otherwise is None else {"otherwise": otherwise}),
             "warnings": list(warnings),
         },
         "counts": {
@@ -95,6 +104,8 @@ def to_json(
                 "status": plan.status,
                 "ranked": [r.to_json(i + 1) for i, r in enumerate(plan.ranked)],
                 "rejected": [r.to_json() for r in plan.rejected],
+                **({"common_rel_sd": plan.common_sd} if plan.common_sd is not None else {}),
+                **({"try_first": [r.to_json(0) for r in plan.tries]} if plan.tries else {}),
             }
             for plan in plans
         ],
@@ -108,67 +119,35 @@ def to_json(
             addition.add_to(record)
     for record, some in zip(answer["plans"], found.micro_batches or []):
         record["micro_splits"] = [x.to_json() for x in some]
-    if headroom is not None:
-        answer["headroom"] = headroom
-    if first_batch is not None:
-        answer["first_batch"] = first_batch
-    if weight_decay is not None:
-        answer["weight_decay"] = weight_decay
-    if elapsed_s is not None:
-        answer["elapsed_s"] = round(elapsed_s, 3)
     return answer
-
-
-_ALIKE = 0.01
-"""Share of a step below which rows that differ in their chunks alone are one row of the table."""
-
-
-def folded(ranked: Sequence[Ranked]) -> list[tuple[int, Ranked, str]]:
-    """Rows of the table: rank, the first of rows that differ in nothing but the chunks of a stage
-    and hardly in time, and the text for its chunks with those of the others in brackets."""
-    rows: dict[Any, list[tuple[int, Ranked]]] = {}
-    for rank, answer in enumerate(ranked, 1):
-        c = answer.configuration
-        key = dataclasses.replace(c, layout=dataclasses.replace(c.layout, vpp=1))
-        kin = rows.setdefault(key, [])
-        most = (1 + _ALIKE) * kin[0][1].prediction.step_s if kin else 0.0
-        if kin and answer.prediction.step_s > most:
-            kin = rows.setdefault((key, rank), [])
-        kin.append((rank, answer))
-    found = []
-    for (rank, first), *others in rows.values():
-        also = sorted(answer.configuration.layout.vpp for _, answer in others)
-        own = str(first.configuration.layout.vpp)
-        found.append((rank, first, f"{own} ({','.join(map(str, also))})" if also else own))
-    return sorted(found, key=lambda row: row[0])
 
 
 def shares_samples(found: Answer) -> bool:
     """Whether ranks share samples in any row."""
-    return any(r.configuration.layout.cp > 1 for plan in found.plans for r in plan.ranked)
+    rows = (r for plan in found.plans for r in (*plan.tries, *plan.ranked))
+    return any(r.configuration.layout.cp > 1 for r in rows)
 
 
 def cells(
-    rank: int,
+    rank: str,
     answer: Ranked,
-    vpp: str = "",
     *,
     is_mixture: bool = False,
     shows_cp: bool = False,
     shows_chunks: bool = False,
 ) -> list[str]:
-    """One line of the table; `vpp` in place of the chunks of a stage."""
+    """One line of the table."""
     c, p = answer.configuration, answer.prediction
     sharing = [str(c.layout.cp), c.cp_comm_type or "-"] if shows_cp else []
     experts = [c.layout.ep, c.layout.expert_tensor_parallel_size] if is_mixture else []
     return [
-        str(rank),
+        rank,
         str(c.global_batch_size),
         str(c.layout.tp),
         *sharing,
         "yes" if c.sequence_parallel else "no",
         str(c.layout.pp),
-        vpp or str(c.layout.vpp),
+        str(c.layout.vpp),
         *map(str, experts),
         *(str(x) for x in (c.layout.dp, c.micro_batch_size, c.num_microbatches)),
         c.recomputation,
@@ -180,8 +159,17 @@ def cells(
         f"{100 * p.time_s['bubble'] / p.step_s:.1f}",
         f"{p.peak_bytes / GIB:.1f}",
         f"{100 * p.fit_probability:.0f}",
-        f"{100 * p.step_rel_sd:.0f}",
+        f"{100 * answer.over_first_sd:.0f}" if answer.over_first_sd else "-",
+        _equals_of(answer),
     ]
+
+
+def _equals_of(answer: Ranked) -> str:
+    """The fastest equals of a row in words."""
+    others = sorted(answer.equals, key=lambda other: other.prediction.step_s)
+    words = [difference(answer, other) for other in others[:_SHOWN]]
+    more = len(others) - _SHOWN
+    return "; ".join([*words, f"{more} more"] if more > 0 else words)
 
 
 def table(
@@ -194,36 +182,36 @@ def table(
     """Prints all plans with what was found for each; every row is one line. Sizes of experts are
     columns for a mixture only, those of context parallelism and of logits in parts where a row has
     some."""
-    chunks = (r.configuration.logits_chunks for plan in found.plans for r in plan.ranked)
-    shows_chunks = any(number > 1 for number in chunks)
+    every = [r for plan in found.plans for r in (*plan.tries, *plan.ranked)]
+    shows_chunks = any(r.configuration.logits_chunks > 1 for r in every)
     shows_cp = shows_cp or shares_samples(found)
     at, after = _COLUMNS.index("tp") + 1, _COLUMNS.index("vpp") + 1
     names = [*_COLUMNS[:at], *(_OF_SHARING if shows_cp else ()), *_COLUMNS[at:after]]
     names += [*(_OF_EXPERTS if is_mixture else ()), *_COLUMNS[after:]]
     if shows_chunks:
         names[names.index("zero") : names.index("zero")] = _OF_LOGITS
+    options = {"is_mixture": is_mixture, "shows_cp": shows_cp, "shows_chunks": shows_chunks}
     for number, plan in enumerate(found.plans):
         if number:
             console.print()
-        if plan.ranked:
+        for line in tries_lines(plan):
+            console.print(line, style="yellow", highlight=False, markup=False)
+        if not plan.ranked:
+            console.print(f"global batch {plan.global_batch_size}: {plan.status}")
+        if plan.tries or plan.ranked:
             shown = Table(box=None, header_style="bold", pad_edge=False)
             for name in names:
                 shown.add_column(name, justify="right", no_wrap=True)
-            for rank, answer, vpp in folded(plan.ranked):
-                row = cells(
-                    rank,
-                    answer,
-                    vpp,
-                    is_mixture=is_mixture,
-                    shows_cp=shows_cp,
-                    shows_chunks=shows_chunks,
+            shown.add_column(_EQUALS, justify="left", no_wrap=True)
+            for one in plan.tries:
+                shown.add_row(*cells("try", one, **options), style="yellow")
+            for rank, one in enumerate(plan.ranked, 1):
+                shown.add_row(
+                    *cells(str(rank), one, **options), style="green" if rank == 1 else None
                 )
-                shown.add_row(*row, style="green" if rank == 1 else None)
             console.print(shown)
-            if (addition := plan.ranked[0].addition) is not None:
-                addition.show(console)
-        else:
-            console.print(f"global batch {plan.global_batch_size}: {plan.status}")
+        if plan.ranked and (addition := plan.ranked[0].addition) is not None:
+            addition.show(console)
         for line in lines(found.partitions[number]) if found.partitions is not None else []:
             console.print(line, highlight=False, markup=False)
         if found.micro_batches is not None:
@@ -237,10 +225,35 @@ def table(
             highlight=False,
         )
         for r in plan.rejected:
-            line = f"{r.count} rejected, {r.code}: such as {r.detail}; {r.fix}"
+            line = f"{r.count} rejected, {r.code}: for example {r.detail}; {r.fix}"
             console.print(line, style="dim", highlight=False, markup=False)
             for c in r.members or []:
                 console.print(f"  {c}", style="dim", highlight=False, markup=False)
+    if common := next((p.common_sd for p in found.plans if p.common_sd is not None), None):
+        console.print(
+            f"all times may be {100 * common:.0f} % longer or shorter together (one standard "
+            "deviation), on which the order does not depend; +- is what each may be off besides, "
+            "over row 1",
+            highlight=False,
+            markup=False,
+        )
+    for line in _LEGEND if any(plan.ranked for plan in found.plans) else ():
+        console.print(line, style="dim", highlight=False, markup=False)
+
+
+def tries_lines(plan: Plan) -> list[str]:
+    """What to try before the first row, or where nothing is sure to fit."""
+    best, found = plan.ranked[0].prediction.step_s if plan.ranked else None, []
+    for number, one in enumerate(plan.tries):
+        p = one.prediction
+        faster = f"{100 * (best / p.step_s - 1):.0f} % faster than row 1, " if best else ""
+        order = "try this first" if p.fit_probability >= _EVEN else "worth a try"
+        if number:
+            order = "faster still"
+        found.append(
+            f"{order}: {faster}fits with probability {p.fit_probability:.2f}: {one.configuration}"
+        )
+    return found
 
 
 def console_for(file: TextIO) -> Console:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shlex
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.hugging_face import spec_of_config
 from copus_ext.cost_model.megatron_flags import attention_of, spec_of_arguments
-from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, NORMS, PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
-from copus_ext.planner.profile import read_profile
+from copus_ext.planner.profile import Timing, read_profile
 from copus_ext.planner.space import may_overlap
 from megatron.trainer.common.extras import extras
 from megatron.trainer.config.draft import flag_of
@@ -69,7 +71,7 @@ _SPELLED = {
     },
 }
 """Flags that are not spelled like their field."""
-_IMPLEMENTED = ("implementation", "attention", "gradient_bytes", "optimizer_bytes")
+_IMPLEMENTED = ("implementation", "attention", "norm", "gradient_bytes", "optimizer_bytes")
 """Flags of a model that a name or a config.json does not say."""
 _MAPPING = "use_tp_pp_dp_mapping"
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
@@ -132,7 +134,7 @@ def _sizes_of_layout(flag: str, part: str, extra: tuple[str, ...]) -> dict[str, 
     if layout is None or layout.layer_partition or layout.world_size > LARGEST:
         raise UsageProblem(
             f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}, or a layout "
-            "with all its sizes, such as tp2.pp2.dp4"
+            "with all its sizes, for example tp2.pp2.dp4"
         )
     # A text without sizes of experts, or of context parallelism, has the usual ones.
     return {"cp": 1, "ep": 1, "etp": layout.tp, **layout.to_json()}
@@ -197,7 +199,9 @@ def configuration_of(
 
 
 def add_model_flags(group: Any) -> None:
-    group.add_argument("--model", help="a name such as gpt3-175b, or a Hugging Face config.json")
+    group.add_argument(
+        "--model", help="a name, for example gpt3-175b, or a Hugging Face config.json"
+    )
     group.add_argument("--megatron-args", metavar="FLAGS", help="Megatron's flags in one text")
     words = "tokens of a sample (default: the context of a named model)"
     group.add_argument("--seq-length", type=int, help=words)
@@ -205,6 +209,8 @@ def add_model_flags(group: Any) -> None:
     group.add_argument("--implementation", choices=IMPLEMENTATIONS, help=words)
     words = "kernels of attention with --model; torch has a softmax in fp32 (default: flash)"
     group.add_argument("--attention", choices=list(ATTENTION), help=words)
+    words = "kernels of norms with --model (default: fused, and torch with local and legacy layers)"
+    group.add_argument("--norm", choices=NORMS, help=words)
     words = "of a gradient element as kept and reduced, with --model (default: 4)"
     group.add_argument("--gradient-bytes", type=int, choices=(2, 4), help=words)
     words = "optimizer state of a parameter, with --model (default: 12, and 8 in fp32)"
@@ -229,7 +235,7 @@ def length_line(args: argparse.Namespace, model: ModelSpec) -> str:
         return f"samples of {tokens} tokens ({source})"
     line = f"samples of {tokens} tokens, the context of {model.name}"
     if tokens > _LONG:
-        line += f"; pre-training mostly takes shorter ones, such as --seq-length {_LONG // 2}"
+        line += f"; pre-training mostly takes shorter ones, for example --seq-length {_LONG // 2}"
     return line
 
 
@@ -256,7 +262,7 @@ def _described_model(args: argparse.Namespace) -> Any:
             shlex.split(args.megatron_args)
         except ValueError as error:
             raise UsageProblem(f"--megatron-args: {error}") from error
-        spec = spec_of_arguments(_parsed(args.megatron_args))
+        spec = spec_of_arguments(parsed_flags(args.megatron_args))
     elif args.model in PRESETS:
         spec = PRESETS[args.model]
     elif args.model.endswith(".json"):
@@ -278,7 +284,8 @@ def _described_model(args: argparse.Namespace) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _parsed(megatron_args: str) -> Any:
+def parsed_flags(megatron_args: str) -> Any:
+    """Megatron's flags as the trainer reads them, by field name."""
     from megatron.trainer.config.arguments import parse_args
 
     return parse_args(shlex.split(megatron_args))
@@ -288,7 +295,7 @@ def megatron_flag(args: argparse.Namespace, name: str) -> Any:
     """A field of `--megatron-args` that was given there, else None."""
     if args.megatron_args is None:
         return None
-    found = _parsed(args.megatron_args)
+    found = parsed_flags(args.megatron_args)
     return getattr(found, name) if name in found.explicit_flags else None
 
 
@@ -306,9 +313,10 @@ def batch_of_flags(args: argparse.Namespace) -> int | None:
     return batch if isinstance(batch, int) else None
 
 
-def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
-    """What of a Megatron-LM command line the answer does not depend on, a line each."""
-    args = _parsed(megatron_args)
+def notes_on(megatron_args: str, *, no_overlap: bool, priced: bool = False) -> list[str]:
+    """What of a Megatron-LM command line the answer does not depend on, a line each. Its layout is
+    priced by itself or not."""
+    args = parsed_flags(megatron_args)
     given = args.explicit_flags
     known = _OF_TORCH_SOFTMAX if attention_of(args) == "torch" else ()
     of_extras = (name for extra in extras() for name in extra.unpriced)
@@ -334,7 +342,7 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
     if unpriced:
         notes.append(f"the cost model does not know {', '.join(unpriced)}: priced without")
     notes += notes_of(args.ignored_flags)
-    if searched:
+    if searched and not priced:
         fix = "keep sizes with --fix and --recompute"
         notes.append(f"the search finds what {', '.join(searched)} would say; {fix}")
     return notes
@@ -342,8 +350,7 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
 
 def uses_tp_pp_dp_mapping(args: argparse.Namespace) -> bool:
     """Whether ranks are numbered tensor, pipeline, data, by a flag of ours or of Megatron."""
-    given = args.megatron_args
-    return args.use_tp_pp_dp_mapping or (given is not None and _parsed(given).use_tp_pp_dp_mapping)
+    return args.use_tp_pp_dp_mapping or bool(megatron_flag(args, "use_tp_pp_dp_mapping"))
 
 
 def cp_comm_types_of_flags(args: argparse.Namespace) -> tuple[str, ...]:
@@ -377,7 +384,7 @@ def logits_chunks_of(args: argparse.Namespace, model: ModelSpec) -> tuple[int, .
         return LOGITS_CHUNKS if not model.mtp_num_layers else (1,)
     parts = text.split(",")
     if not all(is_number(x) and int(x) for x in parts):
-        raise UsageProblem(f"--logits-chunks {text}: write numbers such as 1,2,4")
+        raise UsageProblem(f"--logits-chunks {text}: write numbers, for example 1,2,4")
     found = tuple(sorted(set(map(int, parts))))
     if model.mtp_num_layers and found != (1,):
         raise UsageProblem(f"--logits-chunks {text} excludes --mtp-num-layers; drop one")
@@ -425,25 +432,64 @@ def _described_cluster(args: argparse.Namespace) -> Any:
     return of_gpu(args.gpu, nodes=args.nodes, gpus_per_node=per_node)
 
 
-def timings_of(path: Path, model: Any, cluster: Any) -> list[Any]:
-    """The measured times, if they are of this model on such a cluster."""
-    try:
-        machine, timings = read_profile(path)
-    except (OSError, ValueError, TypeError) as error:
-        raise InputProblem(f"--profile {path}: {error}") from error
-    try:
-        theirs = ModelSpec.from_json(machine.get("model", {}))
-    except SpecError as error:
-        raise InputProblem(f"--profile {path}: {error}") from error
-    if dataclasses.replace(theirs, name=model.name) != model:
-        raise InputProblem(f"--profile {path} was measured with another model; measure this one")
-    measured = machine.get("world_size"), machine.get("gpu")
-    if measured != (cluster.world_size, cluster.gpu.name):
-        raise InputProblem(
-            f"--profile {path} was measured on {measured[0]} x {measured[1]} and the cluster is "
-            f"{cluster.world_size} x {cluster.gpu.name}; measure there"
-        )
-    return timings
+def timings_of(
+    paths: Sequence[Path], model: ModelSpec, cluster: ClusterSpec
+) -> tuple[list[Timing], list[tuple[ModelSpec, list[Timing]]]]:
+    """The measured times of profiles of such a cluster: those of this model, and those of others.
+
+    Raises:
+        InputProblem: a file that is no profile, or one of another cluster.
+    """
+    own: list[Timing] = []
+    others: list[tuple[ModelSpec, list[Timing]]] = []
+    for path in paths:
+        try:
+            machine, timings = read_profile(path)
+            theirs = ModelSpec.from_json(machine.get("model", {}))
+            theirs.check_predictable()
+        except (OSError, ValueError, TypeError, SpecError) as error:
+            raise InputProblem(f"--profile {path}: {error}") from error
+        measured = machine.get("world_size"), machine.get("gpu")
+        if measured != (cluster.world_size, cluster.gpu.name):
+            raise InputProblem(
+                f"--profile {path} was measured on {measured[0]} x {measured[1]} and the cluster "
+                f"is {cluster.world_size} x {cluster.gpu.name}; measure there"
+            )
+        if dataclasses.replace(theirs, name=model.name) == model:
+            own += timings
+        else:
+            others.append((theirs, timings))
+    return own, others
+
+
+def measured_of(
+    texts: Sequence[str], batch: int, world_size: int
+) -> tuple[list[Timing], list[Configuration]]:
+    """Runs that were measured by hand, `CONFIG: 18.2 s`, `CONFIG: 18.2 s, 62 GiB` or `CONFIG: oom`,
+    of one global batch: what ran, and what ran out of memory.
+
+    Raises:
+        UsageProblem: another text.
+    """
+    ran: list[Timing] = []
+    lacked: list[Configuration] = []
+    for text in texts:
+        name, _, told = text.rpartition(":")
+        c = configuration_of(name.strip(), global_batch_size=batch, world_size=world_size)
+        if told.strip().lower() == "oom":
+            lacked.append(c)
+            continue
+        seconds, _, peak = (part.strip() for part in told.partition(","))
+        try:
+            step_s = float(seconds.removesuffix("s"))
+            peak_bytes = quantity(peak) if peak else None
+        except (ValueError, SpecError):
+            step_s, peak_bytes = 0.0, None
+        if not 0 < step_s < math.inf:
+            how = "write CONFIG: 18.2 s, or CONFIG: 18.2 s, 62 GiB, or CONFIG: oom"
+            raise UsageProblem(f"--measured {text}: {how}")
+        ran.append(Timing(configuration=c, step_s=step_s, peak_bytes=peak_bytes))
+    return ran, lacked
 
 
 def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:

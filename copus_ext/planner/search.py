@@ -23,14 +23,14 @@ from copus_ext.cost_model.peak_correction import (
     AS_PREDICTED,
     KINDS,
     PeakCorrection,
-    fit_probability,
     max_bytes,
 )
 from copus_ext.cost_model.rows import ConfigBatch
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import PARTS, StepTime, min_step_s, step_time
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.explain import check_block, reason
+from copus_ext.planner.equals import EQUAL, in_order, rarities, worth_trying
+from copus_ext.planner.explain import check_block, rejected
 from copus_ext.planner.plan import Plan, Prediction, Ranked, Rejected
 from copus_ext.planner.profile import Measured, Timing
 from copus_ext.planner.space import (
@@ -49,11 +49,12 @@ from megatron.trainer.model.flops import training_flops_per_sample
 MEMORY, DOMINATED = REJECTION_CODES.index("memory"), REJECTION_CODES.index("dominated")
 MEMORY_MARGIN = 0.04
 """Share of a GPU's memory that is left alone."""
-_LOOKED_AT = 64
 _SPACES_KEPT = 4
 Z_SURE, Z_DOMINATES = 1.2816, 2.3263
-"""Standard deviations for a probability to fit. A candidate needs 90 %. One that prunes others
-needs 99 %."""
+"""Standard deviations below the limit that a candidate needs, and one that prunes others: 90 and
+99 % where peaks were measured, 80 and 94 % where none was (`PeakCorrection.fit_probability`)."""
+MAY_FIT = 0.1
+"""Least probability of a configuration that is worth trying."""
 
 
 @dataclass(kw_only=True)
@@ -66,6 +67,8 @@ class _Space:
     """[n] which of them are candidates."""
     peaks: Any
     """[n] bytes of the legal ones, at least."""
+    likely: Any
+    """[n] probability of those rejected for memory to fit after all; 0 of the others."""
     times: StepTime | None = None
     """Raw predictions of all candidates, once they were needed."""
 
@@ -85,6 +88,7 @@ class Planner:
         memory_margin: share of a GPU's memory left alone.
         timings: what was measured; beats predictions, and corrects those of its kin.
         too_large: configurations that ran out of the memory of a GPU.
+        of_others: times of other models on this machine, which correct those of this one.
 
     Raises:
         SpecError: a model that the cost model does not know.
@@ -100,6 +104,7 @@ class Planner:
         memory_margin: float = MEMORY_MARGIN,
         timings: Sequence[Timing] = (),
         too_large: Sequence[Configuration] = (),
+        of_others: Sequence[tuple[ModelSpec, Sequence[Timing]]] = (),
     ) -> None:
         model.check_predictable()
         self.model, self.cluster = model, cluster
@@ -110,8 +115,8 @@ class Planner:
         memory = min((node.gpu.memory_bytes for node in cluster.nodes), default=None)
         self.limit_bytes = (memory or cluster.gpu.memory_bytes) * (1 - memory_margin)
         self._space: dict[Any, _Space] = {}
-        self.peaks, self._too_large = AS_PREDICTED, tuple(too_large)
-        self.retime(timings)
+        self.peaks, self.too_large = AS_PREDICTED, tuple(too_large)
+        self.retime(timings, of_others=of_others)
 
     def safe_bytes(self, configuration: Configuration) -> float:
         """Largest predicted peak with which a configuration is a candidate, by the doubt of its own
@@ -128,10 +133,13 @@ class Planner:
         timings: Sequence[Timing],
         earlier: Sequence[Timing] = (),
         peaks: Sequence[Timing] = (),
+        of_others: Sequence[tuple[ModelSpec, Sequence[Timing]]] = (),
     ) -> None:
-        """Takes other measured times, those of an earlier time apart, and peaks of memory without
-        their times. What the space is made of stays, unless the memory says otherwise."""
-        self._measured = Measured(self.model, self.cluster, self.constants, timings, earlier)
+        """Takes other measured times, those of an earlier time and of other models apart, and peaks
+        of memory without their times. What the space is made of stays, unless the memory says
+        otherwise."""
+        known = timings, earlier, of_others
+        self._measured = Measured(self.model, self.cluster, self.constants, *known)
         self.set_peaks(self._measured_peaks([*timings, *earlier, *peaks]))
 
     def set_peaks(self, peaks: PeakCorrection) -> None:
@@ -141,7 +149,7 @@ class Planner:
             self._space.clear()
 
     def _measured_peaks(self, timings: Sequence[Timing]) -> PeakCorrection:
-        ran, lacked = [x.configuration for x in timings], self._too_large
+        ran, lacked = [x.configuration for x in timings], self.too_large
         if not (ran or lacked):
             return AS_PREDICTED
         sizes = [node.gpu.memory_bytes for node in self.cluster.nodes or [self.cluster]]
@@ -156,7 +164,7 @@ class Planner:
 
     def measured_factor(self, configuration: Configuration) -> float:
         """What measured times make of the predicted seconds of a configuration."""
-        if not self.timings:
+        if not self.is_corrected:
             return 1.0
         points = points_of([configuration])
         times = step_time(to_config_batch(self.model, self.cluster, points), self.constants)
@@ -166,6 +174,11 @@ class Planner:
     def timings(self) -> Sequence[Timing]:
         return self._measured.timings
 
+    @property
+    def is_corrected(self) -> bool:
+        """Whether measured times, its own or those of other models, correct the predictions."""
+        return self._measured.knows
+
     def rank(
         self,
         batch_sizes: Sequence[int],
@@ -173,23 +186,25 @@ class Planner:
         top: int = 10,
         list_rejected: bool = False,
         against: Configuration | None = None,
+        tries: int = 0,
     ) -> list[Plan]:
-        """The best configurations of every global batch, by samples per second.
+        """The best configurations of every global batch, by samples per second; of those that are
+        equally fast the simplest first (`equals.in_order`).
 
         Args:
             batch_sizes: samples of a step.
             top: how many to return of each.
             list_rejected: name every rejected configuration, not one of each kind.
             against: a configuration that each is compared with (`against_rel_sd`).
+            tries: how many to return of those that may not fit (`Plan.tries`).
         """
         space = self._judged(batch_sizes)
         points, fits = space.points, space.fits
         seconds, times = self._exact_where_needed(space, top)
         orders = []
         for batch in batch_sizes:
-            able = np.flatnonzero(fits & (points.asked_batch_size == batch))
-            order = able[np.lexsort((able, seconds[able]))][:top]
-            orders.append(order[np.isfinite(seconds[order])])
+            able = fits & (points.asked_batch_size == batch) & np.isfinite(seconds)
+            orders.append(self._ordered(points, seconds, np.flatnonzero(able))[:top])
         chosen = np.concatenate(orders)
         answers = iter(self._answers(points.take(chosen), times.take(chosen), against))
         return [
@@ -197,10 +212,45 @@ class Planner:
                 global_batch_size=batch,
                 ranked=[next(answers) for _ in order],
                 num_ranked=int((fits & (points.asked_batch_size == batch)).sum()),
-                rejected=self._rejected(space, points.asked_batch_size == batch, list_rejected),
+                rejected=rejected(self, space, points.asked_batch_size == batch, list_rejected),
+                tries=self._tries(space, batch, seconds[order].min(initial=np.inf), tries),
             )
             for batch, order in zip(batch_sizes, orders)
         ]
+
+    def _ordered(self, points: Candidates, seconds: Any, at: Any) -> Any:
+        """Some indices in the order of `equals.in_order`. What was timed is as good as simple."""
+        some = points.take(at)
+        rare = np.where(self._measured.ran(some), 0.0, rarities(self.model, some))
+        return at[in_order(seconds[at], rare)]
+
+    def _tries(self, space: _Space, batch: int, safe_s: float, number: int) -> list[Ranked]:
+        """See `Plan.tries`. One is better the more its gain times its probability; where nothing is
+        safe, the more likely it fits.
+
+        Args:
+            space: of all batches.
+            batch: the one that is meant.
+            safe_s: seconds of a sample of the fastest that is safe, infinite where none is.
+            number: how many at most.
+        """
+        mine = (space.points.asked_batch_size == batch) & (space.likely >= MAY_FIT)
+        at = np.flatnonzero(mine)
+        if not (number and len(at)):
+            return []
+        some = space.points.take(at)
+        rows = to_config_batch(self.model, self.cluster, some).full()
+        limit = safe_s / (1.0 + EQUAL)
+        if not self.is_corrected:
+            near = min_step_s(rows, self.constants) / some.global_batch_size < limit
+            at, some, rows = at[near], some.take(near), rows.take(near)
+        if not len(at):
+            return []
+        times = step_time(rows, self.constants)
+        seconds = self._measured.corrected(some, times)[0] / some.global_batch_size
+        rare, likely = rarities(self.model, some), space.likely[at]
+        chosen = worth_trying(seconds, likely, rare, safe_s=safe_s, number=number)
+        return self._answers(some.take(chosen), times.take(chosen))
 
     def every(self, batch: int) -> tuple[Candidates, Any]:
         """All candidates of a global batch, n of them, and the predicted seconds of a step of each:
@@ -228,6 +278,14 @@ class Planner:
         times = step_time(to_config_batch(self.model, self.cluster, points), self.constants)
         return [some[i] for i in self._measured.most_informative(points, times, number)]
 
+    def doubts(self, some: Sequence[Configuration]) -> tuple[float, list[float]]:
+        """Relative uncertainty that the seconds of some configurations share, and that of each over
+        the first."""
+        points = points_of(some)
+        times = step_time(to_config_batch(self.model, self.cluster, points), self.constants)
+        common, over = self._measured.apart(points, times)
+        return common, over.tolist()
+
     def _judged(self, batch_sizes: Sequence[int]) -> _Space:
         """All points of some batches; made once."""
         key = self._key(batch_sizes)
@@ -247,7 +305,7 @@ class Planner:
         model = replace(self.model, extras=other.model.extras)
         alike = (model, self.cluster, self.limit_bytes, self.peaks, self.limits)
         assert alike == (other.model, other.cluster, other.limit_bytes, other.peaks, other.limits)
-        assert not (self.timings or other.timings)
+        assert not (self.is_corrected or other.is_corrected)
         self._space[self._key(batch_sizes)] = replace(other._judged(batch_sizes), times=None)
 
     def _enumerate(self, batch_sizes: Sequence[int]) -> _Space:
@@ -265,6 +323,7 @@ class Planner:
             points=joined([found.points.take(keep), wide.points]),
             fits=np.concatenate([found.fits[keep], wide.fits]),
             peaks=np.concatenate([found.peaks[keep], wide.peaks]),
+            likely=np.concatenate([found.likely[keep], wide.likely]),
         )
 
     def _fitted(self, batch_sizes: Sequence[int], limits: Limits) -> _Space:
@@ -307,7 +366,10 @@ class Planner:
         surely &= some.logits_chunks == limits.logits_chunks[0]
         beaten = prune_dominated(some, surely, self._measured.points)
         points.code[fits[beaten]] = DOMINATED
-        return _Space(points=points, fits=points.code == LEGAL, peaks=peaks)
+        likely = np.zeros(len(points))
+        at = np.flatnonzero(lacks & (sd > 0))
+        likely[at] = self.peaks.fit_probability(peaks[at], self.limit_bytes, sd[at])
+        return _Space(points=points, fits=points.code == LEGAL, peaks=peaks, likely=likely)
 
     def _may_fit(self, points: Candidates, peaks: Any, chunks: int) -> Any:
         """[n] whether points that need so much could fit with logits in some parts: their peak
@@ -330,10 +392,6 @@ class Planner:
         _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
         return static_bytes(to_config_batch(self.model, self.cluster, points.take(first)))[kind]
 
-    def _peaks(self, points: Candidates) -> Any:
-        rows = to_config_batch(self.model, self.cluster, points)
-        return self.peak_bytes_of(rows.unevenly_loaded())
-
     def peak_bytes_of(self, rows: ConfigBatch) -> Any:
         """[n] bytes of the stage that needs most, corrected by measured peaks."""
         return self.peaks_of(rows)[0]
@@ -343,15 +401,16 @@ class Planner:
         return peaks(rows, correction=self.peaks)
 
     def _exact_where_needed(self, space: _Space, top: int) -> tuple[Any, StepTime]:
-        """[n] seconds per sample of every candidate that could be among the best of its batch,
-        infinity for the others; and what was predicted of steps before any correction."""
+        """[n] seconds per sample of every candidate that could be among the best of its batch or
+        their equals, infinity for the others; and what was predicted of steps before any
+        correction."""
         points = space.points
         seconds, times = np.full(len(points), np.inf), StepTime.unknown(len(points))
         at = np.flatnonzero(space.fits)
         if not len(at):
             return seconds, times
         some = space.candidates
-        if self._measured.timings:
+        if self.is_corrected:
             # A measured time may lie below any bound of a prediction: leave nothing out.
             if space.times is None:
                 space.times = StepTime.unknown(len(points))
@@ -373,7 +432,8 @@ class Planner:
         )
         for which in (first, None):
             if which is None:
-                which = np.flatnonzero(~done & (bound <= self._kth(some, exact, top)))
+                last = (1.0 + EQUAL) * self._kth(some, exact, top)
+                which = np.flatnonzero(~done & (bound <= last))
             if len(which):
                 found = step_time(rows.take(which), self.constants)
                 times.put(at[which], found)
@@ -402,7 +462,8 @@ class Planner:
         bytes_ = memory(rows, correction=self.peaks)
         seconds, sd, source = self._measured.corrected(points, times)
         against_sd = None if against is None else self._measured.against(points, times, against)
-        likely = fit_probability(bytes_.peak_bytes, self.limit_bytes, self.peaks_of(rows)[1])
+        doubt = self.peaks_of(rows)[1]
+        likely = self.peaks.fit_probability(bytes_.peak_bytes, self.limit_bytes, doubt)
         likely = np.where(self._measured.ran(points), 1.0, likely)
         flops = flops_per_sample(self.model)
         lacks = {"ep"} if self.model.num_experts is None else set()
@@ -440,35 +501,6 @@ class Planner:
             )
         return answers
 
-    def _rejected(self, space: _Space, mine: Any, every: bool = False) -> list[Rejected]:
-        points, peaks = space.points, space.peaks
-        found = []
-        for code, name in enumerate(REJECTION_CODES):
-            at = np.flatnonzero(mine & (points.code == code))
-            if not len(at):
-                continue
-            i, peak = int(at[0]), None
-            if name == "memory":
-                # Of most only weights and optimizer were counted: look closer at the smallest.
-                near = at[np.argsort(peaks[at], kind="stable")[:_LOOKED_AT]]
-                needs = self._peaks(points.take(near))
-                i, peak = int(near[np.argmin(needs)]), float(needs.min())
-            example = points.configuration(i)
-            safe = self.limit_bytes if peak is None else self.safe_bytes(example)
-            detail, fix = reason(name, self.model, example, peak, safe)
-            members = [points.configuration(int(j)) for j in at] if every else None
-            found.append(
-                Rejected(
-                    code=name,
-                    count=len(at),
-                    example=example,
-                    detail=detail,
-                    fix=fix,
-                    members=members,
-                )
-            )
-        return found
-
     def on(
         self, cluster: ClusterSpec, limits: Limits | None = None, model: ModelSpec | None = None
     ) -> Planner:
@@ -481,6 +513,7 @@ class Planner:
             limits=limits or self.limits,
             memory_margin=self.memory_margin,
             timings=self._measured.timings if cluster == self.cluster else (),
+            of_others=self._measured.of_others if cluster == self.cluster else (),
         )
         other.set_peaks(self.peaks)
         return other
@@ -489,6 +522,12 @@ class Planner:
         """Predicted seconds of a step under some conditions, uncorrected by measurements."""
         rows = to_config_batch(self.model, self.cluster, points_of([configuration]))
         return float(step_time(rows, self.constants.under(factors)).step_s[0])
+
+    def priced(self, configuration: Configuration) -> Ranked:
+        """Prices a legal configuration, whether it fits or not."""
+        one = points_of([configuration])
+        times = step_time(to_config_batch(self.model, self.cluster, one), self.constants)
+        return self._answers(one, times)[0]
 
     def explain(self, configuration: Configuration) -> Ranked | Rejected:
         """Prices one configuration, or says what speaks against it.
@@ -527,12 +566,10 @@ class Planner:
         if not len(at):
             raise SpecError(f"{c} is not a configuration of {self.cluster.world_size} GPUs")
         if space.fits[at[0]]:
-            one = points.take(at[:1])
-            times = step_time(to_config_batch(self.model, self.cluster, one), self.constants)
-            return planner._answers(one, times)[0]
+            return planner.priced(points.configuration(int(at[0])))
         only = np.zeros(len(points), dtype=bool)
         only[at[0]] = True
-        return planner._rejected(space, only)[0]
+        return rejected(planner, space, only)[0]
 
 
 def flops_per_sample(m: ModelSpec) -> float:

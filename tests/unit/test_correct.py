@@ -35,7 +35,7 @@ def test_a_measured_row_returns_to_its_measurement_and_the_prior_stays_without_a
     assert got.factor[3] == pytest.approx(math.exp(0.2), rel=0.01)
     assert got.relative_sd[3] < 0.011
     nothing, s = correct(KEYS, [], [], against=0), Spread()
-    parts = (s.common, s.tensor, s.pipeline, s.pair, s.own, PartSpread().compute)
+    parts = (module._UNSEEN, s.tensor, s.pipeline, s.pair, s.own, PartSpread().compute)
     assert (nothing.factor == 1).all()
     prior = [math.hypot(*parts, s.piped if pp > 1 else 0.0) for _, pp, _ in KEYS]
     assert nothing.relative_sd == pytest.approx(prior)
@@ -273,7 +273,7 @@ def test_a_slow_link_says_no_more_of_computation_than_of_itself() -> None:
     """One that mostly waits for a link takes five times as long as predicted."""
     steps = mixed({"compute": [1.0, 0.2], "dp": [0, 0.8]})
     got = module.correct(steps, steps.take([1]), [math.log(5.0)])
-    assert 3 < got.factor[0] < 5 and got.relative_sd[0] < 0.6
+    assert 3 < got.factor[0] < 5 and got.relative_sd[0] < 0.65
 
 
 @pytest.mark.parametrize("factor", [1 / 3, 2, 5])

@@ -20,6 +20,7 @@ from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.better_machine import what_would_help
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.equals import EQUAL, in_order, rarities
 from copus_ext.planner.plan import Ranked, Rejected
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import DOMINATED, Planner
@@ -35,7 +36,8 @@ def test_the_best_are_those_of_brute_force(gpus: int, batch: int) -> None:
     space = planner._judged([batch])
     every = space.candidates
     rows = to_config_batch(MODEL, planner.cluster, every).full()
-    seconds = np.sort(step_time(rows, planner.constants).step_s)
+    seconds = step_time(rows, planner.constants).step_s
+    fastest, seconds = seconds.min(), seconds[in_order(seconds, rarities(MODEL, every))]
     found = planner.rank([batch], top=12)[0]
     assert found.num_ranked == len(every)
     got = [r.prediction.step_s for r in found.ranked]
@@ -44,7 +46,7 @@ def test_the_best_are_those_of_brute_force(gpus: int, batch: int) -> None:
     beaten = step_time(
         to_config_batch(MODEL, planner.cluster, rest).full(), planner.constants
     ).step_s
-    assert len(rest) > 100 and beaten.min() >= seconds[0]
+    assert len(rest) > 100 and beaten.min() >= fastest
 
 
 def test_what_is_dominated_has_a_kin_that_fits_and_is_no_slower() -> None:
@@ -80,7 +82,7 @@ def test_measured_times_leave_no_kin_out() -> None:
     kin = dataclasses.replace(best.configuration, recompute="block", recompute_num_layers=1)
     found = planner.explain(kin)
     assert isinstance(found, Ranked)
-    assert again.prediction.step_s <= found.prediction.step_s
+    assert again.prediction.step_s <= (1 + EQUAL) * found.prediction.step_s
     planner = Planner(MODEL, preset("a100-80g:16"))
     points = planner._judged([64]).points
     c = points.configuration(int(np.flatnonzero(points.code == DOMINATED)[0]))

@@ -135,8 +135,8 @@ def test_plain_torch_costs_time_that_tensor_ranks_share_only_in_parts() -> None:
     whole, parts = more(parallel=False), more(parallel=True)
     np.testing.assert_allclose(whole, whole[0], rtol=1e-6)
     np.testing.assert_allclose(parts * [1, 2, 4, 8], parts[0], rtol=1e-6)
-    # Two norms of 2 samples, 26 bytes of each element.
-    assert whole[0] == pytest.approx(52 * 2 * MODEL.seq_length * 5120 / 2.039e12, rel=1e-6)
+    # Two norms of 2 samples, 52 bytes of each element.
+    assert whole[0] == pytest.approx(104 * 2 * MODEL.seq_length * 5120 / 2.039e12, rel=1e-6)
 
 
 def test_whole_logits_cost_every_rank_the_whole_loss() -> None:

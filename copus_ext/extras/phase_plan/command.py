@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from copus_ext.commands.plan import (
-    TOKENS_A_PARAMETER,
     add_answer,
     add_inputs,
     exit_code_of,
@@ -26,6 +25,7 @@ from copus_ext.commands.plan import (
     planner_of,
     write_output,
 )
+from copus_ext.commands.plan_run import TOKENS_A_PARAMETER
 from copus_ext.planner.request import UsageProblem, length_line, megatron_flag
 from megatron.trainer.common.errors import UsageError, counted
 from megatron.trainer.common.program import program_name, tell
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         description="The layouts of a run whose samples or batches grow, made ahead.",
         epilog="Exit codes: 0, 2 wrong flags, 4 a phase fits in no layout, 5 a file is not usable.",
     )
-    add_inputs(p, needs_batch=False)
+    add_inputs(p)
     add_answer(p, ["table", "json"])
     run = p.add_argument_group("run")
     words = "tokens of a sample over the run, such as '0:4096 90%%:16384 97%%:65536'"

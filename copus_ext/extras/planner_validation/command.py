@@ -56,6 +56,7 @@ def table(result: dict[str, Any]) -> str:
         ("loss by taking the best predicted, mean", _percent(a["mean_regret"])),
         ("loss, worst group", _percent(a["worst_regret"])),
         ("groups whose best run is a candidate", _percent(a["best_fits"])),
+        ("groups whose best run is one, or may fit", _percent(a["best_shown"])),
         ("runs refused for memory that ran", _percent(a["false_alarms"])),
         ("runs out of memory that were refused", _percent(a["out_of_memory_recall"])),
         ("runs out of memory called sure to fit", _percent(a["failed_but_sure_to_fit"])),
@@ -89,12 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         tell(NAME, f"error: --known {args.known} must be at least 0")
         return 2
     try:
-        skipped: list[str] = []
-        runs = validation.read_table(args.file, skipped=skipped.append)
-        for line in skipped:
-            tell(NAME, f"warning: {args.file}: {line}")
+        runs = validation.read_table(args.file)
         result = validation.judge(runs, validation.predict(runs, num_known=args.known))
-        result["in_all"]["left_out"] = len(skipped)
     except (OSError, SpecError, UnicodeDecodeError) as error:
         tell(NAME, f"error: {args.file}: {error}")
         return 5

@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -23,15 +22,15 @@ from copus_ext.cost_model.model_spec import ATTENTION, PRESETS, ModelSpec
 from copus_ext.cost_model.peak_correction import (
     AS_PREDICTED,
     PeakCorrection,
-    fit_probability,
     max_bytes,
 )
 from copus_ext.cost_model.rows import ConfigBatch, concatenate
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.cost_model.step import StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
+from copus_ext.planner.equals import in_order, rarities
 from copus_ext.planner.profile import steps_of
-from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
+from copus_ext.planner.search import MAY_FIT, MEMORY_MARGIN, Z_SURE
 from copus_ext.planner.sharing import cp_comm_types_of
 from copus_ext.planner.space import points_of, to_config_batch
 from megatron.trainer.config.layout import Layout
@@ -81,31 +80,24 @@ class MeasuredRun:
     """Whether its outcome may correct the others in any case."""
 
 
-class LayersDoNotDivide(SpecError):
-    """A run with uneven stages, which is not priced."""
-
-
 def columns() -> tuple[str, ...]:
     return (*_OWN, *(f.name for f in fields(ModelSpec) if f.name not in _NO_COLUMNS))
 
 
-def read_table(path: Path, *, skipped: Callable[[str], None] = warnings.warn) -> list[MeasuredRun]:
+def read_table(path: Path) -> list[MeasuredRun]:
     """Reads a CSV file with a header. `docs/validate-planner.md` describes the columns.
-
-    Args:
-        skipped: told in a line of every run that is left out, as its stages are uneven.
 
     Raises:
         OSError: it cannot be read.
         SpecError: an unknown column, or a value that makes no sense; line, column and fix.
     """
     try:
-        return _read(path, skipped)
+        return _read(path)
     except csv.Error as error:
         raise SpecError(f"it is not a table: {error}") from error
 
 
-def _read(path: Path, skipped: Callable[[str], None]) -> list[MeasuredRun]:
+def _read(path: Path) -> list[MeasuredRun]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         table = csv.DictReader(file)
         unknown = sorted(set(table.fieldnames or ()) - {*columns()})
@@ -116,8 +108,6 @@ def _read(path: Path, skipped: Callable[[str], None]) -> list[MeasuredRun]:
         for record in table:
             try:
                 found.append(_run(record, path.parent, names))
-            except LayersDoNotDivide as error:
-                skipped(f"line {table.line_num} is left out: {error}")
             except ValueError as error:
                 raise SpecError(f"line {table.line_num}: {error}") from error
     if not found:
@@ -155,8 +145,11 @@ def _run(record: dict[str, Any], folder: Path, names: dict[str, str]) -> Measure
     model = _model(
         tuple(sorted((n, v) for n, v in given.items() if n not in _OWN or n in ("model", *_SHORT)))
     )
-    if model.num_layers % (pp * size["vpp"]):
-        raise LayersDoNotDivide(f"{model.num_layers} layers are not a multiple of pp x vpp")
+    group = given.get("group", _usual_group(model, given, where))
+    chunks = pp * size["vpp"]
+    if model.num_layers % chunks:
+        # A pipeline is as slow as its longest stage.
+        model = dataclasses.replace(model, num_layers=-(-model.num_layers // chunks) * chunks)
     etp = _whole("etp", given["etp"]) if "etp" in given else None
     layout = Layout(tp=tp, cp=cp, pp=pp, vpp=size["vpp"], ep=size["ep"], etp=etp, dp=dp)
     shape = model.shape()
@@ -176,7 +169,7 @@ def _run(record: dict[str, Any], folder: Path, names: dict[str, str]) -> Measure
     ):
         raise SpecError(problems[0])
     return MeasuredRun(
-        group=given.get("group", _usual_group(model, given, where)),
+        group=group,
         model=model,
         cluster=cluster,
         configuration=Configuration(
@@ -291,6 +284,8 @@ class Predictions:
     """[n] of the GPU that needs most."""
     peak_relative_sd: Any
     """[n] relative uncertainty of those."""
+    rare: Any
+    """[n] of `equals.rarities`."""
     known: Any
     """[n] whether its outcome was used."""
 
@@ -309,10 +304,11 @@ def predict(
     for at in _alike(runs).values():
         c = constants or runs[at[0]].cluster.load_constants()
         times.put(at, step_time(_rows([runs[i] for i in at]), c))
-    step_s, sd = times.step_s.copy(), np.empty(len(runs))
+    step_s, sd, rare = times.step_s.copy(), *(np.empty(len(runs)) for _ in range(2))
     known = np.array([run.known for run in runs])
     for at in groups(runs).values():
-        steps = steps_of(points_of([runs[i].configuration for i in at]), times.take(at))
+        points = points_of([runs[i].configuration for i in at])
+        steps, rare[at] = steps_of(points, times.take(at)), rarities(runs[at[0]].model, points)
         # Equal layouts of unlike kernels are no equal configurations.
         steps = dataclasses.replace(steps, keys=np.column_stack([steps.keys, kinds[at]]))
         timed = [j for j, i in enumerate(at) if runs[i].step_s is not None]
@@ -325,7 +321,9 @@ def predict(
         found = correct(steps, steps.take(chosen), ratios)
         step_s[at] *= found.factor
         sd[at] = found.relative_sd
-    return Predictions(step_s=step_s, relative_sd=sd, known=known, **_memory(runs, known))
+    rare = np.where(known, 0.0, rare)
+    about = {"rare": rare, "known": known, **_memory(runs, known)}
+    return Predictions(step_s=step_s, relative_sd=sd, **about)
 
 
 def _kinds(runs: Sequence[MeasuredRun]) -> Any:
@@ -369,7 +367,7 @@ def _memory(runs: Sequence[MeasuredRun], known: Any) -> dict[str, Any]:
             uneven = rows.unevenly_loaded()
             most, sd = peaks(uneven, correction=correction)
         fits[at] = max_bytes(most, sd, Z_SURE) <= limit
-        likely[at] = fit_probability(peak, limit, doubt)
+        likely[at] = correction.fit_probability(peak, limit, doubt)
     ran = np.array([not run.out_of_memory for run in runs])
     return {
         "fits": np.where(known, ran, fits),
@@ -434,8 +432,9 @@ def judge(runs: Sequence[MeasuredRun], found: Predictions) -> dict[str, Any]:
     regrets = [g["regret"] for g in by_group.values() if g["regret"] is not None]
     in_all["mean_regret"] = float(np.mean(regrets)) if regrets else None
     in_all["worst_regret"] = float(np.max(regrets)) if regrets else None
-    best = [g["best_fits"] for g in by_group.values() if g["best_fits"] is not None]
-    in_all["best_fits"] = float(np.mean(best)) if best else None
+    for name in ("best_fits", "best_shown"):
+        best = [g[name] for g in by_group.values() if g[name] is not None]
+        in_all[name] = float(np.mean(best)) if best else None
     in_all["false_alarms"] = float(np.mean(~found.fits[ran])) if ran.any() else None
     in_all["out_of_memory_recall"] = float(np.mean(~found.fits[failed])) if failed.any() else None
     sure = failed & (found.fit_probability >= 0.99)
@@ -460,7 +459,7 @@ def _judge_group(
 ) -> dict[str, Any]:
     timed = np.array([i for i in at if runs[i].step_s is not None], dtype=int)
     group: dict[str, Any] = {"runs": len(at), "kendall_tau": None, "regret": None}
-    group |= {"best_fits": None, "mean": None, "median": None, "bias": None}
+    group |= {"best_fits": None, "best_shown": None, "mean": None, "median": None, "bias": None}
     if not len(timed):
         return group
     seconds = np.array([float(runs[i].step_s or 1.0) for i in timed])
@@ -469,10 +468,12 @@ def _judge_group(
         group |= _errors(np.log(seconds / predicted)[asked])
     if asked.sum() > 2:
         group["kendall_tau"] = kendall_tau(predicted[asked], seconds[asked])
-    group["best_fits"] = bool(found.fits[timed[np.argmin(seconds)]])
-    fits = found.fits[timed]
-    if len(timed) > 1 and fits.any():
-        choice = np.argmin(np.where(fits, predicted, np.inf))
+    best = timed[np.argmin(seconds)]
+    group["best_fits"] = bool(found.fits[best])
+    group["best_shown"] = bool(found.fits[best] or found.fit_probability[best] >= MAY_FIT)
+    fits = np.flatnonzero(found.fits[timed])
+    if len(timed) > 1 and len(fits):
+        choice = fits[in_order(predicted[fits], found.rare[timed][fits])[0]]
         group["regret"] = float(seconds[choice] / seconds.min() - 1)
     return group
 

@@ -122,7 +122,9 @@ def best_rows(planner: Planner, batches: Sequence[int]) -> dict[Key, ConfigThrou
                 relative_sd=PROFILED_SD,
                 source=r.prediction.source,
             )
-            best.setdefault((row.layout, row.global_batch_size), row)
+            key = row.layout, row.global_batch_size
+            if key not in best or row.samples_per_s > best[key].samples_per_s:
+                best[key] = row
     return best
 
 

@@ -238,18 +238,16 @@ def test_one_cluster_under_several_names_is_one_group(tmp_path: Path) -> None:
     assert runs[3].group == runs[4].group != runs[0].group
 
 
-def test_a_run_of_uneven_stages_is_left_out(
+def test_a_run_of_uneven_stages_is_priced_by_its_longest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    uneven = {**BASE, "tp": 1, "pp": 16, "num_layers": 60, "micro_batch_size": 1, "step_s": 1.0}
-    path = write(tmp_path / "runs.csv", [*rows_of(), uneven])
+    one = {**BASE, "tp": 1, "pp": 16, "num_layers": 60, "micro_batch_size": 1, "step_s": 1.0}
+    path = write(tmp_path / "runs.csv", [one, {**one, "num_layers": 64}, {**one, "num_layers": 48}])
     assert command.main([str(path), "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert err.count("\n") == 1 and "line 8 is left out: 60 layers are not a multiple of pp" in err
-    found = json.loads(out)["in_all"]
-    assert found["left_out"] == 1 and found["runs"] == len(LAYOUTS)
-    with pytest.warns(UserWarning, match="line 8 is left out"):
-        assert len(read_table(path)) == len(LAYOUTS)
+    found = json.loads(capsys.readouterr().out)
+    assert found["in_all"]["runs"] == 3 and len(found["groups"]) == 3
+    uneven, even, shorter = predict(read_table(path)).step_s
+    assert uneven == even > shorter
 
 
 def test_kernels_are_told_apart_by_a_correction(tmp_path: Path) -> None:

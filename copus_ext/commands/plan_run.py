@@ -1,0 +1,97 @@
+"""What a plan says of the whole run: its length, the first batch, what adapting the batch can save,
+and the timescale of the weight decay."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from copus_ext.planner.request import batch_of_flags, megatron_flag, samples_of_flags
+from megatron.trainer.common.program import tell
+
+TOKENS_A_PARAMETER = 20
+"""Tokens of a run whose length is not given, for every parameter that a token meets."""
+_AT_ONCE = 16
+"""Batches searched together: enough to share work, few enough for the memory."""
+
+
+def headroom_of(
+    args: argparse.Namespace, planner: Any, plans: list[Any]
+) -> tuple[str, dict[str, Any]] | None:
+    """What adapting the batch of a run can save, in a line and as JSON; None for a single batch."""
+    from copus_ext.goodput.headroom import of_plans
+
+    tokens, length = run_length(args, planner.model)
+    found = of_plans(plans, **length)
+    if found is None:
+        return None
+    line = f"over {tokens:.3g} tokens: {found.of_a_plan()}"
+    return line, {"train_tokens": tokens, **found.to_json()}
+
+
+def run_length(args: argparse.Namespace, model: Any) -> tuple[float, dict[str, float]]:
+    """The tokens of the run; and its samples and the tokens of one, by name."""
+    tokens = args.train_tokens or (samples_of_flags(args) or 0.0) * model.seq_length
+    tokens = tokens or TOKENS_A_PARAMETER * float(model.num_active_parameters)
+    return tokens, {
+        "total_samples": tokens / model.seq_length,
+        "tokens_per_sample": model.seq_length,
+    }
+
+
+def first_batch_of(args: argparse.Namespace, planner: Any) -> tuple[str, dict[str, Any]] | None:
+    """The batch to begin the run with, whatever batches were asked for, in a line and as JSON; None
+    where no batch fits."""
+    from copus_ext.goodput.first_batch import doublings, first_batch
+    from copus_ext.goodput.headroom import rows_of
+
+    tokens, length = run_length(args, planner.model)
+    world_size = planner.cluster.world_size
+    # Powers of two times what is odd in the number of GPUs, which replicas may share.
+    odd = world_size // (world_size & -world_size)
+    sizes = sorted({size for unit in (1, odd) for size in doublings(unit, **length)})
+    found = first_batch(rows_of(ranked(args, planner, sizes, top=1)), **length)
+    if found is None:
+        return None
+    return f"over {tokens:.3g} tokens: {found.of_a_plan()}", {
+        "train_tokens": tokens,
+        **found.to_json(),
+    }
+
+
+def decay_of(args: argparse.Namespace, model: Any, batch: int) -> dict[str, Any] | None:
+    """The batch of the run's flags, or else this one, with the timescale of the weight decay there;
+    None where they give no learning rate for Adam."""
+    from copus_ext.goodput.lr_scaling import decay_timescale
+
+    lr, decay = megatron_flag(args, "lr"), megatron_flag(args, "weight_decay")
+    if not lr or not decay or megatron_flag(args, "optimizer") not in (None, "adam"):
+        return None
+    batch = batch_of_flags(args) or batch
+    samples = run_length(args, model)[1]["total_samples"]
+    tau = decay_timescale(batch, lr=lr, weight_decay=decay, samples=samples)
+    return {"global_batch_size": batch, "timescale": tau}
+
+
+def ranked(
+    args: argparse.Namespace, planner: Any, wanted: list[int], *, top: int, tries: int = 0
+) -> list[Any]:
+    """The plans of all batches, a few at a time, or those before an interrupt; so many
+    configurations of each, and of those that may not fit."""
+    from tqdm import tqdm
+
+    plans: list[Any] = []
+    # No thread for one bar: a program that uses this function may mind signals.
+    tqdm.monitor_interval = 0
+    with tqdm(total=len(wanted), unit="batch", delay=2, leave=False, disable=None) as bar:
+        for start in range(0, len(wanted), _AT_ONCE):
+            some = wanted[start : start + _AT_ONCE]
+            try:
+                plans += planner.rank(some, top=top, list_rejected=args.rejected, tries=tries)
+            except KeyboardInterrupt:
+                if not plans:
+                    raise
+                tell("plan.py", "interrupted; the batches ranked so far follow")
+                break
+            bar.update(len(some))
+    return plans

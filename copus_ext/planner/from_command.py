@@ -1,0 +1,173 @@
+"""Reads a command that starts Megatron-LM: its flags, its ranks, and the layout that it has now."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.equals import EQUAL
+from copus_ext.planner.explain import GIB
+from copus_ext.planner.plan import Plan, Ranked
+from copus_ext.planner.request import UsageProblem, configuration_of, is_number, parsed_flags
+from copus_ext.planner.search import Planner
+
+FLAG = "--from-command"
+_UNLIKELY = 0.8
+"""Probability to fit below which a command that may well run is doubted."""
+_UNEVEN = (
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
+    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
+    "account_for_loss_in_pipeline_split",
+)
+
+
+class FromCommand(argparse.Action):
+    """Takes `torchrun LAUNCHER-FLAGS pretrain_gpt.py FLAGS` apart: what follows the script is
+    `megatron_args`, and the launcher says how many ranks there are, as (nodes, ranks of a node) in
+    `launched`; a number that it does not say is None."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            words = shlex.split(str(values).replace("\\\n", " "))
+        except ValueError as error:
+            parser.error(f"{FLAG}: {error}")
+        script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+        if script is None:
+            parser.error(f"{FLAG} names no script; write torchrun ... pretrain_gpt.py FLAGS")
+        flags = words[script + 1 :]
+        if unset := [word for word in words if "$" in word]:
+            parser.error(f"{FLAG} has {unset[0]}, which only a shell knows; write its value")
+        namespace.megatron_args = shlex.join(flags)
+        before = words[:script]
+        nodes = _number(before, "nnodes", "nodes")
+        namespace.launched = nodes, _number(before, "nproc-per-node", "ntasks-per-node")
+
+
+def _number(words: Sequence[str], *names: str) -> int | None:
+    """The value of a flag of torchrun or srun, spelled with either dash; None without one."""
+    for i, word in enumerate(words):
+        flag, _, value = word.lstrip("-").replace("_", "-").partition("=")
+        if flag in names:
+            value = value or (words[i + 1] if i + 1 < len(words) else "")
+            return int(value) if is_number(value) and int(value) else None
+    return None
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """Takes batch and ranks from the command, where flags of the planner do not say them.
+
+    Raises:
+        UsageProblem: neither does.
+    """
+    if args.launched is None:
+        return
+    nodes, per_node = args.launched
+    if args.cluster is None and args.gpu is not None:
+        args.nodes = args.nodes or nodes or 1
+        args.gpus_per_node = args.gpus_per_node or per_node
+    kind = args.cluster or "here"
+    if kind != "here" and not kind.endswith(".json") and ":" not in kind and nodes and per_node:
+        args.cluster = f"{kind}:{nodes * per_node}"
+    if args.cluster is None and args.gpu is None:
+        raise UsageProblem(f"{FLAG} does not say which GPUs; give --cluster, or --gpu")
+
+
+def present(args: argparse.Namespace, batch: int, world_size: int) -> Configuration:
+    """The configuration that the command has.
+
+    Raises:
+        UsageProblem: none of so many GPUs, or stages of unlike length.
+    """
+    given = parsed_flags(args.megatron_args)
+    if uneven := [n for n in _UNEVEN if n in given.explicit_flags]:
+        raise UsageProblem(f"{FLAG}: stages of unlike length ({uneven[0]}) are not priced; drop it")
+    tp, pp = given.tensor_model_parallel_size or 1, given.pipeline_model_parallel_size or 1
+    vpp = given.num_virtual_stages_per_pipeline_rank or 1
+    if layers := given.num_layers_per_virtual_pipeline_stage:
+        vpp = max(given.num_layers // pp // layers, 1)
+    sizes: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "cp": given.context_parallel_size or 1}
+    sizes["ep"] = given.expert_model_parallel_size or 1
+    if given.expert_tensor_parallel_size:
+        sizes["etp"] = given.expert_tensor_parallel_size
+    sizes["micro_batch"] = given.micro_batch_size or 1
+    how = given.recompute_granularity or ("selective" if given.recompute_activations else "none")
+    if how == "full" and given.recompute_method == "block" and given.recompute_num_layers:
+        how = f"block:{given.recompute_num_layers}"
+    words = {"recompute": how, "zero": int(given.use_distributed_optimizer)}
+    words["sp"] = int(tp > 1 and given.sequence_parallel)
+    words["overlap"] = int(given.overlap_grad_reduce)
+    words["use_tp_pp_dp_mapping"] = int(given.use_tp_pp_dp_mapping)
+    if sizes["cp"] > 1 and given.cp_comm_type:
+        words["cp_comm_type"] = {"a2a+p2p": "p2p"}.get(given.cp_comm_type[0], given.cp_comm_type[0])
+    text = ",".join(f"{name}={value}" for name, value in {**sizes, **words}.items())
+    return configuration_of(text, global_batch_size=batch, world_size=world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Present:
+    """What the layout of the command costs against the first row."""
+
+    now: Ranked | None
+    """Its price; None where it has none."""
+    first: Ranked | None
+    """The first row; None where nothing fits."""
+    problem: str = ""
+    """Why it has no price."""
+
+    def line(self) -> str:
+        if self.now is None:
+            return f"your command: not priced: {self.problem}"
+        p, c = self.now.prediction, self.now.configuration
+        line = f"your command: {c}: {p.step_s:.4g} s"
+        if self.first is not None and c == self.first.configuration:
+            line += ", which is row 1"
+        elif (more := self._more()) is not None:
+            line += f", {abs(100 * more):.0f} % {'longer' if more >= 0 else 'shorter'} than row 1"
+            line += ", too little to tell" if abs(more) <= EQUAL else ""
+        if p.fit_probability < _UNLIKELY:
+            line += (
+                f"; the {p.peak_bytes / GIB:.1f} GiB predicted fit with probability "
+                f"{p.fit_probability:.2f}, so that if it runs all needs less than is said here"
+            )
+        return line
+
+    def _more(self) -> float | None:
+        """Its time over that of the first row, less 1."""
+        if self.now is None or self.first is None:
+            return None
+        return self.now.prediction.step_s / self.first.prediction.step_s - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        if self.now is None:
+            return {"problem": self.problem}
+        more = self._more()
+        return {**self.now.to_json(0), **({} if more is None else {"longer_than_first": more})}
+
+
+def present_of(args: argparse.Namespace, planner: Planner, plan: Plan) -> Present | None:
+    """The layout of the command beside a plan; None where no command was given."""
+    if args.launched is None:
+        return None
+    first = plan.ranked[0] if plan.ranked else None
+    try:
+        c = present(args, plan.global_batch_size, planner.cluster.world_size)
+        found = planner.explain(c)
+    except (UsageProblem, SpecError) as error:
+        return Present(now=None, first=first, problem=str(error))
+    if isinstance(found, Ranked):
+        return Present(now=found, first=first)
+    if found.code in ("memory", "dominated"):
+        return Present(now=planner.priced(c), first=first)
+    return Present(now=None, first=first, problem=f"{found.detail}; {found.fix}")
