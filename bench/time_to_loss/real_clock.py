@@ -5,17 +5,16 @@
 
 Two network namespaces have one core and one rank each, and run `pretrain_gpt.py` as it is. Every
 row of the results file is one run; a killed command goes on where it was. S3: the quickstart's
-model, three links, `--copus --copus-layouts all` from five first batches on data parallelism,
-behind the best static batch. Seeds 2 and 3 share those runs between them; seed 1, which was in view
-when the rule was chosen, is shown apart. S4: a small model on data parallelism over 100 Mbit/s,
-`--copus` from four first batches, saved over the best static batch.
+model, two links, `--copus --copus-layouts all` from three first batches on data parallelism. S4: a
+small model on data parallelism over 100 Mbit/s, `--copus` from four first batches. Both figures are
+the time over that of the best static batch. No rule was chosen with these seeds in view.
 
 Rates are tuned on seed 0 for each static batch: three rates a factor of 2 apart, more while the
 best one is at an end, then the longer warm-up. Runs under the controller have the rate and warm-up
 of the reference batch, by the rule that the controller follows. Their clock counts everything but
 evaluations: set-up, measuring, deciding, pauses.
 
-It needs root, iproute2, two cores and nothing else running: 3 hours for S4, 9 for S3.
+It needs root, iproute2, two cores and nothing else running: 2 hours for S4, 4 for S3.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from copus_ext.planner.configuration import Configuration
 from megatron.trainer.config.layout import Layout
 
 FILE = "time_to_loss_real_clock.jsonl"
-_TUNING_SEED = 0
+_TUNING_SEED, _TIMING_SEED = 0, 1
 _MAX_RATE = 2
 """Powers of 2 from the first rate, at which the search ends."""
 _TIMED_STEPS = 16
@@ -66,6 +65,8 @@ class Scenario:
     """What a scenario's runs share, and which runs it has."""
 
     name: str
+    output: str
+    """Its key in the results."""
     model: str
     """Flags."""
     copus: str
@@ -91,12 +92,7 @@ class Scenario:
     """(batch, part of the samples) of static runs of other lengths, each with a schedule of its
     own. A run under the controller ends at a loss between those where two static batches end. The
     one that misses it by little gets there in a longer run, and the other one in a shorter."""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    seen: tuple[int, ...] = ()
-    """Seeds that were in view when the rule was chosen. They are shown apart."""
-    sharing: tuple[int, ...] = ()
-    """Seeds that share the runs under the controller between them, and have no timings. They count
-    when all of them are complete."""
+    seeds: tuple[int, ...]
     rates: tuple[int, ...] = (-1, 0, 1)
     """Powers of 2 times the first rate that are tried at first."""
     warmups: tuple[float, ...] = (0.1, 0.3)
@@ -106,17 +102,6 @@ class Scenario:
     evaluations: int = 32
     static_layout: str = "tp1.pp1.dp2"
     """In which static runs are trained."""
-
-    def starts_of(self, seed: int) -> dict[str, list[int]]:
-        """First batches of a seed's runs under the controller, by link.
-
-        Seeds that share them take turns. So each has every first batch and every link about equally
-        often, where the number of first batches is not a multiple of that of the seeds.
-        """
-        runs = [(link, batch) for link in self.links for batch in self.starts]
-        if seed in self.sharing:
-            runs = runs[self.sharing.index(seed) :: len(self.sharing)]
-        return {link: [b for at, b in runs if at == link] for link in self.links}
 
     @property
     def digest(self) -> str:
@@ -136,12 +121,13 @@ def _model(layers: int, hidden: int, ffn: int, heads: int) -> str:
 
 S3 = Scenario(
     name="S3",
+    output="real_clock_layouts",
     # A layout that is moved to has these overlaps too.
     model=_model(8, 256, 1024, 8) + " --overlap-grad-reduce --overlap-param-gather",
     copus="--copus --copus-layouts all",
     samples=4096,
-    links=("5000", "2000", NO_LIMIT),
-    starts=(4, 2, 8, 16, 32),
+    links=("5000", NO_LIMIT),
+    starts=(8, 2, 32),
     statics=(8, 4, 16, 2, 32),
     reference_batch=4,
     lr=7e-4,
@@ -149,12 +135,12 @@ S3 = Scenario(
     start_micro_batch=1,
     timed_micro_batches=(2, 4, 8),
     lengths=((8, 1.25), (4, 0.875)),
-    seen=(1,),
-    sharing=(2, 3),
+    seeds=(3,),
     static_layout="tp1.pp1.dp1",
 )
 S4 = Scenario(
     name="S4",
+    output="real_clock_batch",
     model=_model(3, 96, 256, 3),
     copus="--copus",
     samples=15_360,
@@ -167,6 +153,7 @@ S4 = Scenario(
     start_micro_batch=16,
     timed_micro_batches=(16, 64),
     lengths=((64, 1.25), (64, 1.5), (32, 0.875)),
+    seeds=(4,),
     eval_samples=256,
     evaluations=30,
 )
@@ -255,8 +242,9 @@ def compared(s: Scenario, best: Spec, seed: int) -> list[Spec]:
     return [whole, *(replace(whole, length=length) for length in lengths)]
 
 
-def timings(s: Scenario, link: str, seed: int) -> Iterator[Spec]:
-    """A few steps of every static batch in the configurations that may be its fastest."""
+def timings(s: Scenario, link: str) -> Iterator[Spec]:
+    """A few steps of every static batch in the configurations that may be its fastest. They count
+    for all seeds."""
     for batch in s.statics:
         for text in s.layouts:
             layout = Layout.from_text(text)
@@ -272,7 +260,7 @@ def timings(s: Scenario, link: str, seed: int) -> Iterator[Spec]:
                         kind="timing",
                         batch=batch,
                         link=link,
-                        seed=seed,
+                        seed=_TIMING_SEED,
                         layout=text,
                         micro_batch=micro,
                     )
@@ -289,7 +277,7 @@ def wanted(scenarios: Sequence[Scenario], done: Losses) -> Iterator[Spec]:
 def _of_seed(s: Scenario, seed: int, done: Losses) -> Iterator[Spec]:
     best = yield from tuned(s, s.reference_batch, done)
     if best is not None:
-        for link, starts in s.starts_of(seed).items():
+        for link in s.links:
             own = [
                 Spec(
                     scenario=s.name,
@@ -301,11 +289,9 @@ def _of_seed(s: Scenario, seed: int, done: Losses) -> Iterator[Spec]:
                     warmup=best.warmup,
                     micro_batch=max(min(batch // 2, s.start_micro_batch), 1),
                 )
-                for batch in starts
+                for batch in s.starts
             ]
-            # A timing has nothing of its seed: those of the others do.
-            runs = [*own, *(() if seed in s.sharing else timings(s, link, seed))]
-            yield from (spec for spec in runs if spec.key not in done)
+            yield from (spec for spec in [*own, *timings(s, link)] if spec.key not in done)
     for batch in s.statics:
         best = yield from tuned(s, batch, done)
         if best is not None:
@@ -510,23 +496,21 @@ def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
         own = tuned_rows(s, rows)
         seeds, comparisons = figures.compare(
             own,
-            {seed: s.starts_of(seed) for seed in s.seeds},
+            {seed: dict.fromkeys(s.links, s.starts) for seed in s.seeds},
             batches=[*s.statics, *(batch for batch, _ in s.lengths)],
         )
-        if not set(s.sharing) <= set(seeds):
-            comparisons = [one for one in comparisons if one.seed not in s.sharing]
-        if not comparisons:
+        if not seeds:
             print(f"{s.name}: no seed is complete")
             continue
         command = f"python -m bench.time_to_loss.real_clock --only {s.name}"
-        command = f"sudo {command} && {command} --summary"
-        commits = sorted({row["commit"] for row in own})
-        about = figures.result(s.name, comparisons, seen=s.seen, sharing=s.sharing)
-        made = {"command": command, "commits": commits, "date": origin()["date"]}
-        found[s.name] = {**about, **made}
-        counted = [one for one in comparisons if one.seed in about["seeds"]]
-        found[s.name]["parts"] = figures.mean_parts(own, counted)
-        print(json.dumps({s.name: {k: v for k, v in found[s.name].items() if k != "rows"}}))
+        found[s.output] = {
+            **figures.result(comparisons),
+            "command": f"sudo {command} && {command} --summary",
+            "commits": sorted({row["commit"] for row in own}),
+            "date": origin()["date"],
+            "parts": figures.mean_parts(own, comparisons),
+        }
+        print(json.dumps({k: v for k, v in found[s.output].items() if k != "rows"}))
     save(output, found)
 
 
@@ -538,7 +522,7 @@ def draw(path: Path, s: Scenario, output: Path) -> None:
     """
     runs = tuned_rows(s, rows_of(path, [s]))
     seeds, found = figures.compare(
-        runs, {seed: s.starts_of(seed) for seed in s.seeds}, batches=s.statics
+        runs, {seed: dict.fromkeys(s.links, s.starts) for seed in s.seeds}, batches=s.statics
     )
     if not seeds:
         raise SystemExit(f"{s.name}: no seed is complete")

@@ -17,14 +17,14 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.support import figure, interval, interval_of_few
+from bench.support import figure, interval_of_few
 from bench.time_to_loss.results import MEASURING
 
 ORDINARY = 1.5
@@ -324,75 +324,29 @@ def _comparison(
     )
 
 
-Figure = Callable[[Sequence[list[Comparison]]], float]
-
-
-def mean_behind(groups: Sequence[list[Comparison]]) -> float:
-    return statistics.fmean(one.behind for group in groups for one in group)
-
-
-def worst_behind(groups: Sequence[list[Comparison]]) -> float:
-    return max(one.behind for group in groups for one in group)
-
-
-def mean_saved(groups: Sequence[list[Comparison]]) -> float:
-    return -mean_behind(groups)
-
-
-FIGURES: dict[str, dict[str, Figure]] = {
-    "S3": {"mean": mean_behind, "worst": worst_behind},
-    "S4": {"figure": mean_saved},
-}
-
-
-def result(
-    name: str,
-    found: Sequence[Comparison],
-    *,
-    seen: Sequence[int] = (),
-    sharing: Sequence[int] = (),
-) -> dict[str, Any]:
-    """Figures of a scenario with their intervals, and the rows that they come from.
+def result(found: Sequence[Comparison]) -> dict[str, Any]:
+    """Mean and worst time over that of the best static batch, an interval over runs, and the rows
+    that they come from.
 
     Args:
-        name: of `FIGURES`.
         found: of `compare`, at least one.
-        seen: seeds whose figures stand apart, unless there are no others.
-        sharing: seeds that have every first batch on every link once between them. Means of such
-            seeds differ by what each has. So where there are no others, the interval is by drawing
-            runs anew, as if seeds made no difference. Else it is Student's t over the seeds, and a
-            worst case has none.
     """
-    counted = [one for one in found if one.seed not in seen] or found
-    groups = _by_seed(counted)
-    figures, starts = FIGURES[name], list(dict.fromkeys(one.first_batch for one in counted))
-    draws_runs = len(groups) > 1 and {one.seed for one in counted} <= {*sharing}
-    intervals = {
-        key: interval(counted, lambda some, f=f: f([list(some)]))
-        if draws_runs
-        else interval_of_few(groups, f)
-        for key, f in figures.items()
-        if draws_runs or key != "worst"
-    }
-    apart = [] if counted is found else _by_seed([one for one in found if one.seed in seen])
+
+    def mean(some: Sequence[Comparison]) -> float:
+        return 1.0 + statistics.fmean(one.behind for one in some)
+
     return {
-        **{key: f(groups) for key, f in figures.items()},
-        "interval": intervals,
-        "seeds": [group[0].seed for group in groups],
-        "seen": {
-            str(group[0].seed): {key: f([group]) for key, f in figures.items()} for group in apart
-        },
-        "saved_by_first_batch": {
-            str(b): statistics.fmean(one.saved for one in counted if one.first_batch == b)
-            for b in starts
+        "mean": mean(found),
+        "worst": 1.0 + max(one.behind for one in found),
+        "mean_interval": interval_of_few(found, mean),
+        "runs": len(found),
+        "seeds": list(dict.fromkeys(one.seed for one in found)),
+        "by_first_batch": {
+            str(b): mean([one for one in found if one.first_batch == b])
+            for b in dict.fromkeys(one.first_batch for one in found)
         },
         "rows": [{**vars(one), "behind": one.behind} for one in found],
     }
-
-
-def _by_seed(found: Sequence[Comparison]) -> list[list[Comparison]]:
-    seeds = dict.fromkeys(one.seed for one in found)
-    return [[one for one in found if one.seed == seed] for seed in seeds]
 
 
 def draw(path: Path, statics: Mapping[int, Curve], ours: Mapping[int, Curve], loss: float) -> None:

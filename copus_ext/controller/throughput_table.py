@@ -48,6 +48,7 @@ _PER_BATCH = 64
 _ASSUMED_SD = 0.05
 """Relative uncertainty of a throughput that is assumed to be the present one."""
 _MEASURED_SD = 0.01
+_BOTH_MEASURED_SD = math.sqrt(2.0) * _MEASURED_SD
 
 
 def gpu_of(config: Config) -> tuple[str, float] | None:
@@ -269,10 +270,13 @@ class ThroughputTable:
                 timed, sd = seen.get((*c.line, c.num_microbatches)), r.against_rel_sd or 0.0
                 speed, source = scale * p.samples_per_s, p.source
                 if timed is not None:
-                    # What is called measured is what was measured.
-                    speed, source = c.global_batch_size / timed.step_s, "measured"
-                    noise = [max(t.relative_sd, _MEASURED_SD) for t in (timed, timed_now) if t]
-                    sd = 0.0 if timed is timed_now else max(sd, math.hypot(*noise))
+                    noise = math.hypot(*(t.relative_sd for t in (timed, timed_now) if t))
+                    if timed is timed_now or noise <= _MEASURED_SD:
+                        speed = c.global_batch_size / timed.step_s
+                    # Where steps scatter more, the fastest of many would be the luckiest: there all
+                    # measurements together count, each by its own scatter.
+                    source = "measured"
+                    sd = 0.0 if timed is timed_now else max(sd, noise, _BOTH_MEASURED_SD)
                 rows.append(_row(replace(c, layout=layout), speed, sd, source))
         return rows
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from copus_ext.controller import flags as config_module
@@ -271,6 +272,31 @@ def test_the_table_of_a_run() -> None:
     times[1, 8] = (0.25, 0.001, 20)
     _, faster = rows_of(table, [8, 16], measured)
     assert faster.samples_per_s == pytest.approx(32.0, rel=0.02)
+
+
+def test_steps_that_scatter_do_not_make_the_luckiest_batch_the_fastest() -> None:
+    """Both batches take as long a sample. Where steps scatter by a third, the one with the luckier
+    twenty steps looks faster by more than the truth in most of the cases."""
+    table = ThroughputTable(config(), flags(), gpu=None)
+    expected = {r.global_batch_size: r.samples_per_s for r in rows_of(table, [8, 16])[0]}
+    random = np.random.default_rng(3)
+    raw, told = [], []
+    for _ in range(40):
+        times = {b: b / x * np.exp(0.3 * random.standard_normal(20)) for b, x in expected.items()}
+        middle = {b: float(np.median(t)) for b, t in times.items()}
+
+        def measured(c: Configuration, times: Any = times, middle: Any = middle) -> Any:
+            b = c.global_batch_size
+            return (middle[b], float(np.median(np.abs(times[b] - middle[b]))), 20)
+
+        rows, now = rows_of(table, [8, 16], measured)
+        other = next(r for r in rows if r.global_batch_size == 16 and r.source == "measured")
+        true = expected[16] / expected[8]
+        raw.append(math.log(16 / middle[16] * middle[8] / 8 / true))
+        told.append(math.log(other.samples_per_s / now.samples_per_s / true))
+        assert now.samples_per_s == pytest.approx(8 / middle[8])
+        assert other.relative_sd > 0.05
+    assert np.std(told) < 0.5 * np.std(raw)
 
 
 @pytest.mark.parametrize("factor", [0.05, 1.0, 20.0])
