@@ -23,7 +23,7 @@ from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.extras.simulate.noise_trajectory import NoiseTrajectory
 from copus_ext.extras.simulate.scenario import Scenario, preset
 from copus_ext.extras.simulate.training_dynamics import GroundTruth
-from copus_ext.goodput.headroom import published_critical_batch_size
+from copus_ext.goodput.belief import published_critical_batch_size
 from copus_ext.planner.space import Limits
 
 SMALL_MODEL = dataclasses.replace(

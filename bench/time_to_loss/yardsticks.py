@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bench.time_to_loss.unprofiled import Machine
 from copus_ext.extras.simulate.compare import optimum
 from copus_ext.extras.simulate.scenario import Scenario
-from copus_ext.goodput.headroom import published_critical_batch_size
+from copus_ext.goodput.belief import published_critical_batch_size
 
 _LAW_EXPONENT, _MIDDLE, _EARLIEST = 0.46, 0.55, 0.01
 """Of the published law along a run; its value at about a third of a run over that at the end; and

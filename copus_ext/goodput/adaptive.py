@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from copus_ext.goodput import question
-from copus_ext.goodput.inputs import DecisionInputs
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.goodput.policy import Weighed
 
 INTERVALS = 12
@@ -36,18 +36,21 @@ def _considered(s: DecisionInputs) -> list[int]:
     """Rows to choose from: batches of the grid, within one step of growth unless annealing asks
     for more."""
     most = max(s.now.global_batch_size * s.rules.growth, s.annealing_batch)
-    grid = {size for size in s.rules.grid if size <= most and _may_be(s, size)}
-    chosen = (i for i, row in enumerate(s.rows) if row.global_batch_size in grid)
+    grid = {size for size in s.rules.grid if size <= most}
+    rows = enumerate(s.rows)
+    chosen = (i for i, row in rows if row.global_batch_size in grid and _may_be(s, row))
     return sorted({*chosen, s.current})
 
 
-def _may_be(s: DecisionInputs, size: int) -> bool:
-    """Whether the batch may have a size from now on; a smaller one may be out of the question."""
-    return s.rules.allow_shrink or size >= s.now.global_batch_size
+def _may_be(s: DecisionInputs, row: ConfigThroughput) -> bool:
+    """Whether the run may be in a configuration from now on. A smaller batch may be out of the
+    question, and so is one whose noise scale cannot be measured, but for the present one."""
+    may_shrink = s.rules.allow_shrink or row.global_batch_size >= s.now.global_batch_size
+    return may_shrink and (row == s.now or not row.noise_unmeasurable)
 
 
 def _costs(s: DecisionInputs) -> question.Costs:
-    """ln((1 + B / B_crit) / T) of all rows, now and along the rest of the run; infinite for batches
+    """ln((1 + B / B_crit) / T) of all rows, now and along the rest of the run; infinite for those
     that may not be. Below the batch that annealing asks for, a row loses in proportion to what it
     lacks."""
     start, end = s.trained_samples, s.trained_samples + s.samples_left
@@ -58,7 +61,7 @@ def _costs(s: DecisionInputs) -> question.Costs:
     cost = np.stack([needed[row.global_batch_size] for row in s.rows])
     cost = cost - np.log([row.samples_per_s for row in s.rows])[:, None]
     batches = np.array([row.global_batch_size for row in s.rows])
-    cost[[not _may_be(s, size) for size in batches]] = np.inf
+    cost[[not _may_be(s, row) for row in s.rows]] = np.inf
     if s.annealing_batch:
         cost = cost - np.log(np.minimum(batches / s.annealing_batch, 1.0))[:, None]
     # Progress along the rest is what its samples are worth at the present batch.

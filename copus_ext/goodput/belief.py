@@ -132,8 +132,8 @@ class Belief:
     def words(self, samples: float) -> str:
         """The belief in a line, as the log and the report put it."""
         likely, low, high = self.interval(samples)
-        span = f"{_amount(low)} to {_amount(high)}"
-        head = f"critical batch size about {_amount(likely)} samples ({span})"
+        span = f"{amount_words(low)} to {amount_words(high)}"
+        head = f"critical batch size about {amount_words(likely)} samples ({span})"
         if not self.looks:
             return f"{head}, by the law alone"
         law = self.law * math.exp(EXPONENT * float(self._x(self.looks[-1].samples)))
@@ -183,5 +183,6 @@ def take_look(
     return Look(samples=samples, noise_scale=phi, log_variance=sd**2)
 
 
-def _amount(samples: float) -> str:
+def amount_words(samples: float) -> str:
+    """A number of samples as lines show it."""
     return f"{samples:.0f}" if samples >= 9.5 else f"{samples:.1f}"

@@ -40,10 +40,8 @@ def _judged(s: DecisionInputs, policy: policies.Policy, c: Candidate) -> Candida
     reason = constraints.blocked_reason(s, policy, c.row)
     if reason or not c.blocked_reason:
         return replace(c, blocked_reason=reason)
-    what = "a trial" if c.row.layout == s.now.layout else "the pause"
-    would_not = f"{what} would not pay off in the rest of the run"
-    words = would_not if c.needed is None else gain_words(c)
-    return replace(c, blocked_reason=words)
+    would_not = "the pause would not pay off in the rest of the run"
+    return replace(c, blocked_reason=would_not if c.needed is None else gain_words(c))
 
 
 def _decision(

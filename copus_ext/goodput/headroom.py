@@ -19,7 +19,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from copus_ext.goodput.belief import EARLIEST, Belief, published_critical_batch_size
+from copus_ext.goodput.belief import (
+    EARLIEST,
+    Belief,
+    amount_words,
+    published_critical_batch_size,
+)
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.planner.plan import Plan
 
@@ -173,7 +178,7 @@ class Headroom:
     def _cost_words(self) -> str:
         if self.fixed_cost_samples is None:
             return ""
-        return f" (a step's fixed cost is worth {_amount(self.fixed_cost_samples)} samples)"
+        return f" (a step's fixed cost is worth {amount_words(self.fixed_cost_samples)} samples)"
 
     def _other_words(self) -> list[str]:
         words = []
@@ -190,10 +195,6 @@ class Headroom:
 def _percent(share: float) -> str:
     value = 100 * max(share, 0.0)
     return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
-
-
-def _amount(samples: float) -> str:
-    return f"{samples:.0f}" if samples >= 9.5 else f"{samples:.1f}"
 
 
 def fixed_cost_samples(batches: Sequence[float], step_s: Sequence[float]) -> float | None:

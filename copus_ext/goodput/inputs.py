@@ -356,7 +356,7 @@ class Candidate:
     gain: float | None
     """Goodput over that of the present one, minus 1; None where the policy predicts none."""
     needed: float | None
-    """Gain that a change to it needs."""
+    """Gain that a change to it needs; None without a gain, or where its pause exceeds the rest."""
     blocked_reason: str
     """Why the run cannot change to it now, or `PRESENT`; empty if it can."""
     gain_sd: float | None = None

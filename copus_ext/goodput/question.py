@@ -134,7 +134,8 @@ def _candidate(s: DecisionInputs, costs: Costs, rest: _Rest, i: int) -> tuple[Ca
     return Candidate(
         row=row,
         gain=math.expm1(mean),
-        needed=None if math.isinf(needed) else math.expm1(needed),
+        # A pause that is longer than the rest is never earned back.
+        needed=math.expm1(needed) if needed < PAUSES else None,
         gain_sd=sd,
         blocked_reason="" if won(mean) > MARGIN else "it wins too little",
     ), won(mean)
@@ -158,10 +159,8 @@ def _normal_parts(mean: float, sd: float) -> tuple[float, float, float]:
 
 
 def _rises_to(f: Callable[[float], float], goal: float, *, width: float) -> float:
-    """Where a rising function reaches a goal, between -width and width; infinite beyond that."""
+    """Where a rising function reaches a goal, between -width and width."""
     low, high = -width, width
-    if f(high) <= goal:
-        return math.inf
     while high - low > 1e-4 * width:
         middle = (low + high) / 2
         low, high = (low, middle) if f(middle) > goal else (middle, high)

@@ -363,3 +363,27 @@ def test_a_batch_that_may_not_shrink_hides_no_layout() -> None:
     assert (decision.kind, decision.to) == ("relayout", rows[3]), decision.reason
     assert decision.target_batch == 256
     assert decide(dataclasses.replace(s, rows=tuple(rows[:2]), current=1)).kind == "stay"
+
+
+def test_what_is_blind_hides_no_layout() -> None:
+    """One micro-batch would be fastest on the other layout, or on the present one."""
+    now, seen = row(16, 10.0), row(16, 13.0, tp=2, dp=1, pp=1, micro=8)
+    blind = row(16, 14.0, tp=2, dp=1, pp=1, micro=16)
+    flags = {"copus_layouts": "all"}
+    s = situation(16, rows=[now, blind, seen], flags=flags, relayout_cost_s=1.0)
+    assert decide(s).to == seen, decide(s).reason
+    # Its speed does not count for the layout either, and the present one's blind row for neither.
+    slow = dataclasses.replace(seen, samples_per_s=9.0)
+    assert decide(dataclasses.replace(s, rows=(now, blind, slow))).kind == "stay"
+    away = dataclasses.replace(s, rows=(slow, blind, now))
+    assert decide(away).to == now, decide(away).reason
+
+
+@pytest.mark.parametrize("source", ["measured", "predicted"])
+def test_a_decision_before_the_last_step_of_a_fast_run(source: str) -> None:
+    """One sample is left, and a pause would take thousands of times as long."""
+    faster = dataclasses.replace(row(16, 2000.0, dp=1, sd=0.05), source=source)
+    s = situation(16, rows=[row(16, 1000.0), faster], flags={"copus_layouts": "all"})
+    decision = decide(dataclasses.replace(s, consumed_samples=999_999))
+    assert decision.kind == "stay" and "pause would not pay off" in decision.reason
+    json.dumps(decision.to_json(), allow_nan=False)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from copus_ext.goodput.belief import published_critical_batch_size
 from copus_ext.goodput.first_batch import (
     EXPONENT,
     HABITUAL_TOKENS,
@@ -17,7 +18,6 @@ from copus_ext.goodput.first_batch import (
     doublings,
     first_batch,
 )
-from copus_ext.goodput.headroom import published_critical_batch_size
 from copus_ext.goodput.inputs import ConfigThroughput
 from tests.helpers.recorded import row
 
