@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from copus_ext.goodput import question
+from copus_ext.goodput import constraints, question
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.goodput.policy import Weighed
 
@@ -34,12 +34,16 @@ class Adaptive:
 
 def _considered(s: DecisionInputs) -> list[int]:
     """Rows to choose from: batches of the grid, within one step of growth unless annealing asks
-    for more."""
+    for more, and on another layout none that a loss spike holds back."""
     most = max(s.now.global_batch_size * s.rules.growth, s.annealing_batch)
     grid = {size for size in s.rules.grid if size <= most}
-    rows = enumerate(s.rows)
-    chosen = (i for i, row in rows if row.global_batch_size in grid and _may_be(s, row))
-    return sorted({*chosen, s.current})
+
+    def may_come(row: ConfigThroughput) -> bool:
+        is_held = s.consumed_samples < constraints.held_until(s, row)
+        is_other = row.layout != s.now.layout
+        return row.global_batch_size in grid and _may_be(s, row) and not (is_held and is_other)
+
+    return sorted({*(i for i, row in enumerate(s.rows) if may_come(row)), s.current})
 
 
 def _may_be(s: DecisionInputs, row: ConfigThroughput) -> bool:

@@ -40,8 +40,9 @@ MULTIPLIER_SD = math.log(3.0)
 """Of ln c."""
 LOOK_SD = 0.1
 """Of ln phi beyond the error of its average: what the model leaves out."""
-APART, MIN_STEPS = 2.0, 10.0
-"""Half-lives of the noise scale's average between two looks, and measured steps of the first."""
+APART, APART_OF_RUN, MIN_STEPS = 2.0, 0.05, 10.0
+"""Between two looks: half-lives of the noise scale's average, and part of the samples trained, which
+bounds their number where an average forgets fast. Measured steps of the first look."""
 EARLIEST = 0.003
 """Share of the run that counts as trained from the start on."""
 _AGREES = 2.0
@@ -171,7 +172,7 @@ def take_look(
         samples: trained.
         half_life: of its average, samples.
     """
-    if looks and samples - looks[-1].samples < APART * half_life:
+    if looks and samples - looks[-1].samples < max(APART * half_life, APART_OF_RUN * samples):
         return None
     low, phi, high = noise.low_samples, noise.phi_samples, noise.high_samples
     if not phi or phi <= 0 or noise.effective_steps < MIN_STEPS:

@@ -10,6 +10,7 @@ from copus_ext.goodput.policy import Policy
 _MAX_SKIPPED = 5
 """Of 100 steps: with more of them skipped nothing changes."""
 _IN_RAMP = "the learning rate still follows the last growth"
+_NOT_TIMED = "the present configuration is not timed yet"
 
 
 def run_blocked_reason(s: DecisionInputs) -> str:
@@ -41,14 +42,21 @@ def _reasons(s: DecisionInputs, policy: Policy, to: ConfigThroughput) -> Iterato
         yield f"the noise scale cannot be seen in one micro-batch on one {of_what}"
     if to.layout != s.now.layout:
         yield from _layout_reasons(s, to)
-    growth = to.global_batch_size - s.now.global_batch_size
+    if to.source == "assumed" and s.now.source != "measured":
+        yield _NOT_TIMED
     if policy.is_schedule:
         return
-    if growth > 0 and s.in_ramp:
+    if to.global_batch_size > s.now.global_batch_size and s.in_ramp:
         yield _IN_RAMP
-    held = s.hold_growth_until_samples if growth > 0 else s.hold_shrinking_until_samples
-    if growth and s.consumed_samples < held:
+    if s.consumed_samples < (held := held_until(s, to)):
         yield f"held after a loss spike until sample {held}"
+
+
+def held_until(s: DecisionInputs, to: ConfigThroughput) -> int:
+    """Samples trained before which a loss spike holds back the batch of a row; 0 for none."""
+    growth = to.global_batch_size - s.now.global_batch_size
+    held = s.hold_growth_until_samples if growth > 0 else s.hold_shrinking_until_samples
+    return held if growth else 0
 
 
 def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
@@ -59,4 +67,4 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
     if s.in_ramp:
         yield _IN_RAMP
     if s.now.source != "measured":
-        yield "the present configuration is not timed yet"
+        yield _NOT_TIMED

@@ -387,3 +387,20 @@ def test_a_decision_before_the_last_step_of_a_fast_run(source: str) -> None:
     decision = decide(dataclasses.replace(s, consumed_samples=999_999))
     assert decision.kind == "stay" and "pause would not pay off" in decision.reason
     json.dumps(decision.to_json(), allow_nan=False)
+
+
+def test_a_batch_that_a_spike_holds_back_hides_no_layout() -> None:
+    """The other layout is fastest with twice the batch, which is held, and faster without."""
+    rows = [row(16, 10.0), row(32, 13.0), row(16, 15.0, dp=1), row(32, 22.0, dp=1)]
+    s = situation(16, rows=rows, flags={"copus_layouts": "all"}, relayout_cost_s=1.0)
+    held = dataclasses.replace(s, hold_growth_until_samples=s.consumed_samples + 1)
+    assert decide(s).to == rows[3] and decide(held).to == rows[2], decide(held).reason
+
+
+def test_nothing_changes_on_speeds_that_were_made_up_before_one_was_measured() -> None:
+    others = [dataclasses.replace(row(b, 10.0, sd=0.05), source="assumed") for b in (4, 8, 16)]
+    s = situation(16, None, rows=others, consumed_samples=16)
+    decision = decide(s)
+    assert decision.kind == "stay" and "not timed yet" in decision.reason
+    known = dataclasses.replace(others[2], source="measured")
+    assert decide(dataclasses.replace(s, rows=(*others[:2], known))).to.global_batch_size < 16
