@@ -116,7 +116,13 @@ CASES = (
         schedule="--lr-decay-style inverse-square-root",
         warmup=0.1,
     ),
-    Case(name="two stages", batch=32, steps=200, lr=4e-3, more="--pipeline-model-parallel-size 2"),
+    Case(
+        name="two stages",
+        batch=32,
+        steps=200,
+        lr=4e-3,
+        more="--num-layers 4 --pipeline-model-parallel-size 2",
+    ),
     Case(name="8M parameters", batch=8, steps=120, lr=1e-3, model=_MEDIUM, micro_batch=4),
     Case(
         name="8M, linear",
