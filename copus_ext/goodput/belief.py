@@ -41,8 +41,8 @@ MULTIPLIER_SD = math.log(3.0)
 LOOK_SD = 0.1
 """Of ln phi beyond the error of its average: what the model leaves out."""
 APART, APART_OF_RUN, MIN_STEPS = 2.0, 0.05, 10.0
-"""Between two looks: half-lives of the noise scale's average, and part of the samples trained, which
-bounds their number where an average forgets fast. Measured steps of the first look."""
+"""Between two looks: half-lives of the noise scale's average, and part of the samples trained,
+which bounds their number where an average forgets fast. Measured steps of the first look."""
 EARLIEST = 0.003
 """Share of the run that counts as trained from the start on."""
 _AGREES = 2.0
