@@ -210,6 +210,9 @@ def table(
                     *cells(str(rank), one, **options), style="green" if rank == 1 else None
                 )
             console.print(shown)
+        if plan.common_sd is not None:
+            for line in (_doubt_line(plan.common_sd), *(_LEGEND if number == 0 else ())):
+                console.print(line, highlight=False, markup=False)
         if plan.ranked and (addition := plan.ranked[0].addition) is not None:
             addition.show(console)
         for line in lines(found.partitions[number]) if found.partitions is not None else []:
@@ -229,16 +232,14 @@ def table(
             console.print(line, style="dim", highlight=False, markup=False)
             for c in r.members or []:
                 console.print(f"  {c}", style="dim", highlight=False, markup=False)
-    if common := next((p.common_sd for p in found.plans if p.common_sd is not None), None):
-        console.print(
-            f"all times may be {100 * common:.0f} % longer or shorter together (one standard "
-            "deviation), on which the order does not depend; +- is what each may be off besides, "
-            "over row 1",
-            highlight=False,
-            markup=False,
-        )
-    for line in _LEGEND if any(plan.ranked for plan in found.plans) else ():
-        console.print(line, style="dim", highlight=False, markup=False)
+
+
+def _doubt_line(common_sd: float) -> str:
+    return (
+        f"all times may be {100 * common_sd:.0f} % longer or shorter together (one standard "
+        "deviation), on which the order does not depend; +- is what each may be off besides, over "
+        "row 1"
+    )
 
 
 def tries_lines(plan: Plan) -> list[str]:
