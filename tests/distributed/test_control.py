@@ -6,10 +6,8 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,6 +18,7 @@ from megatron.trainer.logging.metrics import decode, read_metrics
 from megatron.trainer.resilience.lock import Lock, process_start
 from tests.helpers.jobs import ENDLESS, TINY, evaluations_of, losses_of, steps_of, train
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
+from tests.helpers.processes import wait_until
 
 pytestmark = pytest.mark.waits
 
@@ -33,13 +32,6 @@ def run(
     args = [ROOT / "pretrain_gpt.py", *TINY.split(), *flags, "--run-dir", run_dir]
     env = {**env, **({"COPUS_LAUNCH": launch} if launch else {})}
     return run_ranks(args, ranks, timeout_s=480, env=env, launcher="direct", ends_all=False)
-
-
-def wait_until(is_so: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def steps_since(run_dir: Path, launch: str) -> int:
@@ -80,9 +72,9 @@ def test_saved_and_stopped_by_files_it_goes_on_bit_for_bit(
     flags = [*ENDLESS, "--save", str(save), "--load", str(save)]
 
     def save_then_stop() -> None:
-        wait_until(lambda: steps_since(path, "job.0.0") >= 2)
+        assert wait_until(lambda: steps_since(path, "job.0.0") >= 2, WAIT_S)
         (path / SAVE_FILE).touch()
-        wait_until(lambda: not (path / SAVE_FILE).exists())
+        assert wait_until(lambda: not (path / SAVE_FILE).exists(), WAIT_S)
         assert (files.read_latest(save) or 0) > 0
         assert (path / LOCK_FILE).exists()
         (path / STOP_FILE).touch()
@@ -100,7 +92,7 @@ def test_saved_and_stopped_by_files_it_goes_on_bit_for_bit(
     assert not (path / STOP_FILE).exists() and not (path / LOCK_FILE).exists()
 
     def stop_evaluation() -> None:
-        wait_until(lambda: steps_since(path, "job.0.1") >= 1)
+        assert wait_until(lambda: steps_since(path, "job.0.1") >= 1, WAIT_S)
         (path / STOP_FILE).write_text("time limit\n")
 
     beside = Beside(stop_evaluation)
@@ -126,11 +118,11 @@ def test_saved_and_stopped_by_files_it_goes_on_bit_for_bit(
 def test_when_a_rank_hangs_the_others_say_where_and_leave(tmp_path: Path) -> None:
     def stop_rank_one() -> None:
         beats = [tmp_path / HEARTBEATS / str(rank) for rank in range(2)]
-        wait_until(lambda: all(beat.exists() for beat in beats))
-        wait_until(lambda: steps_since(tmp_path, "job.0.0") >= 2)
+        assert wait_until(lambda: all(beat.exists() for beat in beats), WAIT_S)
+        assert wait_until(lambda: steps_since(tmp_path, "job.0.0") >= 2, WAIT_S)
         pids = [json.loads(beat.read_text())["pid"] for beat in beats]
         os.kill(pids[1], signal.SIGSTOP)
-        wait_until(lambda: process_start(pids[0]) is None)
+        assert wait_until(lambda: process_start(pids[0]) is None, WAIT_S)
         os.kill(pids[1], signal.SIGKILL)
 
     beside = Beside(stop_rank_one)

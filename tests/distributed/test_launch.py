@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -216,13 +215,13 @@ def test_ranks_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
     del env[processes.SESSION]
     process = subprocess.Popen([sys.executable, str(driver)], env=env)
     try:
-        _until(lambda: mark_file.exists() and mark_file.read_text() != "")
+        assert processes.wait_until(lambda: mark_file.exists() and mark_file.read_text() != "", 15)
         mark = mark_file.read_text()
-        _until(lambda: len(processes.marked(mark)) == 2)
+        assert processes.wait_until(lambda: len(processes.marked(mark)) == 2, 15)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    _until(lambda: processes.marked(mark) == [])
+    assert processes.wait_until(lambda: processes.marked(mark) == [], 15)
 
 
 def test_a_mark_finds_its_own_processes_only() -> None:
@@ -232,7 +231,7 @@ def test_a_mark_finds_its_own_processes_only() -> None:
         for mark in (f"a{os.getpid()}", f"b{os.getpid()}")
     )
     try:
-        _until(lambda: processes.marked(f"a{os.getpid()}") == [ours.pid])
+        assert processes.wait_until(lambda: processes.marked(f"a{os.getpid()}") == [ours.pid], 15)
         assert processes.end_marked(f"a{os.getpid()}") == []
         assert ours.wait(5) == -signal.SIGKILL and other.poll() is None
     finally:
@@ -258,13 +257,6 @@ def test_a_hung_collective_shows_who_stays_away(tmp_path: Path) -> None:
     assert message.count("sum 2") == 2
     assert "in stays_away" in message.split("stacks of rank1")[1]
     assert "in all_reduce" in message.split("stacks of rank0")[1].split("--- stacks")[0]
-
-
-def _until(condition, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition never held"
-        time.sleep(0.05)
 
 
 def _alive(pid: int) -> bool:

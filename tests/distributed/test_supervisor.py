@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,10 +55,7 @@ class Job:
         return [line for line in lines if line.startswith("supervisor: ")]
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 200) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.1)
+        assert processes.wait_until(condition, timeout_s), self.log
 
     def codes(self, timeout_s: float = 400) -> list[int]:
         try:

@@ -18,15 +18,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.processes import wait_until
 from tests.helpers.supervised_run import (
     MAX_S,
+    POLL_S,
     Run,
     num_launches,
     problems_at_end,
     send,
     step_of,
     wait_for_moment,
-    wait_until,
 )
 
 _WATCHDOG = {"COPUS_WATCHDOG_S": "2:6"}
@@ -101,7 +102,7 @@ def wait_for_progress(run: Run, launches: int = 0) -> tuple[float | None, list[s
         new = run.records()[known:]
         return num_launches(run) > launches and any(r.get("kind") == "step" for r in new)
 
-    came = wait_until(lambda: run.code is not None or is_on(), MAX_S)
+    came = wait_until(lambda: run.code is not None or is_on(), MAX_S, poll_s=POLL_S)
     problems = [] if came else ["it does not go on"]
     return after(began_s, came and run.code is None), problems
 

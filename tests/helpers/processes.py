@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 MARK = "COPUS_TEST_MARK"
@@ -55,6 +56,16 @@ def marked(mark: str, *, name: str = MARK) -> list[int]:
             if state not in "ZX":
                 found.append(int(entry.name))
     return sorted(found)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float, *, poll_s: float = 0.02) -> bool:
+    """Polls; whether it came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True
 
 
 def end_marked(mark: str, *, name: str = MARK, timeout_s: float = 10.0) -> list[int]:

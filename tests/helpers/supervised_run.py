@@ -32,7 +32,7 @@ FLAGS += ["--eval-iters", "8", "--use-distributed-optimizer"]
 MOMENTS = ("any", "start", "save", "commit", "evaluation")
 MAX_S = 300.0
 """Nothing takes longer."""
-_POLL_S, _GONE_S = 0.005, 30.0
+POLL_S, _GONE_S = 0.005, 30.0
 
 
 class Run:
@@ -107,7 +107,7 @@ class Run:
 
     def gone(self, timeout_s: float = _GONE_S) -> bool:
         """Waits until no process of it is left."""
-        return wait_until(lambda: not processes.marked(self.mark), timeout_s)
+        return processes.wait_until(lambda: not processes.marked(self.mark), timeout_s)
 
     def end(self) -> None:
         processes.end_marked(self.mark)
@@ -137,16 +137,6 @@ class Run:
         except OSError:
             return []
         return [record for record in map(decode, lines) if record is not None]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Polls; whether it came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
 
 
 def _children(pid: int) -> list[psutil.Process]:
@@ -197,7 +187,7 @@ def wait_for_moment(run: Run, moment: str, after_s: float) -> bool:
         "steps": lambda: any(r.get("kind") == "step" for r in run.records()[known:]),
     }
     is_moment = moments[moment]
-    wait_until(lambda: run.code is not None or is_moment(), MAX_S)
+    processes.wait_until(lambda: run.code is not None or is_moment(), MAX_S, poll_s=POLL_S)
     if moment not in ("any", "start"):
         time.sleep(after_s)
     return run.code is None

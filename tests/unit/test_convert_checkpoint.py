@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from tests.helpers.checkpoints import (
     edit_common,
     make_checkpoint,
 )
+from tests.helpers.processes import wait_until
 
 
 def run(
@@ -462,9 +462,7 @@ def test_a_conversion_that_is_ended_leaves_nothing_that_stops_the_next(
     words = [str(source), str(tmp_path / "b"), "--pp", "2"]
     held = subprocess.Popen([sys.executable, "-c", _SLOW, *words], start_new_session=True)
     try:
-        until = time.monotonic() + 100
-        while not list(tmp_path.glob(".b.unfinished-*/held")) and time.monotonic() < until:
-            time.sleep(0.05)
+        assert wait_until(lambda: list(tmp_path.glob(".b.unfinished-*/held")), 100)
         (there,) = tmp_path.glob(".b.unfinished-*")
         assert run(capsys, *words[:1], tmp_path / "b", *words[2:])[0] == 0
         assert there.is_dir(), "it is being written"

@@ -19,6 +19,7 @@ import pytest
 from megatron.trainer.common.control import LOCK_FILE
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.resilience.lock import Lock, machine, process_start
+from tests.helpers.processes import wait_until
 
 HOLD = """
 import sys
@@ -222,18 +223,11 @@ def test_a_holder_shows_signs_of_life_and_notices_that_it_has_lost(tmp_path: Pat
     path = tmp_path / LOCK_FILE
     with lock(tmp_path, touch_s=0.02, on_lost=lost.append):
         os.utime(path, (1, 1))
-        deadline = time.monotonic() + 30
-        while path.stat().st_mtime == 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert wait_until(lambda: path.stat().st_mtime != 1, 30)
         path.unlink()
-        while not path.exists():
-            assert time.monotonic() < deadline, "nobody has taken it: it is put back"
-            time.sleep(0.01)
+        assert wait_until(path.exists, 30), "nobody has taken it: it is put back"
         assert not lost
         leave_lock(tmp_path, age_s=0)
-        while not lost:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert wait_until(lambda: lost, 30)
     assert "node7" in lost[0] and "other.0.0" in lost[0]
     assert path.exists(), "the lock of another stays"

@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from megatron.trainer.data import preprocess as preprocessing
 from megatron.trainer.data.documents import stdlib_sources
 from megatron.trainer.data.preprocess import Job, preprocess
 from megatron.trainer.data.tokenizer import TOKENIZER_TYPES
+from tests.helpers.processes import wait_until
 from tests.helpers.tokenizer_files import flags_of
 
 pytestmark = pytest.mark.unit
@@ -296,10 +296,8 @@ def interrupted(tmp_path, number):
     process = multiprocessing.get_context("fork").Process(target=tool)
     process.start()
     assert process.pid is not None
-    deadline = time.monotonic() + 60
-    while not (said.exists() and "documents" in said.read_text()):  # its first line of progress
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    # Its first line of progress.
+    assert wait_until(lambda: said.exists() and "documents" in said.read_text(), 60)
     workers = psutil.Process(process.pid).children()
     os.kill(process.pid, number)
     process.join(60)

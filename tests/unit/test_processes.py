@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,9 +38,9 @@ def test_it_ends_even_when_that_is_killed(number: signal.Signals) -> None:
     try:
         assert driver.stdout is not None and driver.stdout.readline()
         # The guard, the process, and what it starts.
-        _until(lambda: len(processes.marked(env[processes.MARK])) == 4)
+        assert processes.wait_until(lambda: len(processes.marked(env[processes.MARK])) == 4, 20)
         driver.send_signal(number)
-        _until(lambda: processes.marked(env[processes.MARK]) == [])
+        assert processes.wait_until(lambda: processes.marked(env[processes.MARK]) == [], 20)
     finally:
         driver.kill()
         driver.communicate()
@@ -52,7 +51,9 @@ def test_this_session_is_guarded() -> None:
     session = os.environ[processes.SESSION]
     with subprocess.Popen(["sleep", "600"], env=os.environ) as child:
         try:
-            _until(lambda: child.pid in processes.marked(session, name=processes.SESSION))
+            assert processes.wait_until(
+                lambda: child.pid in processes.marked(session, name=processes.SESSION), 20
+            )
         finally:
             child.kill()
     assert any(session.encode() in words for words in _command_lines())
@@ -63,10 +64,3 @@ def _command_lines() -> Iterator[list[bytes]]:
         # It may have ended since.
         with contextlib.suppress(OSError):
             yield path.read_bytes().split(b"\0")
-
-
-def _until(condition, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition never held"
-        time.sleep(0.05)

@@ -18,6 +18,7 @@ from megatron.trainer.common.errors import UsageError
 from megatron.trainer.resilience import watchdog
 from megatron.trainer.resilience.lock import process_start
 from megatron.trainer.resilience.watchdog import EXIT_CODE, Watchdog, WatchdogLimits
+from tests.helpers.processes import wait_until
 
 HANG = """
 import subprocess, sys, time
@@ -47,10 +48,8 @@ def test_a_rank_that_hangs_leaves_its_stacks_and_86(tmp_path: Path) -> None:
     assert stacks.read_text().count("in stuck\n") == 2
     child, *told = done.stdout.splitlines()
     assert told == ["alert no progress", "fault no progress"]
-    deadline = time.monotonic() + 30
-    while process_start(int(child)) is not None:
-        assert time.monotonic() < deadline, "it takes its children along"
-        time.sleep(0.01)
+    gone = wait_until(lambda: process_start(int(child)) is None, 30)
+    assert gone, "it takes its children along"
 
 
 def watch(tmp_path: Path, told: list[str], **limits: float) -> Watchdog:

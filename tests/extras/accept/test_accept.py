@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from copus_ext.extras.accept import command, many
 from copus_ext.extras.accept.finding import Check, Failed, Finding, Skipped, judged, most_apart
 from copus_ext.extras.accept.runs import SIZES, Bench, RunResult
 from megatron.trainer.common.errors import UsageError
+from tests.helpers.processes import wait_until
 
 pytestmark = pytest.mark.unit
 LASTING = """
@@ -49,10 +49,7 @@ def test_a_run_that_lasts_is_ended_with_its_children(bench: Bench, tmp_path: Pat
     finding = command.carry_out(Check("lasting", "", 1, 0.5, check), bench)
     assert (finding.verdict, finding.line) == ("failed", "ran past its limit")
     pid = int(mark.read_text())
-    until = time.monotonic() + 20
-    while _is_alive(pid) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not _is_alive(pid)
+    assert wait_until(lambda: not _is_alive(pid), 20)
 
 
 def test_runs_compute_fp32_in_full(

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from copus_ext.extras.accept import command, many, one
 from tests.helpers.launch import ROOT
+from tests.helpers.processes import wait_until
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 CHECKS = ["sums", "noise", "resume", "moves", "moves_of_experts", "noise_of_layouts"]
@@ -51,9 +51,7 @@ def test_a_signal_ends_the_ranks_and_leaves_nothing(
     start = [sys.executable, str(ROOT / "copus_ext/commands/main.py"), "accept", *words]
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(start, env=env, stdout=subprocess.DEVNULL) as child:
-        until = time.monotonic() + 120
-        while not list(tmp_path.glob("*/resume-whole/output.txt")) and time.monotonic() < until:
-            time.sleep(0.1)
+        assert wait_until(lambda: list(tmp_path.glob("*/resume-whole/output.txt")), 120)
         child.send_signal(number)
         assert child.wait(60) == code
     assert list(tmp_path.glob("copus-accept-*")) == []

@@ -54,6 +54,7 @@ from megatron.trainer.resilience.exit_status import RunOutcome
 from megatron.trainer.resilience.lock import Holder, Lock
 from tests.extras.elastic.bad_files import agent, generation
 from tests.helpers.jobs import TINY
+from tests.helpers.processes import wait_until
 
 
 def test_a_generation_survives_its_json() -> None:
@@ -157,23 +158,18 @@ def test_the_cluster_is_asked_by_the_command(
     monkeypatch.setenv(RESIZE_VARIABLE, f"{command} >> {said}")
     monkeypatch.setenv(LAUNCH_VARIABLE, "ends with its processes")
     ask_cluster(6, generation(2, 2))
-    wait_for(lambda: said.exists() and said.read_text().endswith("\n"))
+    assert wait_until(lambda: said.exists() and said.read_text().endswith("\n"), 20)
     assert said.read_text() == "4 to 6 on 0,1 \n"
     assert "asks for 6 ranks and has 4: start more nodes" in capsys.readouterr().err
     monkeypatch.setenv(RESIZE_VARIABLE, "exit 3")
     ask_cluster(2, generation(2))
     told: list[str] = []
-    wait_for(lambda: told.append(capsys.readouterr().err) or "left with 3" in "".join(told))
+    assert wait_until(
+        lambda: told.append(capsys.readouterr().err) or "left with 3" in "".join(told), 20
+    )
     monkeypatch.delenv(RESIZE_VARIABLE)
     ask_cluster(2, generation(2))
     assert capsys.readouterr().err == ""
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def ask(one: Agent, tmp_path: Path, ranks: int) -> None:

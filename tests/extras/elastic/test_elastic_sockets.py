@@ -26,6 +26,7 @@ from copus_ext.extras.elastic.peers import Contact, NotMet, Peers, hello
 from copus_ext.extras.elastic.resize import RANKS_FILE, ranks_asked
 from copus_ext.launch.listen import LOOPBACK, listen_at, loopback_interface
 from copus_ext.launch.workers import Launch
+from tests.helpers.processes import wait_until
 
 NESTED = b"[" * 20_000 + b"\n"
 
@@ -276,11 +277,7 @@ def test_a_rank_ends_where_its_launcher_says_what_is_no_message(
     ours, theirs = socket.socketpair()
     Membership(theirs, Member(0, 0), "launch")
     ours.sendall(said)
-    deadline_s = time.monotonic() + 20
-    while not codes:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    assert codes == [1]
+    assert wait_until(lambda: codes, 20) and codes == [1]
 
 
 def test_no_stranger_and_no_token_is_named_in_what_is_printed(

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -93,10 +92,7 @@ class Run:
         return max((r["iteration"] for r in rows if r["kind"] == "step"), default=0)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + _LIMIT_S
-        while not condition():
-            assert time.monotonic() < deadline_s, self.log[-6000:]
-            time.sleep(0.2)
+        assert processes.wait_until(condition, _LIMIT_S), self.log[-6000:]
 
     def ask_for_ranks(self, ranks: int) -> None:
         (self.folder / "run" / RANKS_FILE).write_text(f"{ranks}\n")
