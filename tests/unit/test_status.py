@@ -28,7 +28,6 @@ from copus_ext.monitor.run_status import RunStatus, read_status
 from copus_ext.monitor.terminal import screen
 from megatron.trainer.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
 from megatron.trainer.common.errors import TrainingFailure
-from megatron.trainer.common.step_settings import StepInfo
 from megatron.trainer.logging.metrics import METRICS_FILE, encode, read_metrics
 from megatron.trainer.logging.tracker import Tracker
 from megatron.trainer.resilience.lock import Lock
@@ -43,6 +42,7 @@ from tests.helpers.recorded import (
     record_run,
     step,
 )
+from tests.helpers.steps import step_info
 from tests.helpers.written_runs import LAYOUTS, write_change
 
 
@@ -260,20 +260,7 @@ def test_a_run_of_a_megatron_lm_checkout_lives_without_a_lock(
 ) -> None:
     args = SimpleNamespace(iteration=0, consumed_train_samples=0, load=None)
     record = RunRecord(tmp_path, args, layout=LAYOUT, train_samples=320, flags={})
-    taken = StepInfo(
-        iteration=1,
-        consumed_samples=16,
-        global_batch_size=16,
-        micro_batch_size=2,
-        num_microbatches=8,
-        loss=5.5,
-        grad_norm=1.0,
-        num_zeros=None,
-        learning_rate=1e-3,
-        updated=True,
-        elapsed_s=0.5,
-    )
-    record.step(taken, iterations=20, scalars={}, fields={})
+    record.step(step_info(), iterations=20, scalars={}, fields={})
     record.saved()
     alive, later = read_status(tmp_path), read_status(tmp_path, t=time.time() + 200)
     assert (alive.state, later.state) == ("training", "lost")
