@@ -10,6 +10,7 @@ import pytest
 from filelock import FileLock
 
 from tests.helpers.jobs import ENDLESS, losses_of, train
+from tests.helpers.one_rank import cpu_of_one
 
 UNINTERRUPTED_STEPS = 40
 
@@ -38,12 +39,5 @@ def uninterrupted(shared_folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def single_process_group() -> Iterator[None]:
     """A world of one rank, in which megatron-core loads a checkpoint."""
-    import torch
-
-    from megatron.trainer.common.device import use_device
-
-    with use_device("cpu"):
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with cpu_of_one():
         yield
-        torch.distributed.destroy_process_group()

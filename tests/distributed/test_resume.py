@@ -15,8 +15,8 @@ import torch
 from megatron.core.dist_checkpointing import load_plain_tensors
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.common.device import use_device
 from tests.helpers.jobs import ENDLESS, losses_of, steps_of, train
+from tests.helpers.one_rank import cpu_of_one
 
 N = 2
 BATCH = 8
@@ -43,14 +43,9 @@ def long_run(num_steps: int, save: Path) -> list[str]:
     return ["--use-distributed-optimizer", *few, "--save", str(save)]
 
 
-def tensors(folder: Path, store: Path) -> dict[str, torch.Tensor]:
-    with use_device("cpu"):
-        where = f"file://{store}"
-        torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
-        try:
-            loaded = load_plain_tensors(str(folder))
-        finally:
-            torch.distributed.destroy_process_group()
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    with cpu_of_one():
+        loaded = load_plain_tensors(str(folder))
     return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
 
 
@@ -69,8 +64,8 @@ def test_save_exit_load_is_bit_equal_to_no_interruption(tmp_path: Path, name: st
     )
     assert len(uninterrupted) == 2 * N
     assert resumed == uninterrupted
-    a = tensors(files.folder_of(whole, 2 * N), tmp_path / "a")
-    b = tensors(files.folder_of(parts, 2 * N), tmp_path / "b")
+    a = tensors(files.folder_of(whole, 2 * N))
+    b = tensors(files.folder_of(parts, 2 * N))
     assert a.keys() == b.keys() and len(a) > 20
     assert [key for key in a if not torch.equal(a[key], b[key])] == []
 

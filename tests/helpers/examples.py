@@ -1,9 +1,13 @@
-"""Flag lists in the style of three well-known Megatron-LM examples, and how tests scale them."""
+"""Flag lists in the style of three well-known Megatron-LM examples, how tests scale them, and the
+shortest one that resolves."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve
 
 GPT3 = """
     --use-mcore-models --num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024
@@ -56,6 +60,16 @@ MIXTRAL = """
     --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --use-distributed-optimizer
     --sequence-parallel --log-interval 1 --save-interval 100 --eval-interval 100 --eval-iters 10
 """
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 100 --mock-data"
+)
+
+
+def config_of(flags: str = "", world: int = 1, **environment: bool) -> Config:
+    """What `SMALL` with these flags behind it resolves to."""
+    return resolve(parse_args(f"{SMALL} {flags}".split()), world, **environment)
 
 
 _WAY_ON = re.compile(

@@ -26,23 +26,15 @@ from megatron.trainer.config.known_flags import (
     refused_beginnings,
 )
 from megatron.trainer.config.layout import Layout
-from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, names_a_way_on
+from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, SMALL, config_of, names_a_way_on
 
 DATA = Path(__file__).parent / "data"
-BASE = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 100 --mock-data"
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Extra:
     extra_mode: str = option("observe", choices=("observe", "act"))
     """A flag of another package."""
-
-
-def config_of(flags: str = "", world: int = 1, **environment: bool) -> Config:
-    return resolve(parse_args(f"{BASE} {flags}".split()), world, **environment)
 
 
 # The whole command line.
@@ -175,7 +167,7 @@ def test_both_spellings() -> None:
 
 
 def test_extra_groups_of_other_packages() -> None:
-    argv = [*BASE.split(), "--extra-mode", "act"]
+    argv = [*SMALL.split(), "--extra-mode", "act"]
     args = parse_args(argv, {"controller": Extra})
     assert args.extra_mode == "act"
     assert "extra_mode" not in resolve(args, 1).flat()

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,16 +32,16 @@ from copus_ext.cost_model.step import PARTS, min_step_s, step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.space import LEGAL, Limits, enumerate_points, points_of, to_config_batch
 from megatron.trainer.checkpoint.resume import merge_resume_config
-from megatron.trainer.common.device import Device, use_device
+from megatron.trainer.common.device import Device
 from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.data.tokenizer import build_tokenizer
-from megatron.trainer.distributed.process_groups import destroy_groups
 from megatron.trainer.model.gpt import build_model
 from megatron.trainer.train.build import groups_of
 from megatron.trainer.train.pretrain import tokenizer_flags
 from tests.helpers.examples import with_values
 from tests.helpers.jobs import FURTHER, LATENT, MOE, TINY, TINY_GPT2
+from tests.helpers.one_rank import cpu_of_one
 
 MODEL, CLUSTER = PRESETS["llama-2-13b"], preset("h100-80g:32")
 
@@ -63,13 +62,8 @@ BYTES = " ".join(with_values(TINY, WITHOUT_SIZE))
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    with use_device("cpu", backend="gloo") as found:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            yield found
-        finally:
-            destroy_groups()
-            dist.destroy_process_group()
+    with cpu_of_one() as found:
+        yield found
 
 
 @pytest.mark.parametrize(

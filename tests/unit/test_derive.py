@@ -16,12 +16,7 @@ from megatron.trainer.config.fields import option_specs
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.relayout import with_layout
 from megatron.trainer.config.vocabulary import pad_vocab_size, padding_unit
-from tests.helpers.examples import names_a_way_on
-
-BASE = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 100 --mock-data"
-)
+from tests.helpers.examples import SMALL, config_of, names_a_way_on
 
 DERIVED = (
     "ffn_hidden_size",
@@ -44,10 +39,6 @@ DERIVED = (
 )
 
 
-def config_of(flags: str = "", world: int = 1, **environment: bool) -> Config:
-    return resolve(parse_args(f"{BASE} {flags}".split()), world, **environment)
-
-
 def refusal(flags: str, world: int = 1, **environment: bool) -> str:
     with pytest.raises(UsageError) as error:
         config_of(flags, world, **environment)
@@ -56,7 +47,7 @@ def refusal(flags: str, world: int = 1, **environment: bool) -> str:
 
 @pytest.mark.parametrize("required", ["--num-layers", "--lr", "--seq-length", "--micro-batch-size"])
 def test_required_flags(required: str) -> None:
-    before, after = f" {BASE}".split(f" {required} ")
+    before, after = f" {SMALL}".split(f" {required} ")
     rest = after.split()[1:]
     with pytest.raises(UsageError, match=f"{required} is required"):
         resolve(parse_args([*before.split(), *rest]), 1)
@@ -386,7 +377,7 @@ def test_problems_of_one_stage_come_together() -> None:
 
 def test_no_data() -> None:
     with pytest.raises(UsageError, match="--data-path"):
-        resolve(parse_args(BASE.replace("--mock-data", "").split()), 1)
+        resolve(parse_args(SMALL.replace("--mock-data", "").split()), 1)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 256), st.lists(st.integers(1, 16), max_size=4))

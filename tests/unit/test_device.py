@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +18,7 @@ from megatron.core.tensor_parallel import random as core_random
 from megatron.trainer.common.device import use_device
 from megatron.trainer.distributed import process_groups
 from megatron.trainer.model.gpt import _let_go_of_values
+from tests.helpers.one_rank import cpu_of_one
 
 PATCHED = [
     (torch.cuda, "current_device"),
@@ -38,13 +38,9 @@ PATCHED = [
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[Any]:
-    with use_device("cpu"):
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/join", rank=0, world_size=1)
-        try:
-            yield dist.new_group([0], timeout=timedelta(seconds=77))
-        finally:
-            dist.destroy_process_group()
+def world() -> Iterator[Any]:
+    with cpu_of_one():
+        yield dist.new_group([0], timeout=timedelta(seconds=77))
 
 
 def test_a_gloo_group_runs_one_collective_at_a_time(world: Any) -> None:

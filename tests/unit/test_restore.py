@@ -17,7 +17,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from copus_ext.launch import checkpoint_flags
@@ -41,6 +40,8 @@ from megatron.trainer.data.datasets import build_datasets, use_of
 from megatron.trainer.data.fingerprint import changes, identity_of, order_of
 from megatron.trainer.data.tokenizer import NullTokenizer
 from tests.helpers.checkpoints import ITERATION, common_file, edit_common, make_checkpoint
+from tests.helpers.examples import SMALL, config_of
+from tests.helpers.one_rank import world_of_one
 from tools import convert_checkpoint, inspect_checkpoint
 
 
@@ -244,9 +245,15 @@ def test_other_contents_of_the_same_size_are_named(tmp_path: Path) -> None:
     assert changes(stored, identity_of([name])) == [], "elsewhere, behind links"
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
 @pytest.mark.parametrize("blended", [False, True])
 def test_an_index_file_that_was_changed_in_the_cache_is_named(
-    tmp_path: Path, blended: bool
+    alone: None, tmp_path: Path, blended: bool
 ) -> None:
     names = [corpus(tmp_path / name, seed) for seed, name in enumerate("ab")]
     words = ("0.5", names[0], "0.5", names[1]) if blended else (names[0],)
@@ -265,29 +272,23 @@ def test_an_index_file_that_was_changed_in_the_cache_is_named(
         orders = [order_of(source) for source in (built.train, built.valid)]
         return [*identity_of(names), {"order": {**orders[0], **orders[1]}}]
 
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        stored = json.loads(json.dumps(identity()))
-        assert changes(stored, identity()) == []
-        assert changes(stored, identity(train=300)) == [], "another length has indices of its own"
-        assert changes(stored[:-1], identity()) == [], "a checkpoint that does not say"
-        files = sorted((tmp_path / "cache").rglob("*.npy"))
-        assert len(files) >= 6
-        for file in files:
-            good = file.read_bytes()
-            array = numpy.load(file)
-            if "train" not in file.name or len(array) < 3 or (array[::-1] == array).all():
-                continue
-            numpy.save(file, array[::-1].copy())
-            told = changes(stored, identity())
-            is_used = file.name.partition("-")[0] in str(stored[-1])
-            assert bool(told) == is_used, file.name
-            assert all("another order" in line for line in told)
-            file.write_bytes(good)
-    finally:
-        torch.distributed.destroy_process_group()
+    stored = json.loads(json.dumps(identity()))
+    assert changes(stored, identity()) == []
+    assert changes(stored, identity(train=300)) == [], "another length has indices of its own"
+    assert changes(stored[:-1], identity()) == [], "a checkpoint that does not say"
+    files = sorted((tmp_path / "cache").rglob("*.npy"))
+    assert len(files) >= 6
+    for file in files:
+        good = file.read_bytes()
+        array = numpy.load(file)
+        if "train" not in file.name or len(array) < 3 or (array[::-1] == array).all():
+            continue
+        numpy.save(file, array[::-1].copy())
+        told = changes(stored, identity())
+        is_used = file.name.partition("-")[0] in str(stored[-1])
+        assert bool(told) == is_used, file.name
+        assert all("another order" in line for line in told)
+        file.write_bytes(good)
 
 
 def test_little_of_a_large_file_is_read(tmp_path: Path) -> None:
@@ -307,13 +308,6 @@ OF_THE_FILE = pytest.mark.skipif(
     since("0.19"), reason="about the file common.pt, which megatron-core 0.19 does not write"
 )
 TRUST = "--ckpt-trust-unverified"
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -597,21 +591,14 @@ def test_the_shape_is_taken_from_a_checkpoint_that_leaves_flags_open() -> None:
     assert (model.num_query_groups, model.rotary_base) == (4, 10000)
 
 
-NEW = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"
-REST = "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 100 --mock-data"
-
 SHARED_WIDTH = "moe_shared_expert_intermediate_size"
-
-
-def run_of(flags: str) -> Config:
-    return resolve(parse_args(f"{NEW} {REST} {flags}".split()), 1)
 
 
 def stored_by(flags: str, *forgotten: str) -> Stored:
     """What a checkpoint of a run with these flags says, but for some fields."""
-    told = {name: value for name, value in run_of(flags).flat().items() if name not in forgotten}
+    told = {name: value for name, value in config_of(flags).flat().items() if name not in forgotten}
     stored = stored_of({"args": Namespace(**told)}, Path("ckpt"), 10, ())
-    check_same_run(run_of(flags), stored)
+    check_same_run(config_of(flags), stored)
     return stored
 
 
@@ -632,23 +619,23 @@ def test_the_state_of_another_optimizer_is_refused_unless_it_stays_out(
 ) -> None:
     of_muon = as_stored("", optimizer=name, use_distributed_optimizer=is_split)
     with pytest.raises(UsageError, match=r"--optimizer is 'adam' .*--no-load-optim"):
-        check_same_run(run_of(flags), of_muon)
+        check_same_run(config_of(flags), of_muon)
     for flag in ("--no-load-optim", "--finetune"):
-        check_same_run(run_of(f"{flags} {flag}"), of_muon)
+        check_same_run(config_of(f"{flags} {flag}"), of_muon)
 
 
 def test_how_state_is_split_counts_where_it_is_loaded() -> None:
     for then, now in ((SPLIT, ""), ("", SPLIT)):
         with pytest.raises(UsageError, match=f"^{SPLIT} is .*--no-load-optim"):
-            check_same_run(run_of(now), stored_by(then))
+            check_same_run(config_of(now), stored_by(then))
         for flag in ("--no-load-optim", "--finetune"):
-            check_same_run(run_of(f"{now} {flag}"), stored_by(then))
+            check_same_run(config_of(f"{now} {flag}"), stored_by(then))
 
 
 def of_groups(flags: str, *groups: dict[str, Any]) -> Stored:
     """A checkpoint of a run with these flags, whose optimizer has these parameter groups."""
     common = {
-        "args": Namespace(**run_of(flags).flat()),
+        "args": Namespace(**config_of(flags).flat()),
         "optimizer": {0: {"param_groups": [*groups]}},
     }
     return stored_of(common, Path("ckpt"), 10, ())
@@ -660,7 +647,7 @@ OF_ADAM = {"betas": (0.8, 0.9), "eps": 1e-6, "lr": 1e-3}
 def test_what_an_optimizer_keeps_counts_and_the_flags_are_told() -> None:
     """As in Megatron-LM, whose groups come back with the values that they were saved with."""
     stored = of_groups("", OF_ADAM)
-    found = merge_resume_config(run_of("--adam-beta1 0.5"), stored, vocab_size=128)
+    found = merge_resume_config(config_of("--adam-beta1 0.5"), stored, vocab_size=128)
     assert (found.optim.adam_beta1, found.optim.adam_eps) == (0.8, 1e-6)
     assert found.optim.adam_beta2 == 0.999  # set before each step
     first, second = found.runtime.notes[-2:]
@@ -669,7 +656,7 @@ def test_what_an_optimizer_keeps_counts_and_the_flags_are_told() -> None:
     )
     assert second.startswith("--adam-eps 1e-08 does not count") and "--no-load-optim" in second
     for flags in ("--adam-beta1 0.8 --adam-eps 1e-6", "--no-load-optim", "--finetune"):
-        given = run_of(flags)
+        given = config_of(flags)
         found = merge_resume_config(given, stored, vocab_size=128)
         assert found.runtime.notes == given.runtime.notes
         assert found.optim.adam_beta1 == given.optim.adam_beta1
@@ -678,14 +665,14 @@ def test_what_an_optimizer_keeps_counts_and_the_flags_are_told() -> None:
 @pytest.mark.parametrize("groups", [(), ({"betas": ()},), ({"betas": "x", "eps": None},)])
 def test_an_optimizer_that_does_not_say_has_the_values_of_its_flags(groups: Any) -> None:
     stored = of_groups("--adam-beta1 0.7", *groups)
-    found = merge_resume_config(run_of(""), stored, vocab_size=128)
+    found = merge_resume_config(config_of(""), stored, vocab_size=128)
     assert (found.optim.adam_beta1, found.optim.adam_eps) == (0.7, 1e-8)
 
 
 @pytest.mark.skipif(not since("0.18"), reason="megatron-core before 0.18 has another Muon")
 def test_muon_keeps_its_momentum_and_what_adam_keeps() -> None:
     stored = of_groups("--optimizer muon", {"momentum": 0.7}, OF_ADAM)
-    given = run_of("--optimizer muon --muon-momentum 0.2 --muon-nesterov")
+    given = config_of("--optimizer muon --muon-momentum 0.2 --muon-nesterov")
     found = merge_resume_config(given, stored, vocab_size=128)
     own = found.extras["muon"]
     assert (own.muon_momentum, found.optim.adam_beta1, own.muon_nesterov) == (0.7, 0.8, True)
@@ -702,11 +689,11 @@ def test_muon_goes_on_from_every_muon() -> None:
         {"optimizer": "dist_muon", "use_distributed_optimizer": True},
     ):
         for name in ("muon", "dist_muon"):
-            check_same_run(run_of(f"--optimizer {name}"), as_stored("", **values))
+            check_same_run(config_of(f"--optimizer {name}"), as_stored("", **values))
     for flags in ("", SPLIT):
         with pytest.raises(UsageError, match=r"--optimizer is 'muon' .*--no-load-optim"):
-            check_same_run(run_of("--optimizer muon"), stored_by(flags))
-        check_same_run(run_of("--optimizer muon --no-load-optim"), stored_by(flags))
+            check_same_run(config_of("--optimizer muon"), stored_by(flags))
+        check_same_run(config_of("--optimizer muon --no-load-optim"), stored_by(flags))
 
 
 @pytest.mark.parametrize(
@@ -728,18 +715,18 @@ def test_a_checkpoint_that_does_not_tell_a_flag_was_trained_without_it(
 ) -> None:
     stored = stored_by(plain, name)
     with pytest.raises(UsageError, match=flag.split()[0]):
-        check_same_run(run_of(f"{plain} {flag}"), stored)
+        check_same_run(config_of(f"{plain} {flag}"), stored)
 
 
 def test_another_rate_of_the_embedding_is_refused_like_another_rate() -> None:
     stored = stored_by("--decoupled-lr 1e-2")
     for more in ("--decoupled-lr 2e-2", "--decoupled-lr 1e-2 --decoupled-min-lr 1e-3"):
         with pytest.raises(UsageError, match="--override-opt-param-scheduler"):
-            check_same_run(run_of(more), stored)
-        check_same_run(run_of(f"{more} --override-opt-param-scheduler"), stored)
+            check_same_run(config_of(more), stored)
+        check_same_run(config_of(f"{more} --override-opt-param-scheduler"), stored)
     with pytest.raises(UsageError, match="--no-load-optim"):
-        check_same_run(run_of("--override-opt-param-scheduler"), stored)
-    check_same_run(run_of("--override-opt-param-scheduler --no-load-optim"), stored)
+        check_same_run(config_of("--override-opt-param-scheduler"), stored)
+    check_same_run(config_of("--override-opt-param-scheduler --no-load-optim"), stored)
 
 
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 32 --moe-router-topk 4 --disable-bias-linear"
@@ -779,8 +766,8 @@ SHARED = f"{EXPERTS} --moe-shared-expert-intermediate-size 16"
 def test_another_mixture_is_refused(before: str, after: str, name: str, is_weight: bool) -> None:
     stored = stored_by(before)
     with pytest.raises(UsageError, match=f"^{name}.*ckpt"):
-        check_same_run(run_of(after), stored)
-    finetune = run_of(f"{after} --finetune")
+        check_same_run(config_of(after), stored)
+    finetune = config_of(f"{after} --finetune")
     same_weights = pytest.raises(UsageError, match=f"^{name}.* give the same value")
     with same_weights if is_weight else contextlib.nullcontext():
         check_same_run(finetune, stored)
@@ -789,17 +776,18 @@ def test_another_mixture_is_refused(before: str, after: str, name: str, is_weigh
 def test_what_changes_no_mixture_may_change() -> None:
     stored = stored_by(f"{EXPERTS} --moe-layer-freq [0]*2+[1]*2")
     same = f"{EXPERTS} --moe-layer-freq [0,0,1,1] --moe-token-dispatcher-type alltoall"
-    check_same_run(run_of(f"{same} --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"), stored)
+    check_same_run(config_of(f"{same} --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"), stored)
     # Without experts their flags count for nothing.
-    check_same_run(run_of("--moe-layer-freq 2 --moe-router-topk 1"), stored_by(""))
+    check_same_run(config_of("--moe-layer-freq 2 --moe-router-topk 1"), stored_by(""))
 
 
 def test_a_mixture_of_megatron_lm_is_read_as_its_flags_say() -> None:
-    told = {**run_of(f"{EXPERTS} --moe-layer-freq [1,0]*2").flat(), "moe_layer_freq": [1, 0, 1, 0]}
-    told |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+    told = config_of(f"{EXPERTS} --moe-layer-freq [1,0]*2").flat()
+    told |= {"moe_layer_freq": [1, 0, 1, 0], "moe_aux_loss_coeff": 0.01}
+    told |= {"moe_router_load_balancing_type": "aux_loss"}
     stored = stored_of({"args": Namespace(**told)}, Path("ckpt"), 10, ())
-    check_same_run(run_of(f"{EXPERTS} --moe-layer-freq 2"), stored)
-    given = parse_args(f"{NEW} {REST} --disable-bias-linear".split())
+    check_same_run(config_of(f"{EXPERTS} --moe-layer-freq 2"), stored)
+    given = parse_args(f"{SMALL} --disable-bias-linear".split())
     moe = resolve(with_checkpoint_args(given, stored.arguments), 1).moe
     assert (moe.num_experts, moe.moe_layers, moe.moe_aux_loss_coeff) == (8, (1, 0, 1, 0), (0.01,))
     assert (moe.moe_router_topk, moe.moe_ffn_hidden_size) == (4, 32)

@@ -8,7 +8,6 @@ from datetime import datetime, timezone, tzinfo
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megatron.trainer.common.control import LOCK_FILE
 from megatron.trainer.common.errors import UsageError
@@ -17,6 +16,7 @@ from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.train import run_directory
 from megatron.trainer.train.run_directory import hold_run
 from tests.helpers.jobs import TINY
+from tests.helpers.one_rank import world_of_one
 
 NAME = "20300102-030405"
 
@@ -34,9 +34,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
     """Of a run of one rank that names no directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run_directory, "datetime", OneSecond)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield resolve(parse_args([*TINY.split(), "--train-iters", "1"]), 1)
-    dist.destroy_process_group()
+    with world_of_one():
+        yield resolve(parse_args([*TINY.split(), "--train-iters", "1"]), 1)
 
 
 def test_runs_of_one_second_have_directories_of_their_own(config: Config) -> None:

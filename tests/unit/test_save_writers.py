@@ -49,6 +49,7 @@ from megatron.trainer.train.callbacks import Callback, CallbackContext
 from tests.helpers import jobs
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import run_in_fork
+from tests.helpers.one_rank import cpu_of_one, world_of_one
 from tests.helpers.save_processes import left_of_saves, stop_writer
 
 FORKED = multiprocessing.get_context("fork")
@@ -73,16 +74,6 @@ print(process.pid, flush=True)
 time.sleep(1000)
 """
 WAIT_S = 120
-
-
-@contextlib.contextmanager
-def world_of_one() -> Iterator[None]:
-    """A process group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def prepared(folder: Path) -> FileSystemWriterAsync:
@@ -231,7 +222,7 @@ def test_an_error_of_the_file_system_comes_back(tmp_path: Path, process: WriterP
 def begun(folder: Path) -> Iterator[save_write.SaveWrite]:
     """An asynchronous save of one rank."""
     writer = prepared(folder)
-    with use_device("cpu"), world_of_one():
+    with cpu_of_one():
         function, preload, args = writer.get_save_function_and_args()
         assert preload is not None
         request = AsyncRequest(function, tuple(args), [], preload_fn=preload)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,32 +39,27 @@ from copus_ext.planner.space import (
     to_config_batch,
 )
 from megatron.trainer.checkpoint.resume import merge_resume_config
-from megatron.trainer.common.device import Device, use_device
+from megatron.trainer.common.device import Device
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.data.dataloader import BatchReader
 from megatron.trainer.data.sampler import micro_batch_indices
-from megatron.trainer.distributed.process_groups import destroy_groups
 from megatron.trainer.extras.group_clip.clip import GroupClip, scale_of
 from megatron.trainer.extras.group_clip.flags import limit_of
 from megatron.trainer.model.gpt import Model, build_model
 from megatron.trainer.train.build import groups_of
 from megatron.trainer.train.step_feature import build_features
-from tests.helpers.examples import names_a_way_on
+from tests.helpers.examples import config_of, names_a_way_on
 from tests.helpers.jobs import FURTHER, LATENT, TINY, TINY_GPT2
+from tests.helpers.one_rank import cpu_of_one
 
-BASE = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 "
-    "--mock-data"
-)
 CLIP = "--clip-group-size 4 --clip-group-norm 1.5"
 sizes = st.integers(1, 4)
 
 
-def config(flags: str, world: int = 2) -> Any:
-    return resolve(parse_args(f"{BASE} {flags}".split()), world)
+def config(flags: str) -> Any:
+    return config_of(f"--global-batch-size 16 {flags}", 2)
 
 
 @given(start=st.integers(0, 99), turns=sizes, dp=sizes, micro=sizes, micros=sizes, other=sizes)
@@ -133,13 +127,8 @@ def test_the_factor_of_a_group(norm: float, limit: float | None, factor: float) 
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    with use_device("cpu", backend="gloo") as found:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            yield found
-        finally:
-            destroy_groups()
-            dist.destroy_process_group()
+    with cpu_of_one() as found:
+        yield found
 
 
 def clipped_model(flags: str, device: Device) -> tuple[Model, Any, GroupClip]:

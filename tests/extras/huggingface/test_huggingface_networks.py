@@ -11,22 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from megatron.trainer.checkpoint.convert.archive import open_archive
 from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.checkpoint.save import model_state, sharding_metadata
-from megatron.trainer.common.device import use_device
 from megatron.trainer.common.errors import Refused
 from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.model import ModelConfig
 from megatron.trainer.config.moe import MoeConfig
-from megatron.trainer.distributed.process_groups import build_groups, destroy_groups
+from megatron.trainer.distributed.process_groups import build_groups
 from megatron.trainer.extras.huggingface import config_json, exchange, experts
 from megatron.trainer.model.gpt import build_model
 from tests.helpers.checkpoints import FLAGS, MIXTURE
+from tests.helpers.one_rank import cpu_of_one
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -84,10 +83,9 @@ def ids() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def logits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Logits]:
+def logits() -> Iterator[Logits]:
     """Gives the logits of a checkpoint in the trainer's own model, started with
     `--use-checkpoint-args`."""
-    store = tmp_path_factory.mktemp("store") / "store"
     flags = "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
     flags += " --tokenizer-type NullTokenizer --seq-length 32"
 
@@ -105,12 +103,9 @@ def logits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Logits]:
         with torch.no_grad():
             return chunk(ids(), torch.arange(32).expand(2, 32), None)
 
-    with use_device("cpu") as device:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    with cpu_of_one() as device:
         groups = build_groups(Layout(tp=1, pp=1, vpp=1, dp=1), timeout_minutes=1)
         yield compute
-        destroy_groups()
-        dist.destroy_process_group()
 
 
 def make_random(folder: Path, config: dict[str, Any]) -> torch.Tensor:

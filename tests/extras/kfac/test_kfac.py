@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,31 +19,26 @@ from copus_ext.commands import plan
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
 from megatron.trainer.checkpoint.convert.target import problems_of
-from megatron.trainer.common.device import use_device
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.config.draft import Draft, Environment
 from megatron.trainer.config.layout import Layout
-from megatron.trainer.distributed.process_groups import destroy_groups
 from megatron.trainer.extras.kfac import precondition
 from megatron.trainer.extras.kfac.flags import check_kfac
 from megatron.trainer.extras.kfac.precondition import Factors, Kfac
 from megatron.trainer.model.gpt import build_model
 from megatron.trainer.train.build import groups_of
 from megatron.trainer.train.step_feature import build_features
-from tests.helpers.examples import names_a_way_on
+from tests.helpers.examples import SMALL, config_of, names_a_way_on
 from tests.helpers.jobs import TINY
+from tests.helpers.one_rank import cpu_of_one
 
 DAMPING = 0.01
-BASE = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 "
-    "--mock-data"
-)
+BASE = f"{SMALL} --global-batch-size 16"
 
 
-def config(flags: str, world: int = 2) -> Any:
-    return resolve(parse_args(f"{BASE} {flags}".split()), world)
+def config(flags: str) -> Any:
+    return config_of(f"--global-batch-size 16 {flags}", 2)
 
 
 class Tupled(nn.Module):
@@ -282,18 +276,13 @@ def test_the_plan_prices_it_without_tensor_parallelism(capsys: pytest.CaptureFix
 @pytest.fixture
 def built() -> Iterator[Any]:
     """A model of one CPU rank, and its K-FAC."""
-    with use_device("cpu", backend="gloo") as device:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            own = resolve(parse_args([*TINY.split(), "--kfac", "--train-iters", "1"]), 1)
-            own = own.replace(padded_vocab_size=128)
-            groups = groups_of(own)
-            model = build_model(own, groups, device)
-            (kfac,) = build_features(own, model, groups)
-            yield model, kfac
-        finally:
-            destroy_groups()
-            dist.destroy_process_group()
+    with cpu_of_one() as device:
+        own = resolve(parse_args([*TINY.split(), "--kfac", "--train-iters", "1"]), 1)
+        own = own.replace(padded_vocab_size=128)
+        groups = groups_of(own)
+        model = build_model(own, groups, device)
+        (kfac,) = build_features(own, model, groups)
+        yield model, kfac
 
 
 def test_a_restart_forgets(built: Any) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from copus_ext.controller.flags import CopusConfig
@@ -38,17 +37,16 @@ from copus_ext.planner.space import (
     points_of,
     to_config_batch,
 )
-from megatron.trainer.common.device import use_device
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.config.layout import Layout
-from megatron.trainer.distributed.process_groups import destroy_groups
 from megatron.trainer.extras.kfac import planner as cost
 from megatron.trainer.extras.kfac.precondition import Kfac, _lower_half
 from megatron.trainer.model.gpt import build_model
 from megatron.trainer.train.build import groups_of
 from megatron.trainer.train.step_feature import build_features
 from tests.helpers.jobs import TINY
+from tests.helpers.one_rank import cpu_of_one
 
 FLAGS = [*f"{TINY} --kfac --train-iters 1 --global-batch-size 16".split()]
 MODEL = spec_of_flags(FLAGS)
@@ -97,22 +95,17 @@ def rows_of(
 @pytest.fixture(scope="module")
 def kfac() -> Iterator[Kfac]:
     """That of the same model on one rank, with inverses and fresh sums."""
-    with use_device("cpu", backend="gloo") as device:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            config = resolve(parse_args(FLAGS), 1).replace(padded_vocab_size=128)
-            groups = groups_of(config)
-            own: Any = build_features(config, build_model(config, groups, device), groups)[0]
-            own.begin()
-            for factors in own.factors:
-                for total in factors.sums.values():
-                    total += torch.eye(len(total))
-                factors.refresh()
-                factors.begin()
-            yield own
-        finally:
-            destroy_groups()
-            dist.destroy_process_group()
+    with cpu_of_one() as device:
+        config = resolve(parse_args(FLAGS), 1).replace(padded_vocab_size=128)
+        groups = groups_of(config)
+        own: Any = build_features(config, build_model(config, groups, device), groups)[0]
+        own.begin()
+        for factors in own.factors:
+            for total in factors.sums.values():
+                total += torch.eye(len(total))
+            factors.refresh()
+            factors.begin()
+        yield own
 
 
 def test_the_trainer_keeps_as_many_bytes(kfac: Kfac) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from megatron.trainer.extras.phases.datasets import (
     windows_of,
 )
 from megatron.trainer.extras.phases.flags import Phase
+from tests.helpers.one_rank import world_of_one
 from tests.unit.test_data import make_config, write_corpus
 
 MANY = build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=10_000_000)
@@ -270,8 +270,7 @@ def test_ranks_map_one_file_of_each_order(corpus: str, others: list[str], tmp_pa
     words = ("0.5", corpus, "0.3", others[0], "0.2", others[1])
     fields = {"data_path": words, "data_cache_path": str(tmp_path / "cache")}
     by_itself = tokens_of(build(**fields))
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with world_of_one():
         assert tokens_of(build(**fields)) == by_itself
         files = sorted((tmp_path / "cache").rglob("*-phase.npy"))
         # In each of three phases: a shuffle for each of three data sets, and two arrays.
@@ -281,5 +280,3 @@ def test_ranks_map_one_file_of_each_order(corpus: str, others: list[str], tmp_pa
         files[0].write_bytes(b"damaged")
         with pytest.raises(UsageError, match="remove that folder"):
             build(**fields)
-    finally:
-        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,19 +12,11 @@ import torch
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
 from megatron.trainer.common.errors import UsageError
-from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.extras.slow_links.low_rank import LowRankMessages
 from megatron.trainer.extras.slow_links.powersgd import CompressedMatrix, is_compressed
-from tests.helpers.examples import names_a_way_on
+from tests.helpers.examples import config_of, names_a_way_on
 
-BASE = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 100 --mock-data"
-)
-
-
-def config(flags: str, world: int = 2) -> Any:
-    return resolve(parse_args(f"{BASE} {flags}".split()), world)
+config = partial(config_of, world=2)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +54,7 @@ def test_flags_that_do_not_go_together(flags: str, parts: list[str]) -> None:
 
 def test_a_run_is_told_what_compression_does() -> None:
     def notes(flags: str, world: int) -> str:
-        return " ".join(config(flags, world).runtime.notes)
+        return " ".join(config(flags, world=world).runtime.notes)
 
     assert "unknown amount" in notes("--grad-compression-rank 4", 2)
     assert "without effect" not in notes("--grad-compression-rank 4", 2)
