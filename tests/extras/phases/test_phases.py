@@ -197,11 +197,6 @@ def words_of(text: str) -> list[str]:
     return found
 
 
-def test_bases_and_data_of_phases_need_lengths() -> None:
-    with pytest.raises(UsageError, match="--rotary-base-schedule needs --seq-length-schedule"):
-        alone("--rotary-base-schedule 25%:20000")
-
-
 def test_one_length_begins_no_phase_and_hides_none() -> None:
     plain = alone("--global-batch-size 16")
     config = alone("--global-batch-size 16 --seq-length-schedule 0:64")
@@ -211,8 +206,9 @@ def test_one_length_begins_no_phase_and_hides_none() -> None:
     # No batch of 3 divides over the first layout, and a later phase has no say in that.
     with pytest.raises(UsageError, match="phase 0 has batches of 3"):
         alone("--global-batch-size 3 --micro-batch-size 1 --seq-length-schedule 0:64")
-    with pytest.raises(UsageError, match="--rotary-base-schedule needs --seq-length-schedule"):
-        alone("--seq-length-schedule 0:64 --rotary-base-schedule 25%:20000")
+    for length in ("", "--seq-length-schedule 0:64"):
+        with pytest.raises(UsageError, match="--rotary-base-schedule needs --seq-length-schedule"):
+            alone(f"{length} --rotary-base-schedule 25%:20000")
 
 
 def test_layouts_and_micro_batches_may_change_without_lengths() -> None:
