@@ -83,6 +83,8 @@ class FirstBatch:
         cost = self.habitual_cost
         assert cost is not None
         low, likely, high = (f"{100 * share:.0f}" for share in (cost.low, cost.likely, cost.high))
+        if cost.likely < _WITHIN:
+            return f"would take about as long ({low} to {high} %)"
         return f"would take about {likely} % more time ({low} to {high})"
 
 
