@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from typing import Any
 
 import pytest
 
+from bench.support import RESULTS
 from bench.time_to_loss import results, small_runs
 from bench.time_to_loss.small_gpt import Recipe
 
@@ -43,3 +46,15 @@ def test_a_run_ends_at_its_samples_and_every_step_counts() -> None:
     time = sum(steps * (overhead + size) for steps, size in parts)
     assert time < row["time"] <= time * (1 + results.MEASURING) * (1 + 1e-9)
     assert 2.5 < row["loss"] < math.log(256)
+
+
+def test_the_committed_figures_are_those_of_the_recorded_runs() -> None:
+    atlas: dict[str, Any] = json.loads((RESULTS / results.FILE).read_text())["atlas"]
+    rows = small_runs.read(RESULTS / small_runs.RUNS)
+    lengths = small_runs.static_lengths(rows)
+    for rate, figures in ((1.0, atlas), (0.5, atlas["half_rate"])):
+        runs = (r for r in rows if r["kind"] == "controller" and r["rate"] == rate)
+        ratios = [small_runs.outcome(row, lengths)["ratio"] for row in runs]
+        assert len(ratios) == figures["runs"]
+        assert max(ratios) == pytest.approx(figures["worst"])
+        assert sum(ratios) / len(ratios) == pytest.approx(figures["mean"])
