@@ -317,7 +317,8 @@ def rows_of(plans: Sequence[Plan]) -> list[ConfigThroughput]:
         ConfigThroughput(
             configuration=r.configuration,
             samples_per_s=r.prediction.samples_per_s,
-            relative_sd=r.prediction.step_rel_sd,
+            # What all have in common does not tell one from another.
+            relative_sd=r.prediction.step_rel_sd if r.against_rel_sd is None else r.against_rel_sd,
             source=r.prediction.source,
         )
         for plan in plans

@@ -167,6 +167,7 @@ def test_a_plan_is_compared_with_what_is_best_for_the_whole_run() -> None:
                 ranked=[
                     SimpleNamespace(
                         configuration=r.configuration,
+                        against_rel_sd=None,
                         prediction=SimpleNamespace(
                             samples_per_s=r.samples_per_s, step_rel_sd=0.1, source="predicted"
                         ),
