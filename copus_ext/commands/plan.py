@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from copus_ext.commands.main import names
 from copus_ext.commands.plan_run import decay_of, first_batch_of, headroom_of, ranked
 from copus_ext.planner.commands import command_of, helps
-from copus_ext.planner.from_command import FLAG, FromCommand, fill_in, present_of
+from copus_ext.planner.from_command import FLAG, FromCommand, fill_in, present_of, ranks_note
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
     InputProblem,
@@ -271,6 +271,8 @@ def planner_of(args: argparse.Namespace) -> Any:
             raise UsageProblem("--megatron-args has --sequence-parallel; drop it or the --no- flag")
     cluster = cluster_of(args)
     command_of(args.command).check(args, model, cluster)
+    if told := ranks_note(args, cluster.world_size):
+        tell("plan.py", f"note: {told}")
     own, others = timings_of(args.profile, model, cluster)
     for theirs, timings in others:
         what = f"times of {theirs.name} with samples of {theirs.seq_length} tokens"
@@ -280,7 +282,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         if args.global_batch_size in (None, AUTO):
             raise UsageProblem("--measured goes with a batch; give --global-batch-size a number")
         batch = batches(args.global_batch_size)[0]
-    ran, lacked = measured_of(args.measured, batch, cluster.world_size)
+    ran, lacked = measured_of(args.measured, batch, cluster)
     return Planner(
         model,
         cluster,

@@ -114,7 +114,11 @@ class Constants:
     @classmethod
     def load(cls, path: Path) -> Constants:
         """Reads a file that `bench/planner.py` or a user wrote."""
-        return cls.from_json(read_json(path)["constants"])
+        record = read_json(path)
+        given = record.get("constants") if isinstance(record, dict) else None
+        if not isinstance(given, dict):
+            raise ValueError('it holds no "constants"')
+        return cls.from_json(given)
 
 
 @dataclass(frozen=True, kw_only=True)

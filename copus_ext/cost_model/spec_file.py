@@ -55,15 +55,16 @@ def checked(kind: type, data: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def quantity(text: str) -> float:
-    """Bytes, bytes per second or FLOP/s of a text such as `80GiB`, `400Gb/s` (bits) or `50GB/s`.
+    """Bytes, bytes per second or FLOP/s of a text such as `80GiB`, `400Gbit/s` or `50GB/s`.
 
     Raises:
         SpecError: not such a text.
     """
     found = re.fullmatch(
-        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*(k|[KMGT]i|[MGT])?(b|B|FLOP)?(/s)?", text.strip()
+        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*(k|[KMGT]i|[MGT])?(bps|bit|b|B|FLOP)?(/s)?",
+        text.strip(),
     )
     if not found:
         raise SpecError(f"{text!r} is not a size; write 80GiB, 400Gb/s (bits) or 50GB/s (bytes)")
     number, prefix, unit, _ = found.groups()
-    return float(number) * _UNITS[prefix or ""] / (8 if unit == "b" else 1)
+    return float(number) * _UNITS[prefix or ""] / (8 if unit in ("b", "bit", "bps") else 1)

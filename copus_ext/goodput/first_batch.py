@@ -76,13 +76,15 @@ class FirstBatch:
         if self.habitual_batch is None or self.habitual_cost is None:
             return str(self)
         if self.habitual_batch == self.batch:
-            return f"{self}, which is the habitual 4M tokens"
-        return f"{self}; the habitual 4M tokens, {self.habitual_batch:,}, {self._cost()}"
+            return f"{self}, which is the usual 4M tokens"
+        return f"{self}; the usual 4M tokens ({self.habitual_batch:,}) {self._cost()}"
 
     def _cost(self) -> str:
         cost = self.habitual_cost
         assert cost is not None
-        low, likely, high = (f"{100 * share:.0f}" for share in (cost.low, cost.likely, cost.high))
+        shares = cost.low, cost.likely, cost.high
+        # Whole numbers: a rounded one would be "-0".
+        low, likely, high = (round(100 * share) for share in shares)
         if cost.likely < _WITHIN:
             return f"would take about as long ({low} to {high} %)"
         return f"would take about {likely} % more time ({low} to {high})"

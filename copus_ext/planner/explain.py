@@ -97,7 +97,7 @@ def reason(
         return less, f"price it with `{other_command('plan.py')} explain {c}`"
     if code == "memory":
         assert peak_bytes is not None
-        loaded = " with the busiest experts at twice the mean" if at.ep > 1 else ""
+        loaded = " (busiest experts at twice the mean)" if at.ep > 1 else ""
         return (
             f"smallest peak {peak_bytes / GIB:.1f} GiB{loaded} of {limit_bytes / GIB:.1f} GiB "
             f"usable ({c})",
@@ -200,7 +200,7 @@ def timing_line(
         tool = f"torchrun --nproc-per-node {world_size} -m copus_ext.commands.main profile-layouts"
     # One node rarely has more.
     nodes = "; on several nodes by scripts/slurm/profile.sbatch" if world_size > 8 else ""
-    lines = [f"to be surer of the others time {' and '.join(map(str, found))}{nodes}:"]
+    lines = [f"to be surer of the other times, time {' and '.join(map(str, found))}{nodes}:"]
     for c in found:
         layout = c.layout
         fixed = f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},micro_batch={c.micro_batch_size}"

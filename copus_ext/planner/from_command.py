@@ -6,6 +6,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from copus_ext.cost_model.spec_file import SpecError
@@ -17,6 +18,8 @@ from copus_ext.planner.request import UsageProblem, configuration_of, is_number,
 from copus_ext.planner.search import Planner
 
 FLAG = "--from-command"
+_TWICE = f"{FLAG} and --megatron-args say the same; give one of them, once"
+_OF_TORCH = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
 _UNLIKELY = 0.8
 """Probability to fit below which a command that may well run is doubted."""
 _UNEVEN = (
@@ -28,8 +31,8 @@ _UNEVEN = (
 
 class FromCommand(argparse.Action):
     """Takes `torchrun LAUNCHER-FLAGS pretrain_gpt.py FLAGS` apart: what follows the script is
-    `megatron_args`, and the launcher says how many ranks there are, as (nodes, ranks of a node) in
-    `launched`; a number that it does not say is None."""
+    `megatron_args`, and the launcher says how many ranks there are, as (nodes, ranks of a node,
+    `megatron_args`) in `launched`; a number that it does not say is None."""
 
     def __call__(
         self,
@@ -48,39 +51,68 @@ class FromCommand(argparse.Action):
         flags = words[script + 1 :]
         if unset := [word for word in words if "$" in word]:
             parser.error(f"{FLAG} has {unset[0]}, which only a shell knows; write its value")
+        if namespace.megatron_args is not None:
+            parser.error(_TWICE)
         namespace.megatron_args = shlex.join(flags)
         before = words[:script]
-        nodes = _number(before, "nnodes", "nodes")
-        namespace.launched = nodes, _number(before, "nproc-per-node", "ntasks-per-node")
+        if {Path(word).name for word in before} & _OF_TORCH:
+            # It takes one rank, and one node, where it is not told. A task of srun may start it.
+            nodes = _number(before, "nnodes", absent=_number(before, "nodes", "N", absent=1))
+            per_node = _number(before, "nproc-per-node", absent=1)
+        else:
+            nodes, ranks = _number(before, "nodes", "N"), _number(before, "ntasks", "n")
+            split = ranks // nodes if nodes and ranks and ranks % nodes == 0 else None
+            per_node = _number(before, "ntasks-per-node", absent=split)
+        namespace.launched = nodes, per_node, namespace.megatron_args
 
 
-def _number(words: Sequence[str], *names: str) -> int | None:
-    """The value of a flag of torchrun or srun, spelled with either dash; None without one."""
+def _number(words: Sequence[str], *names: str, absent: int | None = None) -> int | None:
+    """The value of a flag of torchrun or srun, spelled with either dash; None for one that is no
+    number.
+
+    Args:
+        words: of the launcher.
+        names: of the flag.
+        absent: the value without it.
+    """
     for i, word in enumerate(words):
         flag, _, value = word.lstrip("-").replace("_", "-").partition("=")
         if flag in names:
             value = value or (words[i + 1] if i + 1 < len(words) else "")
             return int(value) if is_number(value) and int(value) else None
-    return None
+    return absent
 
 
 def fill_in(args: argparse.Namespace) -> None:
     """Takes batch and ranks from the command, where flags of the planner do not say them.
 
     Raises:
-        UsageProblem: neither does.
+        UsageProblem: neither does, or --megatron-args says other flags.
     """
     if args.launched is None:
         return
-    nodes, per_node = args.launched
+    nodes, per_node, flags = args.launched
+    if args.megatron_args is not flags:
+        raise UsageProblem(_TWICE)
     if args.cluster is None and args.gpu is not None:
-        args.nodes = args.nodes or nodes or 1
+        if args.nodes is None and not (nodes and (per_node or args.gpus_per_node)):
+            fix = "give --nodes and --gpus-per-node"
+            raise UsageProblem(f"{FLAG} does not say how many ranks there are; {fix}")
+        args.nodes = args.nodes or nodes
         args.gpus_per_node = args.gpus_per_node or per_node
     kind = args.cluster or "here"
     if kind != "here" and not kind.endswith(".json") and ":" not in kind and nodes and per_node:
         args.cluster = f"{kind}:{nodes * per_node}"
     if args.cluster is None and args.gpu is None:
         raise UsageProblem(f"{FLAG} does not say which GPUs; give --cluster, or --gpu")
+
+
+def ranks_note(args: argparse.Namespace, world_size: int) -> str:
+    """Says so where the cluster is not as large as the command; else empty."""
+    nodes, per_node, _ = args.launched or (None, None, "")
+    if not (nodes and per_node) or nodes * per_node == world_size:
+        return ""
+    return f"the command has {nodes * per_node} ranks; it is priced on the {world_size} GPUs given"
 
 
 def present(args: argparse.Namespace, batch: int, world_size: int) -> Configuration:
@@ -137,8 +169,8 @@ class Present:
             line += ", too little to tell" if abs(more) <= EQUAL else ""
         if p.fit_probability < _UNLIKELY:
             line += (
-                f"; the {p.peak_bytes / GIB:.1f} GiB predicted fit with probability "
-                f"{p.fit_probability:.2f}, so that if it runs all needs less than is said here"
+                f"; its {p.peak_bytes / GIB:.1f} GiB fit with probability {p.fit_probability:.2f}; "
+                "if it runs, everything needs less memory than is said here"
             )
         return line
 

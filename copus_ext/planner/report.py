@@ -32,8 +32,9 @@ _EQUALS, _SHOWN = "as fast", 3
 """Last column, and how many it names."""
 _LEGEND = (
     "b: samples of a micro-batch; M: micro-batches of a replica; vpp: chunks of a stage; zero: "
-    "distributed optimizer; sp: sequence parallel",
-    "as fast: others predicted within 3 % of the row, too near to tell which is faster",
+    "distributed optimizer; sp: sequence parallel; fit: probability that it fits into memory",
+    "as fast: others predicted within 3 % of the row, too near to tell which is faster; rows that "
+    "near are in the order of how common they are",
 )
 _OF_EXPERTS = ["ep", "etp"]
 """Columns of a mixture of experts, after `vpp`."""
@@ -237,8 +238,8 @@ def table(
 def _doubt_line(common_sd: float) -> str:
     return (
         f"all times may be {100 * common_sd:.0f} % longer or shorter together (one standard "
-        "deviation), on which the order does not depend; +- is what each may be off besides, over "
-        "row 1"
+        "deviation), which leaves the order as it is; +- is how far the time of a row over that of "
+        "row 1 may be off"
     )
 
 

@@ -73,6 +73,7 @@ _SPELLED = {
 """Flags that are not spelled like their field."""
 _IMPLEMENTED = ("implementation", "attention", "norm", "gradient_bytes", "optimizer_bytes")
 """Flags of a model that a name or a config.json does not say."""
+_LINKS = {"intra_bytes_per_s": "--intra", "nic_bytes_per_s": "--nic"}
 _MAPPING = "use_tp_pp_dp_mapping"
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
 
@@ -175,6 +176,9 @@ def configuration_of(
     if recompute not in RECOMPUTE or (recompute == "block") != is_number(layers):
         ways = ", ".join(f"{r}:LAYERS" if r == "block" else r for r in RECOMPUTE)
         raise UsageProblem(f"{text}: recompute is one of {ways}")
+    for name in ("zero", "overlap", _MAPPING):
+        if given.get(name, "0") not in ("0", "1"):
+            raise UsageProblem(f"{text}: {name} is 0 or 1")
     parallel = given.get("sp", str(int(tp > 1 and sequence_parallel)))
     if parallel not in ("0", "1") or (parallel == "1" and tp == 1):
         raise UsageProblem(f"{text}: sp is 0 or 1, and 1 goes with tp above 1; leave it out")
@@ -231,6 +235,8 @@ def length_from(args: argparse.Namespace) -> str:
 def length_line(args: argparse.Namespace, model: ModelSpec) -> str:
     """How long the samples of an answer are, and what says so."""
     source, tokens = length_from(args), model.seq_length
+    if source == "--megatron-args" and getattr(args, "launched", None) is not None:
+        source = "--from-command"
     if source != "context":
         return f"samples of {tokens} tokens ({source})"
     line = f"samples of {tokens} tokens, the context of {model.name}"
@@ -256,7 +262,8 @@ def model_of(args: argparse.Namespace) -> Any:
 def _described_model(args: argparse.Namespace) -> Any:
     """The model of a name, a file or Megatron's flags."""
     if (args.model is None) == (args.megatron_args is None):
-        raise UsageProblem("give one of --model and --megatron-args")
+        words = "--megatron-args" if getattr(args, "launched", None) is None else "--from-command"
+        raise UsageProblem(f"give one of --model and {words}")
     if args.megatron_args is not None:
         try:
             shlex.split(args.megatron_args)
@@ -396,7 +403,7 @@ def cluster_of(args: argparse.Namespace) -> Any:
     spec = _described_cluster(args)
     links = {"intra_bytes_per_s": args.intra, "nic_bytes_per_s": args.nic}
     given: dict[str, Any] = {
-        name: quantity(text) for name, text in links.items() if text is not None
+        name: _with_unit(_LINKS[name], text) for name, text in links.items() if text is not None
     }
     if given and (spec.links is not None or spec.nodes):
         raise UsageProblem(
@@ -408,6 +415,17 @@ def cluster_of(args: argparse.Namespace) -> Any:
     elif args.nic_is_measured:
         raise UsageProblem("--nic-is-measured goes with --nic; give both")
     return dataclasses.replace(spec, **given)
+
+
+def _with_unit(flag: str, text: str) -> float:
+    """A quantity of a flag, where a bare number is hardly meant in bytes."""
+    try:
+        value = quantity(text)
+    except SpecError as error:
+        raise UsageProblem(f"{flag}: {error}") from error
+    if text.strip()[-1].isdigit():
+        raise UsageProblem(f"{flag} {text} has no unit; write 400Gb/s (bits) or 50GB/s (bytes)")
+    return value
 
 
 def _described_cluster(args: argparse.Namespace) -> Any:
@@ -463,7 +481,7 @@ def timings_of(
 
 
 def measured_of(
-    texts: Sequence[str], batch: int, world_size: int
+    texts: Sequence[str], batch: int, cluster: ClusterSpec
 ) -> tuple[list[Timing], list[Configuration]]:
     """Runs that were measured by hand, `CONFIG: 18.2 s`, `CONFIG: 18.2 s, 62 GiB` or `CONFIG: oom`,
     of one global batch: what ran, and what ran out of memory.
@@ -471,24 +489,29 @@ def measured_of(
     Raises:
         UsageProblem: another text.
     """
+    gpu_bytes = math.inf if cluster.is_gloo else cluster.gpu.memory_bytes
     ran: list[Timing] = []
     lacked: list[Configuration] = []
     for text in texts:
         name, _, told = text.rpartition(":")
-        c = configuration_of(name.strip(), global_batch_size=batch, world_size=world_size)
+        c = configuration_of(name.strip(), global_batch_size=batch, world_size=cluster.world_size)
         if told.strip().lower() == "oom":
             lacked.append(c)
             continue
         seconds, _, peak = (part.strip() for part in told.partition(","))
         try:
             step_s = float(seconds.removesuffix("s"))
-            peak_bytes = quantity(peak) if peak else None
-        except (ValueError, SpecError):
+            peak_bytes = _with_unit("--measured", peak) if peak else None
+        except (ValueError, SpecError, UsageProblem):
             step_s, peak_bytes = 0.0, None
-        if not 0 < step_s < math.inf:
+        if not 0 < step_s < math.inf or peak_bytes == 0:
             how = "write CONFIG: 18.2 s, or CONFIG: 18.2 s, 62 GiB, or CONFIG: oom"
             raise UsageProblem(f"--measured {text}: {how}")
+        if peak_bytes is not None and peak_bytes > gpu_bytes:
+            raise UsageProblem(f"--measured {text}: a GPU has {gpu_bytes / 2**30:.1f} GiB")
         ran.append(Timing(configuration=c, step_s=step_s, peak_bytes=peak_bytes))
+    for c in {timing.configuration for timing in ran} & {*lacked}:
+        raise UsageProblem(f"--measured {c}: it ran, and it ran out of memory; drop one")
     return ran, lacked
 
 

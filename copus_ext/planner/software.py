@@ -96,7 +96,7 @@ def fits_better(planner: Planner, assumed: list[Assumption]) -> list[str]:
     for flag, fields in (a.otherwise for a in assumed if a.otherwise is not None):
         more = _log_likelihood(planner, replace(planner.model, **fields)) - now
         if more >= math.log(_TELLING):
-            times = f"{math.exp(min(more, math.log(1000.0))):.0f}"
+            times = f"{math.exp(more):.0f}" if more < math.log(1000.0) else "over 1000"
             lines.append(f"the memory measured is {times} times as likely with {flag}; give it")
     return lines
 
@@ -128,6 +128,6 @@ def assumed_lines(assumed: list[Assumption], other: dict[str, Any] | None) -> li
         elif other["changes"]:
             choice = f"row 1 would be {other['configuration']}, {other['step_s']:.4g} s"
         else:
-            choice = f"row 1 would stay, {other['step_s']:.4g} s"
+            choice = f"row 1 would stay the same, {other['step_s']:.4g} s"
         lines.append(f"most doubtful: {other['assumed']}; with {other['flag']} {choice}")
     return lines

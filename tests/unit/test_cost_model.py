@@ -343,7 +343,15 @@ def test_scattered_messages_are_parts_that_are_gathered() -> None:
 
 
 def test_sizes_with_units() -> None:
-    known = {"80GiB": 80 * 2**30, "400Gb/s": 50e9, "50GB/s": 50e9, "1e12FLOP/s": 1e12, "7": 7}
+    known = {
+        "80GiB": 80 * 2**30,
+        "400Gb/s": 50e9,
+        "100 Gbit/s": 12.5e9,
+        "100Gbps": 12.5e9,
+        "50GB/s": 50e9,
+        "1e12FLOP/s": 1e12,
+        "7": 7,
+    }
     assert {text: quantity(text) for text in known} == known
     for text in ("", "GB", "10 apples", "-5GB", "1.2.3"):
         with pytest.raises(SpecError):

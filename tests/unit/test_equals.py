@@ -173,6 +173,13 @@ def test_runs_measured_by_hand_correct_and_tell_the_software(
     assert plan.main(shlex.split(f"--model llama-2-13b {where} {oom}")) == 0
     first = json.loads(capsys.readouterr().out)["plans"][0]["ranked"][0]
     assert first["flags"] != lacked.to_flags()
-    for wrong in (f"{name}: soon", f"{name}: 1 s, much", f"{name}: -1 s"):
+    both = f"--measured '{name}: 2 s' --measured '{name}: oom'"
+    assert plan.main(shlex.split(f"--model llama-2-13b {where} {both}")) == 2
+    assert "ran out of memory; drop one" in capsys.readouterr().err
+    too_much = f"--measured '{name}: 2 s, 300 GiB'"
+    assert plan.main(shlex.split(f"--model llama-2-13b {where} {too_much}")) == 2
+    assert "a GPU has 80.0 GiB" in capsys.readouterr().err
+    soon = (f"{name}: soon", f"{name}: 1 s, much", f"{name}: -1 s")
+    for wrong in (*soon, f"{name}: 1 s, 0 GiB", f"{name}: 1 s, 62"):
         assert plan.main(shlex.split(f"--model llama-2-13b {where} --measured '{wrong}'")) == 2
         assert "write CONFIG: 18.2 s" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(
     record = json_of(capsys, large, "--gpu H100-80GB --top 3")
     assert record["present"]["prediction"]["memory"]["fit_probability"] < 0.1
     _, text, _ = run(capsys, large, "--gpu H100-80GB --top 3")
-    assert "fit with probability 0.00, so that if it runs" in text
+    assert "fit with probability 0.00; if it runs, everything needs less memory" in text
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,19 @@ def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(
         ),
         (f"{TORCHRUN} {SHAPE} {NOW}", "", "does not say which GPUs"),
         (f"{TORCHRUN} {SHAPE}", "--gpu A100-80GB", "--global-batch-size is required"),
-        (f"{TORCHRUN} {SHAPE} {NOW}", "--gpu A100-80GB --model llama-2-7b", "give one of --model"),
+        (
+            f"{TORCHRUN} {SHAPE} {NOW}",
+            "--gpu A100-80GB --model llama-2-7b",
+            "give one of --model and --from-command",
+        ),
+        (
+            f"{TORCHRUN} {SHAPE} {NOW}",
+            "--megatron-args '--bf16' --global-batch-size 64 --gpu A100-80GB",
+            "--megatron-args say the same",
+        ),
+        (f"{TORCHRUN} {SHAPE} {NOW}", f"--from-command '{TORCHRUN} {SHAPE}'", "once"),
+        (f"python pretrain_gpt.py {SHAPE} {NOW}", "--gpu A100-80GB", "how many ranks there are"),
+        (f"srun --nodes 2 python a.py {SHAPE} {NOW}", "--gpu A100-80GB", "how many ranks there"),
     ],
 )
 def test_a_command_that_cannot_be_used(
@@ -106,3 +118,34 @@ def test_a_layout_that_cannot_be_priced_does_not_keep_the_answer(
         command = f"{TORCHRUN} {SHAPE} --global-batch-size 64 {wrong}"
         code, text, _ = run(capsys, command, "--gpu A100-80GB --top 1")
         assert code == 0 and "\nyour command: not priced: " in text and why in text
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nodes", "per_node"),
+    [
+        ("torchrun", 1, 1),
+        ("python -m torch.distributed.run --nproc-per-node 4", 1, 4),
+        ("/usr/bin/torchrun --nproc-per-node gpu --nnodes 2", 2, None),
+        ("srun -N 4 --ntasks-per-node=8 python -u", 4, 8),
+        ("srun -N 4 -n 32 python", 4, 8),
+        ("srun -N 4 --ntasks-per-node 1 torchrun --nnodes=4 --nproc-per-node=8", 4, 8),
+        ("srun --nodes 4 torchrun --nproc-per-node=8", 4, 8),
+        ("srun -n 32 python", None, None),
+        ("python", None, None),
+    ],
+)
+def test_ranks_of_a_launcher(launcher: str, nodes: int | None, per_node: int | None) -> None:
+    command = f"{launcher} pretrain_gpt.py -n 3 --nodes 7"
+    found = plan.parse(["--from-command", command, "--global-batch-size", "4"])
+    assert found.launched == (nodes, per_node, "-n 3 --nodes 7")
+
+
+def test_a_cluster_of_another_size_than_the_command_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = f"{TORCHRUN} {SHAPE} {NOW}"
+    _, text, err = run(capsys, command, "--cluster a100-80g:32 --top 1")
+    assert "the command has 16 ranks; it is priced on the 32 GPUs given" in err
+    assert text.startswith("samples of 2048 tokens (--from-command)")
+    _, _, err = run(capsys, command, "--cluster a100-80g --top 1")
+    assert "16 ranks" not in err

@@ -120,6 +120,8 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
         (f"explain pp=2,recompute=block:\u00b2 {EIGHT}", 2, "recompute is one of"),
         (f"explain recompute=some {EIGHT}", 2, "recompute is one of"),
         (f"explain tp=1,sp=1 {EIGHT}", 2, "goes with tp above 1"),
+        (f"explain tp=2,zero=no {EIGHT}", 2, "zero is 0 or 1"),
+        (f"explain tp=2,overlap=false {EIGHT}", 2, "overlap is 0 or 1"),
         (f"explain dp=4 {EIGHT}", 2, "is not 8 GPUs"),
         (f"explain tp2.pp1.dp2 {EIGHT}", 2, "is not 8 GPUs"),
         (f"explain vpp=2 {EIGHT}", 2, "needs a pipeline"),
@@ -136,6 +138,11 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
             "--model llama-2-7b --seq-length 2048 --nodes 1 --gpu H100-80GB --nic 1.2.3GB",
             2,
             "'1.2.3GB' is not a size",
+        ),
+        (
+            "--model llama-2-7b --seq-length 2048 --nodes 1 --gpu H100-80GB --nic 100",
+            2,
+            "--nic 100 has no unit",
         ),
         (
             "--model llama-2-7b --seq-length 2048 --nodes 1 --gpu H999",
@@ -517,7 +524,7 @@ def test_the_table_groups_equals_and_says_what_to_time(
     assert min(near) > 1 / 1.03 - 1e-9 and max(near) < 1.03 + 1e-9
     assert f"{len(near) - 3} more" in " ".join(rows[row])
     first, second = plan["worth_timing"]
-    assert f"to be surer of the others time {first} and {second}" in text
+    assert f"to be surer of the other times, time {first} and {second}" in text
     told = [line for line in text.splitlines() if " profile-layouts " in line]
     for name, line in zip((first, second), told, strict=True):
         words = line.split(" -- ")[0].split()
@@ -639,3 +646,12 @@ def test_a_reader_who_leaves_is_no_error() -> None:
         text=True,
     )
     assert done.returncode == 0 and not done.stderr
+
+
+def test_a_file_without_constants_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for text in ("[]", "{}", '{"constants": []}'):
+        (tmp_path / "c.json").write_text(text)
+        code, _, err = run(capsys, f"{EIGHT} --constants {tmp_path}/c.json")
+        assert code == 5 and "constants" in err.partition("c.json: ")[2], err
