@@ -92,7 +92,7 @@ def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(
         ),
         (
             f"{TORCHRUN} {SHAPE} {NOW}",
-            "--megatron-args '--bf16' --global-batch-size 64 --gpu A100-80GB",
+            "--megatron-args=--bf16 --global-batch-size 64 --gpu A100-80GB",
             "--megatron-args say the same",
         ),
         (f"{TORCHRUN} {SHAPE} {NOW}", f"--from-command '{TORCHRUN} {SHAPE}'", "once"),
