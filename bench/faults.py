@@ -36,7 +36,8 @@ from typing import Any
 
 from bench.support import RESULTS, arguments, origin
 from tests.helpers import relayout_cases, supervised_run
-from tests.helpers.supervised_run import MAX_S, MOMENTS, Run, wait_until
+from tests.helpers.processes import wait_until
+from tests.helpers.supervised_run import MAX_S, MOMENTS, Run
 
 Rows = list[dict[str, Any]]
 CHAIN = 5
