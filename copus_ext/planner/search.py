@@ -252,6 +252,15 @@ class Planner:
         chosen = worth_trying(seconds, likely, rare, safe_s=safe_s, number=number)
         return self._answers(some.take(chosen), times.take(chosen))
 
+    def fastest(self, batch: int) -> Ranked | None:
+        """The one of least predicted time, however rare; None where nothing fits."""
+        space = self._judged([batch])
+        seconds, times = self._exact_where_needed(space, 1)
+        if not np.isfinite(seconds).any():
+            return None
+        at = [int(np.argmin(seconds))]
+        return self._answers(space.points.take(at), times.take(at))[0]
+
     def every(self, batch: int) -> tuple[Candidates, Any]:
         """All candidates of a global batch, n of them, and the predicted seconds of a step of each:
         [n]."""

@@ -216,6 +216,21 @@ def test_what_fits_by_measured_peaks_alone_is_still_compared() -> None:
     assert set(what_would_help(planner, 64)) <= {"network", "memory", "order", "messages"}
 
 
+def test_what_a_better_machine_saves_is_between_the_fastest_of_both() -> None:
+    """Not between the simplest of those that are equally fast, which may be 3 % slower."""
+    cluster, batch = preset("a100-40g:64"), 1024
+    planner = Planner(MODEL, cluster)
+    roomy = dataclasses.replace(cluster.gpu, memory_bytes=2 * cluster.gpu.memory_bytes)
+    machines = planner, planner.on(dataclasses.replace(cluster, gpu=roomy))
+    now, then = (float(one.every(batch)[1].min()) for one in machines)
+    first = planner.rank([batch], top=1)[0].ranked[0].prediction.step_s
+    assert first > 1.005 * now, "the first row is not the fastest"
+    saved, _ = what_would_help(planner, batch)["memory"]
+    assert saved == pytest.approx(1.0 - then / now)
+    fastest = planner.fastest(batch)
+    assert fastest is not None and fastest.prediction.step_s == pytest.approx(now)
+
+
 def test_two_counts_give_every_batch() -> None:
     """A machine with a fixed cost per step that the constants do not know."""
     cluster = preset("h100-80g:16")
