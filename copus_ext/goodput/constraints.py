@@ -42,10 +42,10 @@ def _reasons(s: DecisionInputs, policy: Policy, to: ConfigThroughput) -> Iterato
         yield f"the noise scale cannot be seen in one micro-batch on one {of_what}"
     if to.layout != s.now.layout:
         yield from _layout_reasons(s, to)
-    if to.source == "assumed" and s.now.source != "measured":
-        yield _NOT_TIMED
     if policy.is_schedule:
         return
+    if to.source == "assumed" and s.now.source != "measured":
+        yield _NOT_TIMED
     if to.global_batch_size > s.now.global_batch_size and s.in_ramp:
         yield _IN_RAMP
     if s.consumed_samples < (held := held_until(s, to)):

@@ -404,3 +404,11 @@ def test_nothing_changes_on_speeds_that_were_made_up_before_one_was_measured() -
     assert decision.kind == "stay" and "not timed yet" in decision.reason
     known = dataclasses.replace(others[2], source="measured")
     assert decide(dataclasses.replace(s, rows=(*others[:2], known))).to.global_batch_size < 16
+
+
+def test_a_schedule_of_the_user_waits_for_no_timing() -> None:
+    """As after a restart shortly before its next batch."""
+    rules = {"policy": "step_schedule", "schedule": ((0, 16), (100, 32))}
+    rows = [dataclasses.replace(row(b, 10.0, sd=0.05), source="assumed") for b in (16, 32)]
+    s = situation(16, None, rows=rows, rules=rules, consumed_samples=128)
+    assert decide(s).to == rows[1], decide(s).reason
