@@ -11,6 +11,7 @@ record() { printf '%s\\0' "$@" '' >&3; }
 python() { record python "$@"; }
 torchrun() { record torchrun "$@"; }
 copus() { record copus "$@"; }
+srun() { record srun "$@"; }
 bash() { record bash "$@"; echo python; }
 """
 """Commands of a page write down what they were called with; others are not found."""

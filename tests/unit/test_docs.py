@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import logging
 import re
 import shutil
@@ -16,11 +17,12 @@ from typing import Any
 import pytest
 
 from copus_ext.commands.main import module_of
+from copus_ext.commands.pretrain import resolve_run
 from copus_ext.controller import rules
 from copus_ext.controller.decision_log import read_journal
 from copus_ext.controller.flags import CopusConfig, controller_flags
 from copus_ext.launch.options import read_options
-from megatron.trainer.config.arguments import build_parser, parse_args, resolve
+from megatron.trainer.config.arguments import build_parser, parse_args
 from megatron.trainer.config.fields import option, option_specs
 from megatron.trainer.config.flag_names import setting_name
 from megatron.trainer.config.known_flags import known_flags
@@ -109,27 +111,51 @@ def accept(program: str, *flags: str, world_size: int) -> None:
     args = parse_args(flags, {"copus controller": CopusConfig})
     controller = controller_flags(args)
     rules.check(controller)
-    rules.check_run(controller, resolve(args, world_size))
+    rules.check_run(controller, resolve_run(args, world_size))
 
 
-@pytest.mark.parametrize("name", ["index", "quickstart", "tutorial"])
+MODEL = """--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128
+--max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 64 --train-samples 6400
+--position-embedding-type rope --lr 1e-3 --tokenizer-type ByteLevelTokenizer
+--data-path data/text_document"""
+STANDS_FOR = {"YOUR": [], "K": ["0"], "FLAGS": MODEL.split()}
+"""What a reader puts in place of a word of a page."""
+WITHIN = ("copus", "python")
+WITH_COMMANDS = [path.stem for path in sorted(DOCS.glob("*.md")) if "```bash\n" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_commands_are_accepted(name: str) -> None:
     found = commands(DOCS / f"{name}.md")
-    assert len(found) >= 2
-    for program, *words in found:
+    assert found
+    for command in found:
+        program, *words = [one for word in command for one in STANDS_FOR.get(word, [word])]
+        if program == "srun":
+            program, *words = words[next(i for i, word in enumerate(words) if word in WITHIN) :]
+        if [program, words[0]] == ["copus", "launch"]:
+            program, words = "python", ["-m", "copus_ext.launch.supervisor", *words[1:]]
         if program == "torchrun":
             assert words[0] == "--nproc-per-node"
-            accept(*words[2:], world_size=int(words[1]))
+            if words[2] == "-m":
+                assert importlib.util.find_spec(words[3])
+            else:
+                accept(*words[2:], world_size=int(words[1]))
         elif program == "bash":
             assert (ROOT / words[0]).exists()
         elif words[:2] == ["-m", "copus_ext.launch.supervisor"]:
-            options = read_options(words[2:])
-            accept(*words[words.index("--") + 1 :], world_size=options.nproc_per_node)
+            options, flags = read_options(words[2:]), words[words.index("--") + 1 :]
+            flags = flags[flags[0] == "pretrain_gpt.py" :]
+            accept("pretrain_gpt.py", *flags, world_size=options.nproc_per_node or 2)
+        elif program == "python" and words[0] == "-m":
+            assert importlib.util.find_spec(words[1])
+        elif program == "python":
+            accept(*words, world_size=8)
         else:
             assert program == "copus"
             tool = importlib.import_module(module_of(words[0]))
             parser = getattr(tool, "parser", None) or tool.make_parser
-            parser().parse_args(words[1:])
+            parse = tool.parse if words[0] == "plan" else parser().parse_args
+            parse(words[1:])
 
 
 def test_the_python_of_the_tutorial_reads_a_journal(

@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 from copus_ext.launch.options import read_options
+from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.known_flags import known_flags
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.config.layout_rules import batch_problems
+from megatron.trainer.data.indexed import open_corpus
 from tests.helpers.launch import ROOT
 
 NAMES = ("user-guide", "monitoring", "quickstart", "concepts", "tutorial", "controller", "moe")
@@ -35,6 +41,19 @@ def test_flags_variables_and_files_that_pages_name_exist() -> None:
     for name in set(re.findall(r"COPUS_[A-Z_]+", words)):
         assert name in text, f"the page of troubleshooting names {name}"
     assert read_options(["--max-crashes", "3", "--", "pretrain_gpt.py"]).limits.per_run == 3
+
+
+def test_refusals_are_quoted_as_they_are() -> None:
+    said = batch_problems(Layout(dp=2), 4, 10)
+    with pytest.raises(UsageError) as refused:
+        Layout.from_world(3, tp=2)
+    said.append(str(refused.value))
+    with pytest.raises(UsageError) as refused:
+        open_corpus("data/mine", "--data-path")
+    said.append(str(refused.value))
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+    assert [line for line in said if not line.startswith(tuple(quoted))] == []
 
 
 def test_links_lead_somewhere() -> None:
