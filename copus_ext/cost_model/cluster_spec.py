@@ -13,6 +13,7 @@ from typing import Any
 
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.spec_file import SpecError, checked, is_positive, quantity, read_json
+from megatron.trainer.common.program import unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +77,15 @@ def gpu_named(name: str) -> GpuSpec:
     """A GPU of the list, by its name in any case, its preset kind, or as its driver calls it.
 
     Raises:
-        SpecError: it is not there.
+        SpecError: it is not there, or names several.
     """
-    if (kind := _kind_named(name)) is None:
-        raise SpecError(
-            f"--gpu {name}: unknown; known: {', '.join(GPUS)}, or give --cluster with memory_bytes "
-            "and peak_flops"
-        )
-    return GPUS[_KINDS[kind][0]]
+    kinds = _kinds_named(name)
+    if len(kinds) > 1:
+        raise SpecError(f"--gpu {name}: write {' or '.join(_KINDS[kind][0] for kind in kinds)}")
+    if not kinds:
+        more = "a --cluster file with memory_bytes and peak_flops"
+        raise SpecError(f"--gpu {name}: {unknown(name, list(GPUS))}, or {more}")
+    return GPUS[_KINDS[kinds[0]][0]]
 
 
 _NODE_KEYS = ("count", "gpu", "speed", "memory_bytes", "constants")
@@ -495,19 +497,18 @@ _CALLED = re.compile(
 )
 
 
-def _kind_named(text: str) -> str | None:
-    """The preset kind of a name such as a100-80g, A100, A800-80GB or NVIDIA A800-SXM4-80GB, in any
-    case. Without a size the one with most memory is meant."""
+def _kinds_named(text: str) -> list[str]:
+    """The preset kinds of a name such as a100-80g, H100, A800-80GB or NVIDIA A800-SXM4-80GB, in any
+    case. Without a size there may be several."""
     name = text.strip().lower()
     if name in _KINDS:
-        return name
+        return [name]
     by_gpu = {gpu.lower(): kind for kind, (gpu, *_) in _KINDS.items()}
     if name in by_gpu or (found := _CALLED.fullmatch(name)) is None:
-        return by_gpu.get(name)
+        return [by_gpu[name]] if name in by_gpu else []
     model, size = found.groups()
     kinds = [kind for kind in _KINDS if kind.split("-")[0] == model]
-    kinds = [kind for kind in kinds if size is None or kind == f"{model}-{size}g"]
-    return max(kinds, key=lambda kind: GPUS[_KINDS[kind][0]].memory_bytes, default=None)
+    return [kind for kind in kinds if size is None or kind == f"{model}-{size}g"]
 
 
 def of_gpu(gpu: str, *, nodes: int, gpus_per_node: int) -> ClusterSpec:
@@ -525,14 +526,17 @@ def preset(text: str) -> ClusterSpec:
     """A cluster such as `h100-80g:1024`: kind and number of GPUs.
 
     Raises:
-        SpecError: an unknown kind, or a number that does not fill nodes.
+        SpecError: an unknown kind, one of several, or a number that does not fill nodes.
     """
-    name, _, number = text.partition(":")
-    if (kind := _kind_named(name)) is None:
-        raise SpecError(
-            f"--cluster {text}: unknown kind; known: {', '.join(_KINDS)} as KIND:GPUS, or give a "
-            "JSON file"
-        )
+    name, colon, number = text.partition(":")
+    kinds = _kinds_named(name)
+    if len(kinds) > 1:
+        names = " or ".join(f"{kind}{colon}{number}" for kind in kinds)
+        raise SpecError(f"--cluster {text}: write {names}")
+    if not kinds:
+        more = "as KIND:GPUS, or a JSON file"
+        raise SpecError(f"--cluster {text}: {unknown(name, list(_KINDS))} {more}")
+    kind = kinds[0]
     if not number.isdigit() or not int(number):
         raise SpecError(f"--cluster {text}: give the number of GPUs as {kind}:8")
     gpu, per_node, intra, nic, constants = _KINDS[kind]

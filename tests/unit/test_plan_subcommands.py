@@ -87,7 +87,7 @@ def test_flags_say_how_a_named_model_is_implemented(capsys: pytest.CaptureFixtur
 
 
 def test_plans_without_sequence_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "--model llama-7b --cluster a100:8 --global-batch-size 8 --fix tp=8 --top 3"
+    text = "--model llama-7b --cluster a100-80g:8 --global-batch-size 8 --fix tp=8 --top 3"
     ranked = json_of(capsys, f"{text} --no-sequence-parallel")["ranked"]
     assert ranked and not any(x["configuration"]["sequence_parallel"] for x in ranked)
     assert not any("--sequence-parallel" in x["flags"] for x in ranked)
@@ -97,7 +97,7 @@ def test_plans_without_sequence_parallelism(capsys: pytest.CaptureFixture[str]) 
     assert "--no-sequence-parallel" in run(capsys, f"{text} --no-sequence-parallel")[1]
     moe = (
         "--model mixtral-8x7b --seq-length 4096 "
-        "--cluster a100:8 --global-batch-size 8 --no-sequence-parallel"
+        "--cluster a100-80g:8 --global-batch-size 8 --no-sequence-parallel"
     )
     code, _, err = run(capsys, moe)
     assert code == 2 and "--no-sequence-parallel" in err
@@ -109,7 +109,7 @@ def test_plans_without_sequence_parallelism(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_time_without_sequence_parallelism_is_of_its_own(tmp_path: Path) -> None:
-    planner = Planner(PRESETS["llama-7b"], preset("a100:8"), limits=Limits(fixed={"tp": 8}))
+    planner = Planner(PRESETS["llama-7b"], preset("a100-80g:8"), limits=Limits(fixed={"tp": 8}))
     c = planner.rank([8], top=1)[0].ranked[0].configuration
     assert c.sequence_parallel
     off = dataclasses.replace(c, sequence_parallel=False)

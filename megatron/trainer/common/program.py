@@ -66,6 +66,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def unknown(word: str, known: Sequence[str]) -> str:
+    """`unknown`, with the known word that was probably meant, in any case of letters, and all of
+    them."""
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=_NEAR)
+    hint = f"; did you mean {names[near[0]]}? Known: " if near else "; known: "
+    return f"unknown{hint}{', '.join(known)}"
+
+
 def refused(script: str, problem: str, code: int) -> int:
     """Tells why a command cannot work; returns its exit code."""
     tell(script, f"error: {problem}")

@@ -174,7 +174,7 @@ def test_the_columns_change_what_is_predicted(tmp_path: Path) -> None:
         ({"step_s": "soon"}, "soon"),
         ({"recompute": "some"}, "recompute some: use none"),
         ({"overlap": "maybe"}, "overlap maybe: write 1 or 0"),
-        ({"cluster": "abacus:8"}, "unknown kind"),
+        ({"cluster": "abacus:8"}, "unknown; known: a100-40g"),
         ({"micro_batch_size": "5"}, "global_batch_size is not a multiple"),
         ({"hidden_size": "0"}, "hidden_size 0"),
         ({"attention": "fast"}, "attention 'fast' is none of flash, unfused, torch"),
@@ -230,7 +230,7 @@ def test_models_and_links_that_differ_are_not_compared(tmp_path: Path) -> None:
 
 def test_one_cluster_under_several_names_is_one_group(tmp_path: Path) -> None:
     rows = rows_of()
-    for row, name in zip(rows, ("A100-80GB:16", "a100:16", "a100-80g:16")):
+    for row, name in zip(rows, ("A100-80GB:16", "A100-SXM4-80GB:16", "a100-80g:16")):
         row["cluster"] = name
     rows[3]["nic_bytes_per_s"], rows[4]["nic_bytes_per_s"] = "25GB/s", "25e9"
     runs = read_table(write(tmp_path / "runs.csv", rows))
