@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from copus_ext import __version__
 from copus_ext.commands.main import names
 from copus_ext.commands.plan_run import decay_of, first_batch_of, headroom_of, ranked
 from copus_ext.planner.commands import command_of, helps
@@ -38,12 +39,10 @@ from copus_ext.planner.request import (
     length_from,
     length_line,
     logits_chunks_of,
-    measured_of,
     megatron_flag,
     model_of,
     notes_on,
     sizes,
-    timings_of,
     uses_tp_pp_dp_mapping,
 )
 from megatron.trainer.common.program import (
@@ -224,6 +223,7 @@ def planner_of(args: argparse.Namespace) -> Any:
     from copus_ext.cost_model.constants import Constants
     from copus_ext.cost_model.model_spec import STAND_INS
     from copus_ext.planner.configuration import RECOMPUTE
+    from copus_ext.planner.known_runs import measured_of, profiles_of
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits, may_overlap
 
@@ -273,7 +273,10 @@ def planner_of(args: argparse.Namespace) -> Any:
     command_of(args.command).check(args, model, cluster)
     if told := ranks_note(args, cluster.world_size):
         tell("plan.py", f"note: {told}")
-    own, others = timings_of(args.profile, model, cluster)
+    own, too_large, others = profiles_of(args.profile, model, cluster)
+    if too_large:
+        what = f"{len(too_large)} configuration{'s' * (len(too_large) > 1)} ran out of memory"
+        tell("plan.py", f"note: {what} in the profile, which corrects what others need")
     for theirs, timings in others:
         what = f"times of {theirs.name} with samples of {theirs.seq_length} tokens"
         tell("plan.py", f"note: {len(timings)} {what} correct those of this model")
@@ -282,13 +285,13 @@ def planner_of(args: argparse.Namespace) -> Any:
         if args.global_batch_size in (None, AUTO):
             raise UsageProblem("--measured goes with a batch; give --global-batch-size a number")
         batch = batches(args.global_batch_size)[0]
-    ran, lacked = measured_of(args.measured, batch, cluster)
+    ran, lacked = measured_of(args.measured, batch, model, cluster, limits)
     return Planner(
         model,
         cluster,
         timings=[*own, *ran],
         of_others=others,
-        too_large=lacked,
+        too_large=[*too_large, *lacked],
         constants=constants,
         limits=limits,
         memory_margin=args.memory_margin,
@@ -326,16 +329,21 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     finish(args, [a.addition for a, code in answers if code == 0])
     if args.format == "json":
         records = [a.to_json(1) if code == 0 else a.to_json() for a, code in answers]
-        inputs = {"model": planner.model.to_json(), "seq_length_from": length_from(args)}
-        record = {"schema": report.EXPLAINED, "inputs": inputs, "explained": records}
+        inputs = {
+            "model": planner.model.to_json(),
+            "seq_length_from": length_from(args),
+            "cluster": planner.cluster.to_json(),
+            "constants": constants_of(args, planner),
+        }
+        record = {"schema": report.EXPLAINED, "version": __version__, "inputs": inputs}
+        record["explained"] = records
         write_output(report.dump(record), args.output)
     else:
-        head = length_line(args, planner.model)
+        machine = report.machine_line(planner.cluster, planner.constants)
+        head = f"{length_line(args, planner.model)}\n{machine}"
         texts = [
-            report.breakdown(a)
-            if code == 0
-            else f"{a.example}, global batch {b}: {a.code}: {a.detail}; {a.fix}"
-            for (a, code), b in zip(answers, wanted)
+            report.breakdown(a) if code == 0 else report.refusal(a, batch)
+            for (a, code), batch in zip(answers, wanted)
         ]
         write_output("\n\n".join([head, *texts]), args.output)
     return max(code for _, code in answers)
@@ -518,6 +526,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     asked = "cp" in {**planner.limits.fixed, **planner.limits.largest}
     for line in (
         length_line(args, planner.model),
+        report.machine_line(planner.cluster, planner.constants),
         *assumed_lines(beside.assumed, beside.otherwise),
         *beside.better,
         *([beside.present.line()] if beside.present is not None else []),
@@ -538,7 +547,8 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     if factors := {n: x for n, x in planner.part_factors().items() if abs(x - 1) >= 0.05}:
         words = ", ".join(f"{name} x {x:.2f}" for name, x in factors.items())
         say(f"parts of a step, measured over predicted: {words}")
-    say(timing_line(found.worth_timing, is_mixture=is_mixture))
+    per_node = planner.cluster.gpus_per_node
+    say(timing_line(found.worth_timing, gpus_per_node=per_node, is_mixture=is_mixture))
     if args.output is not None:
         write_output(text.getvalue().rstrip("\n"), args.output)
 

@@ -51,6 +51,12 @@ class Attempts:
             elif isinstance(name, str) and isinstance(size, int):
                 self._take(str(record["attempt"]), name, size)
 
+    @property
+    def too_large(self) -> list[tuple[str, int]]:
+        """What ran out of memory: configurations as texts with a micro-batch of 1, each with the
+        smallest micro-batch that did."""
+        return list(self._too_large.items())
+
     def forget(self) -> None:
         """Leaves out what is recorded up to now, for this run and for later ones."""
         self._store.add_attempt(_FORGOTTEN)

@@ -19,6 +19,29 @@ from megatron.trainer.config.layout_rules import expert_problems
 GIB = 2.0**30
 _LOOKED_AT = 64
 """Configurations that were rejected for memory whose peaks are computed in full."""
+RULES = {
+    "heads": "tensor parallel size that does not divide the attention heads",
+    "query_groups": "tensor parallel size that does not suit the query groups",
+    "ffn": "tensor parallel size that does not divide the MLP",
+    "sequence": "tensor parallel size that does not divide the tokens of a sample",
+    "context": "context parallel size that does not divide the tokens of a sample",
+    "context_heads": "too few heads for --cp-comm-type a2a",
+    "layers": "pipeline size that does not divide the layers",
+    "virtual": "virtual pipeline size that does not divide the layers of a stage",
+    "batch": "replicas and micro-batch that do not divide the global batch",
+    "interleave_microbatches": "interleaved pipeline with micro-batches that do not suit it",
+    "extra": "refused by a feature that the flags turn on",
+    "cross_node_tp": "tensor parallel group larger than a node",
+    "experts": "expert parallel size that does not divide the experts",
+    "expert_ffn": "expert tensor parallel size that does not divide the MLP of an expert",
+    "shared_expert": "tensor parallel size that does not divide the shared expert",
+    "expert_bias": "experts with biases that would be split",
+    "expert_alltoall": "--moe-token-dispatcher-type alltoall over split experts on CPU ranks",
+    "expert_copies": "copies of experts that --use-tp-pp-dp-mapping cannot number",
+    "memory": "too large for the memory",
+    "dominated": "never faster than another one",
+}
+"""What speaks against a configuration, by its code."""
 EXPERT_RULES = (
     *("experts", "expert_ffn", "shared_expert", "expert_bias", "expert_alltoall"),
     "expert_copies",
@@ -188,19 +211,26 @@ def help_line(found: dict[str, tuple[float, Configuration]], *, use_tp_pp_dp_map
 
 
 def timing_line(
-    worth_timing: Sequence[Sequence[Configuration]], *, is_mixture: bool = False
+    worth_timing: Sequence[Sequence[Configuration]],
+    *,
+    gpus_per_node: int,
+    is_mixture: bool = False,
 ) -> str:
-    """Which two configurations to time for a surer answer."""
+    """Which two configurations to time for a surer answer, and the commands that do, which run on
+    every node."""
     found = next((some for some in worth_timing if some), None)
     if not found:
         return ""
     world_size, shares = found[0].layout.world_size, any(c.layout.cp > 1 for c in found)
     tool = other_command("profile_layouts.py")
+    ranks, where = f"--nproc-per-node {min(world_size, gpus_per_node)}", ""
+    if world_size > gpus_per_node:
+        ranks = f"--nnodes {world_size // gpus_per_node} {ranks}"
+        ranks += " --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
+        where = " (on every node; with SLURM, scripts/slurm/profile.sbatch does it)"
     if world_size > 1:
-        tool = f"torchrun --nproc-per-node {world_size} -m copus_ext.commands.main profile-layouts"
-    # One node rarely has more.
-    nodes = "; on several nodes by scripts/slurm/profile.sbatch" if world_size > 8 else ""
-    lines = [f"to be surer of the other times, time {' and '.join(map(str, found))}{nodes}:"]
+        tool = f"torchrun {ranks} -m copus_ext.commands.main profile-layouts"
+    lines = [f"to be surer of the other times, time {' and '.join(map(str, found))}{where}:"]
     for c in found:
         layout = c.layout
         fixed = f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},micro_batch={c.micro_batch_size}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -13,13 +14,14 @@ from rich.table import Table
 
 from copus_ext import __version__
 from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.equals import difference
-from copus_ext.planner.explain import GIB
+from copus_ext.planner.explain import GIB, RULES
 from copus_ext.planner.partition.layers import Repartition, lines
 from copus_ext.planner.partition.micro_batches import UnequalMicroBatches
-from copus_ext.planner.plan import Addition, Plan, Ranked
+from copus_ext.planner.plan import Addition, Plan, Ranked, Rejected
 
 SCHEMA, EXPLAINED = "copus.plan/1", "copus.explain/1"
 _WIDE = 500
@@ -229,7 +231,7 @@ def table(
             highlight=False,
         )
         for r in plan.rejected:
-            line = f"{r.count} rejected, {r.code}: for example {r.detail}; {r.fix}"
+            line = f"{r.count} rejected, {RULES[r.code]}: for example {r.detail}; {r.fix}"
             console.print(line, style="dim", highlight=False, markup=False)
             for c in r.members or []:
                 console.print(f"  {c}", style="dim", highlight=False, markup=False)
@@ -263,6 +265,32 @@ def console_for(file: TextIO) -> Console:
     if file.isatty():
         return Console(file=file, width=_WIDE, soft_wrap=True)
     return Console(file=file, width=_WIDE, soft_wrap=True, force_terminal=False, color_system=None)
+
+
+def machine_line(cluster: ClusterSpec, constants: Constants) -> str:
+    """What an answer holds for: GPUs, their memory, and what their links are taken to have."""
+    per_node = cluster.gpus_per_node
+    gpus = Counter([node.gpu for node in cluster.nodes] or [cluster.gpu] * cluster.num_nodes)
+    line = "on " + " and ".join(
+        f"{per_node * count:,} {gpu.name} of {gpu.memory_bytes / GIB:.4g} GiB"
+        for gpu, count in gpus.items()
+    )
+    inside = f"{cluster.intra_bytes_per_s / 1e9:.4g} GB/s from one to another"
+    if cluster.num_nodes == 1:
+        return f"{line} in one node, {inside}"
+    line = f"{line}, {per_node} to a node; {inside} in a node; between nodes"
+    if cluster.links is not None:
+        return f"{line} what was measured of each pair"
+    line = f"{line} {cluster.nic_bytes_per_s / 1e9:.4g} GB/s of each node"
+    if cluster.nic_is_measured:
+        return f"{line}, as measured"
+    return f"{line}, of which messages are taken to reach {100 * constants.nic_efficiency:.0f} %"
+
+
+def refusal(found: Rejected, batch: int) -> str:
+    """Why one configuration is no candidate."""
+    problem = "does not fit" if found.code == "memory" else "not legal"
+    return f"{found.example}, global batch {batch}: {problem}: {found.detail}; {found.fix}"
 
 
 def breakdown(answer: Ranked) -> str:

@@ -1,12 +1,11 @@
-"""Reads the texts of the planner's flags: batches, sizes, model, cluster, profile."""
+"""Reads the texts of the planner's flags: batches, sizes, model, cluster."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
+import re
 import shlex
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from copus_ext.cost_model.megatron_flags import attention_of, spec_of_arguments
 from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, NORMS, PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
-from copus_ext.planner.profile import Timing, read_profile
 from copus_ext.planner.space import may_overlap
 from megatron.trainer.common.extras import extras
+from megatron.trainer.common.program import unknown
 from megatron.trainer.config.draft import flag_of
 from megatron.trainer.config.known_flags import notes_of
 from megatron.trainer.config.layout import Layout
@@ -76,6 +75,8 @@ _IMPLEMENTED = ("implementation", "attention", "norm", "gradient_bytes", "optimi
 _LINKS = {"intra_bytes_per_s": "--intra", "nic_bytes_per_s": "--nic"}
 _MAPPING = "use_tp_pp_dp_mapping"
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
+_SIZE = re.compile(rf"({'|'.join(SIZES[:-1])})([1-9]\d{{0,9}})")
+"""A size in the text of a layout."""
 
 
 class UsageProblem(Exception):
@@ -114,7 +115,8 @@ def is_number(text: str) -> bool:
 
 
 def sizes(flag: str, text: str, extra: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Reads `tp=4,pp=2`; a layout's own text such as `tp4.pp2.dp8` may stand for its sizes."""
+    """Reads `tp=4,pp=2`; a layout's own text such as `tp4.pp2.dp8` may stand for its sizes. Where
+    other words are known, which make a configuration, that text may lack some."""
     found: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -132,6 +134,10 @@ def _sizes_of_layout(flag: str, part: str, extra: tuple[str, ...]) -> dict[str, 
         layout = Layout.from_text(part)
     except ValueError:
         layout = None
+        some = [_SIZE.fullmatch(word) for word in part.split(".")] if extra else []
+        found = {size[1]: int(size[2]) for size in some if size is not None}
+        if found and len(found) == len(some) and max(found.values()) <= LARGEST:
+            return found
     if layout is None or layout.layer_partition or layout.world_size > LARGEST:
         raise UsageProblem(
             f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}, or a layout "
@@ -150,7 +156,7 @@ def configuration_of(
     use_tp_pp_dp_mapping: bool = False,
     sequence_parallel: bool = True,
 ) -> Configuration:
-    """Reads `str(configuration)`, or parts of it such as `tp=2,pp=4`.
+    """Reads `str(configuration)`, or parts of it such as `tp=2,pp=4` or `tp2.pp4`.
 
     Sizes that are left out are 1, that of tensor parallel experts is tp. The replicas fill the
     cluster. The last three arguments hold where the text does not say.
@@ -284,9 +290,8 @@ def _described_model(args: argparse.Namespace) -> Any:
         except (ValueError, TypeError) as error:
             raise InputProblem(f"--model {args.model} is not a config.json: {error}") from error
     else:
-        raise UsageProblem(
-            f"--model {args.model}: unknown; known: {', '.join(PRESETS)}, or a config.json"
-        )
+        known = unknown(args.model, list(PRESETS))
+        raise UsageProblem(f"--model {args.model}: {known}, or a config.json")
     return spec if args.seq_length is None else spec.with_seq_length(args.seq_length)
 
 
@@ -403,7 +408,7 @@ def cluster_of(args: argparse.Namespace) -> Any:
     spec = _described_cluster(args)
     links = {"intra_bytes_per_s": args.intra, "nic_bytes_per_s": args.nic}
     given: dict[str, Any] = {
-        name: _with_unit(_LINKS[name], text) for name, text in links.items() if text is not None
+        name: with_unit(_LINKS[name], text) for name, text in links.items() if text is not None
     }
     if given and (spec.links is not None or spec.nodes):
         raise UsageProblem(
@@ -417,7 +422,7 @@ def cluster_of(args: argparse.Namespace) -> Any:
     return dataclasses.replace(spec, **given)
 
 
-def _with_unit(flag: str, text: str) -> float:
+def with_unit(flag: str, text: str) -> float:
     """A quantity of a flag, where a bare number is hardly meant in bytes."""
     try:
         value = quantity(text)
@@ -448,71 +453,6 @@ def _described_cluster(args: argparse.Namespace) -> Any:
         raise UsageProblem("give --cluster, or --nodes, --gpus-per-node and --gpu")
     per_node = GPUS_PER_NODE if args.gpus_per_node is None else args.gpus_per_node
     return of_gpu(args.gpu, nodes=args.nodes, gpus_per_node=per_node)
-
-
-def timings_of(
-    paths: Sequence[Path], model: ModelSpec, cluster: ClusterSpec
-) -> tuple[list[Timing], list[tuple[ModelSpec, list[Timing]]]]:
-    """The measured times of profiles of such a cluster: those of this model, and those of others.
-
-    Raises:
-        InputProblem: a file that is no profile, or one of another cluster.
-    """
-    own: list[Timing] = []
-    others: list[tuple[ModelSpec, list[Timing]]] = []
-    for path in paths:
-        try:
-            machine, timings = read_profile(path)
-            theirs = ModelSpec.from_json(machine.get("model", {}))
-            theirs.check_predictable()
-        except (OSError, ValueError, TypeError, SpecError) as error:
-            raise InputProblem(f"--profile {path}: {error}") from error
-        measured = machine.get("world_size"), machine.get("gpu")
-        if measured != (cluster.world_size, cluster.gpu.name):
-            raise InputProblem(
-                f"--profile {path} was measured on {measured[0]} x {measured[1]} and the cluster "
-                f"is {cluster.world_size} x {cluster.gpu.name}; measure there"
-            )
-        if dataclasses.replace(theirs, name=model.name) == model:
-            own += timings
-        else:
-            others.append((theirs, timings))
-    return own, others
-
-
-def measured_of(
-    texts: Sequence[str], batch: int, cluster: ClusterSpec
-) -> tuple[list[Timing], list[Configuration]]:
-    """Runs that were measured by hand, `CONFIG: 18.2 s`, `CONFIG: 18.2 s, 62 GiB` or `CONFIG: oom`,
-    of one global batch: what ran, and what ran out of memory.
-
-    Raises:
-        UsageProblem: another text.
-    """
-    gpu_bytes = math.inf if cluster.is_gloo else cluster.gpu.memory_bytes
-    ran: list[Timing] = []
-    lacked: list[Configuration] = []
-    for text in texts:
-        name, _, told = text.rpartition(":")
-        c = configuration_of(name.strip(), global_batch_size=batch, world_size=cluster.world_size)
-        if told.strip().lower() == "oom":
-            lacked.append(c)
-            continue
-        seconds, _, peak = (part.strip() for part in told.partition(","))
-        try:
-            step_s = float(seconds.removesuffix("s"))
-            peak_bytes = _with_unit("--measured", peak) if peak else None
-        except (ValueError, SpecError, UsageProblem):
-            step_s, peak_bytes = 0.0, None
-        if not 0 < step_s < math.inf or peak_bytes == 0:
-            how = "write CONFIG: 18.2 s, or CONFIG: 18.2 s, 62 GiB, or CONFIG: oom"
-            raise UsageProblem(f"--measured {text}: {how}")
-        if peak_bytes is not None and peak_bytes > gpu_bytes:
-            raise UsageProblem(f"--measured {text}: a GPU has {gpu_bytes / 2**30:.1f} GiB")
-        ran.append(Timing(configuration=c, step_s=step_s, peak_bytes=peak_bytes))
-    for c in {timing.configuration for timing in ran} & {*lacked}:
-        raise UsageProblem(f"--measured {c}: it ran, and it ran out of memory; drop one")
-    return ran, lacked
 
 
 def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:

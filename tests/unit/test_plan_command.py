@@ -8,16 +8,19 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from copus_ext import __version__
 from copus_ext.commands import plan, profile_layouts
-from copus_ext.cost_model.cluster_spec import kind_of, preset
+from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, NodeSpec, kind_of, preset
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner import report
+from copus_ext.planner.explain import RULES
 from copus_ext.planner.profile import ProfileStore, Timing
 from copus_ext.planner.request import cluster_of
 from copus_ext.planner.search import Planner
@@ -66,6 +69,7 @@ def test_an_answer_says_how_long_the_samples_are(capsys: pytest.CaptureFixture[s
     code, out, _ = run(capsys, asked)
     head, *table = out.splitlines()
     assert code == 0 and head == "samples of 4096 tokens, the context of llama-2-13b"
+    assert table[0] == "on 8 A100-80GB of 80 GiB in one node, 300 GB/s from one to another"
     code, out, _ = run(capsys, f"{asked} --seq-length 4096")
     head, *same = out.splitlines()
     assert head == "samples of 4096 tokens (--seq-length)" and same == table
@@ -151,7 +155,11 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
         ),
         ('--megatron-args "--x \'y" --cluster cpu:2', 2, "--megatron-args"),
         ("--megatron-args '--num-layers 4' --cluster cpu:2", 2, "--hidden"),
-        ("--model llama-9 --cluster cpu:2", 2, "--model llama-9"),
+        ("--model llama2-13b --cluster cpu:2", 2, "did you mean llama-2-13b. Known: gpt3-175b"),
+        ("--model bert --cluster cpu:2", 2, "--model bert: unknown; known: gpt3-175b"),
+        ("--model llama-2-7b --cluster h10O-80g:8", 2, "did you mean h100-80g. Known: a100-40g"),
+        ("--model llama-2-7b --nodes 1 --gpu h1000-80GB", 2, "did you mean H100-80GB. Known"),
+        ("--model llama-2-7b --nodes 1 --gpu A100", 2, "write A100-40GB or A100-80GB"),
         ("--model llama-2-7b --seq-length 2048 --cluster h999:8", 2, "h999:8.*h100-80g"),
         ("--model llama-2-7b --seq-length 2048 --cluster no.json", 5, "no.json"),
         ("--model no.json --cluster cpu:2", 5, "no.json"),
@@ -318,11 +326,50 @@ def test_an_interrupt_keeps_what_was_ranked(
 def test_explain_prices_one_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     base = f"{SEVEN} --global-batch-size 64"
     code, out, _ = run(capsys, f"explain tp=2,pp=2,micro_batch=2 {base}")
-    found = out.splitlines()[2].split()[0][:-1]
+    found = out.splitlines()[3].split()[0][:-1]
     assert code == 0 and run(capsys, f"explain {found} {base}")[1] == out
     assert "bubble" in out and "stage 1" in out and "flags: --tensor-model-parallel-size 2" in out
     code, out, _ = run(capsys, f"explain pp=8,vpp=3 {base}")
-    assert code == 3 and "virtual: 4 layers of a stage are not divisible by vpp=3" in out
+    assert code == 3 and "not legal: 4 layers of a stage are not divisible by vpp=3" in out
+    # The replicas follow from the number of GPUs.
+    whole, part = (run(capsys, f"explain {c} {base}") for c in ("tp4.pp2.dp1", "tp4.pp2"))
+    assert whole == part and whole[0] == 0
+    code, _, err = run(capsys, f"explain tp4.pp3,micro_batch=2 {base}")
+    assert code == 2 and "tp4.pp3,micro_batch=2: tp x pp x dp is not 8 GPUs" in err
+    assert run(capsys, f"explain tp4.tp2 {base}")[0] == 2
+    record = json.loads(run(capsys, f"explain tp4.pp2 {base} --json")[1])
+    assert (record["schema"], record["version"]) == ("copus.explain/1", __version__)
+    assert set(record["inputs"]) == {"model", "seq_length_from", "cluster", "constants"}
+
+
+def test_the_head_names_the_machine_and_its_network() -> None:
+    def line(cluster: ClusterSpec) -> str:
+        return report.machine_line(cluster, cluster.load_constants())
+
+    many = preset("a100-80g:1024")
+    head = "on 1,024 A100-80GB of 80 GiB, 8 to a node; 300 GB/s from one to another in a node; "
+    usual = f"{head}between nodes 100 GB/s of each node"
+    assert line(many) == f"{usual}, of which messages are taken to reach 50 %"
+    assert line(replace(many, nic_is_measured=True)) == f"{usual}, as measured"
+    two = preset("h100-80g:16")
+    slow, fast = (NodeSpec(gpu=preset(f"{kind}:8").gpu) for kind in ("a100-40g", "h100-80g"))
+    text = line(replace(two, nodes=(fast, slow)))
+    assert text.startswith("on 8 H100-80GB of 80 GiB and 8 A100-40GB of 40 GiB, 8 to a node; ")
+    speeds = ((0.0, 1e9), (1e9, 0.0))
+    links = Links(bytes_per_s=speeds, latency_s=((0.0, 1e-5), (1e-5, 0.0)))
+    assert line(replace(two, links=links)).endswith("between nodes what was measured of each pair")
+
+
+def test_reasons_are_words_and_not_the_names_of_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(RULES) == set(REJECTION_CODES)
+    _, out, _ = run(capsys, f"{SEVEN} --global-batch-size 10 --top 1")
+    told = [x for x in out.splitlines() if re.match(r"\d+ rejected, ", x)]
+    counts = json_of(capsys, f"{SEVEN} --global-batch-size 10 --top 1")["rejected"]
+    assert len(told) == len(counts) > 2
+    for line, one in zip(told, counts):
+        assert line.startswith(f"{one['count']} rejected, {RULES[one['code']]}: for example ")
+    words = "replicas and micro-batch that do not divide the global batch"
+    assert any(words in line for line in told)
 
 
 def test_a_batch_that_cannot_be_had_does_not_keep_the_others(
@@ -456,7 +503,7 @@ def test_a_mixture_is_planned_with_the_sizes_of_its_experts(
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
-        (f"explain tp2.ep4 {MIXTRAL}", 2, "write NAME=NUMBER"),
+        (f"explain tp2.up4 {MIXTRAL}", 2, "write NAME=NUMBER"),
         (f"explain ep=3 {MIXTRAL}", 2, "do not divide by ep x etp"),
         (f"{MIXTRAL} --fix ep=16", 3, "--num-experts 8 is not divisible by 16; choose another"),
         (f"{SEVEN} --global-batch-size 16 --fix ep=2", 2, "leave nothing to consider"),
@@ -531,6 +578,8 @@ def test_the_table_groups_equals_and_says_what_to_time(
         args, _ = profile_layouts.parse([*words[words.index("--store") :], "--", "--bf16"])
         timed = profile_layouts.lines(PRESETS["llama-2-13b"].with_seq_length(2048), args, 32)
         assert [str(c) for c in timed] == [name] and profile_layouts.counts(timed[0], args)
+        # Every node has so many ranks of its own.
+        assert line.startswith("torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d ")
 
 
 def test_overlap_is_priced_as_the_flags_have_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,7 +166,7 @@ def test_commands_to_time_name_what_is_priced(cluster: ClusterSpec) -> None:
     limits = Limits(fixed={"tp": 1, "pp": 2, "vpp": 1}, logits_chunks=(4,))
     planner = Planner(MODEL, cluster, limits=limits)
     worth = planner.worth_timing(planner.rank([BATCH])[0])
-    text = timing_line([worth])
+    text = timing_line([worth], gpus_per_node=cluster.gpus_per_node)
     assert worth and text.count("--logits-chunks 4") == 2
     # A layout is timed on as many ranks as it is for.
     count = cluster.world_size

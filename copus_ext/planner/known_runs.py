@@ -1,0 +1,134 @@
+"""What a user knows of runs: times and out-of-memory of profiles, and those given by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.planner.attempts import Attempts
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.explain import check_block, reason
+from copus_ext.planner.profile import ProfileStore, Timing, read_profile
+from copus_ext.planner.request import InputProblem, UsageProblem, configuration_of, with_unit
+from copus_ext.planner.space import LEGAL, REJECTION_CODES, Limits, judge, points_of
+
+OfOthers = list[tuple[ModelSpec, list[Timing]]]
+
+
+def profiles_of(
+    paths: Sequence[Path], model: ModelSpec, cluster: ClusterSpec
+) -> tuple[list[Timing], list[Configuration], OfOthers]:
+    """What profiles of such a cluster hold: the times of this model, what of it ran out of memory,
+    and the times of other models.
+
+    Raises:
+        InputProblem: a file that is no profile, or one of another cluster.
+    """
+    own: list[Timing] = []
+    lacked: list[Configuration] = []
+    others: OfOthers = []
+    for path in paths:
+        try:
+            machine, timings = read_profile(path)
+            theirs = ModelSpec.from_json(machine.get("model", {}))
+            theirs.check_predictable()
+        except (OSError, ValueError, TypeError, SpecError) as error:
+            raise InputProblem(f"--profile {path}: {error}") from error
+        measured = machine.get("world_size"), machine.get("gpu")
+        if measured != (cluster.world_size, cluster.gpu.name):
+            raise InputProblem(
+                f"--profile {path} was measured on {measured[0]} x {measured[1]} and the cluster "
+                f"is {cluster.world_size} x {cluster.gpu.name}; measure there"
+            )
+        if dataclasses.replace(theirs, name=model.name) == model:
+            own += timings
+            lacked += _too_large(ProfileStore(path, machine), cluster.world_size)
+        else:
+            others.append((theirs, timings))
+    ran = {timing.configuration.line for timing in own}
+    return own, [c for c in lacked if c.line not in ran], others
+
+
+def _too_large(store: ProfileStore, world_size: int) -> list[Configuration]:
+    """What ran out of memory, with as many micro-batches as are measured at most
+    (`profile_layouts.counts`): the bytes of fewer are no more.
+
+    Raises:
+        InputProblem: an attempt at what is no configuration.
+    """
+    found = []
+    for text, size in Attempts(store).too_large:
+        try:
+            c = configuration_of(text, global_batch_size=1, world_size=world_size)
+        except UsageProblem as error:
+            raise InputProblem(f"--profile {store.path}: {error}") from error
+        c = dataclasses.replace(c, micro_batch_size=size)
+        found.append(c.with_num_microbatches(2 * max(c.layout.pp, 2)))
+    return found
+
+
+def measured_of(
+    texts: Sequence[str], batch: int, model: ModelSpec, cluster: ClusterSpec, limits: Limits
+) -> tuple[list[Timing], list[Configuration]]:
+    """Runs that were measured by hand, `CONFIG: 18.2 s`, `CONFIG: 18.2 s, 62 GiB` or `CONFIG: oom`,
+    of one global batch: what ran, and what ran out of memory. What CONFIG does not say is as in the
+    search.
+
+    Raises:
+        UsageProblem: another text, or what cannot have run.
+    """
+    gpu_bytes = math.inf if cluster.is_gloo else cluster.gpu.memory_bytes
+    ran: list[Timing] = []
+    lacked: list[Configuration] = []
+    for text in texts:
+        name, _, told = text.rpartition(":")
+        c = configuration_of(
+            name.strip(),
+            global_batch_size=batch,
+            world_size=cluster.world_size,
+            overlap=limits.overlap,
+            use_tp_pp_dp_mapping=limits.use_tp_pp_dp_mapping,
+            sequence_parallel=limits.sequence_parallel,
+        )
+        if problem := _why_illegal(model, cluster, c):
+            raise UsageProblem(f"--measured {text}: {problem}")
+        if told.strip().lower() == "oom":
+            lacked.append(c)
+            continue
+        seconds, _, peak = (part.strip() for part in told.partition(","))
+        try:
+            step_s = float(seconds.removesuffix("s"))
+            peak_bytes = with_unit("--measured", peak) if peak else None
+        except (ValueError, SpecError, UsageProblem):
+            step_s, peak_bytes = 0.0, None
+        if not 0 < step_s < math.inf or peak_bytes == 0:
+            how = "write CONFIG: 18.2 s, or CONFIG: 18.2 s, 62 GiB, or CONFIG: oom"
+            raise UsageProblem(f"--measured {text}: {how}")
+        if peak_bytes is not None and peak_bytes > gpu_bytes:
+            raise UsageProblem(f"--measured {text}: a GPU has {gpu_bytes / 2**30:.1f} GiB")
+        ran.append(Timing(configuration=c, step_s=step_s, peak_bytes=peak_bytes))
+    for c in {timing.configuration for timing in ran} & {*lacked}:
+        raise UsageProblem(f"--measured {c}: it ran, and it ran out of memory; drop one")
+    return ran, lacked
+
+
+def _why_illegal(model: ModelSpec, cluster: ClusterSpec, c: Configuration) -> str:
+    """Why megatron-core does not run a configuration; empty where it does. Tensor parallelism over
+    nodes is slow, and no more than that."""
+    at = c.layout
+    if model.num_experts is None and (at.ep > 1 or at.etp is not None):
+        return f"{model.name} has no experts; drop ep and etp"
+    judged = judge(model, cluster, points_of([c]), Limits(cross_node_tp=True))
+    if (code := int(judged.code[0])) != LEGAL:
+        return "; ".join(reason(REJECTION_CODES[code], model, c, None, 0.0))
+    if c.recompute == "block":
+        try:
+            check_block(model, c)
+        except SpecError as error:
+            return str(error)
+    return ""

@@ -1,0 +1,103 @@
+"""What a user knows of runs reaches the planner, and what cannot have run is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from copus_ext.commands import plan
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.planner.attempts import BEGUN, DONE, OUT_OF_MEMORY, Attempts
+from copus_ext.planner.known_runs import measured_of, profiles_of
+from copus_ext.planner.profile import ProfileStore, Timing
+from copus_ext.planner.request import InputProblem, UsageProblem, configuration_of
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits
+
+MODEL, CLUSTER = PRESETS["llama-2-13b"], preset("a100-80g:8")
+WHERE = "--model llama-2-13b --cluster a100-80g:8 --global-batch-size 16 --top 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("tp1.pp3,micro_batch=1", "tp x pp x dp is not 8 GPUs"),
+        ("pp=8,vpp=3", "5 layers of a stage are not divisible by vpp=3; legal: 1, 5"),
+        ("micro_batch=3", "micro-batch 3 does not divide global batch 16; nearest legal: 24"),
+        ("pp=8,recompute=block:5", "a chunk has 5 layers; use 1 to 4"),
+        ("ep=2", "llama-2-13b has no experts; drop ep and etp"),
+    ],
+)
+def test_a_time_of_what_cannot_run_is_refused(name: str, problem: str) -> None:
+    for told in ("18.2 s", "18.2 s, 62 GiB", "oom"):
+        with pytest.raises(UsageProblem, match=problem):
+            measured_of([f"{name}: {told}"], 16, MODEL, CLUSTER, Limits())
+
+
+def test_a_layout_that_is_only_slow_may_have_run() -> None:
+    (ran,), lacked = measured_of(["tp=8: 2 s"], 16, MODEL, preset("a100-80g:8"), Limits())
+    assert ran.configuration.layout.tp == 8 and not lacked
+    two = dataclasses.replace(CLUSTER, num_nodes=2, gpus_per_node=4)
+    assert measured_of(["tp=8: 2 s"], 16, MODEL, two, Limits())[0] == [ran]
+
+
+def test_a_time_is_of_the_kind_of_run_that_is_searched() -> None:
+    limits = Limits(overlap=False, sequence_parallel=False)
+    (one, other), _ = measured_of(
+        ["tp=2: 2 s", "tp=2,overlap=1,sp=1: 2 s"], 16, MODEL, CLUSTER, limits
+    )
+    assert not (one.configuration.overlap or one.configuration.sequence_parallel)
+    assert other.configuration.overlap and other.configuration.sequence_parallel
+
+
+def profile_with(path: Path, *ends: str, text: str) -> Path:
+    """A profile whose only attempt ended so."""
+    machine = {"model": MODEL.to_json(), "world_size": 8, "gpu": CLUSTER.gpu.name}
+    attempts = Attempts(ProfileStore(path, machine))
+    c = configuration_of(text, global_batch_size=16, world_size=8)
+    for end in ends:
+        attempts.note(end, c)
+    return path
+
+
+def test_what_ran_out_of_memory_in_a_profile_counts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first = Planner(MODEL, CLUSTER).rank([16], top=1)[0].ranked[0].configuration
+    path = profile_with(tmp_path / "p.jsonl", BEGUN, OUT_OF_MEMORY, text=str(first))
+    own, (lacked,), others = profiles_of([path], MODEL, CLUSTER)
+    assert not own and not others and lacked.line == first.line
+    assert lacked.num_microbatches >= 2 * first.layout.pp
+    assert plan.main(shlex.split(f"{WHERE} --json --profile {path}")) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)["plans"][0]["ranked"][0]
+    assert found["flags"] != first.to_flags() and "1 configuration ran out of memory" in err
+    # It says of the memory what it says when it is given by hand.
+    assert plan.main(shlex.split(f"{WHERE} --json --measured '{lacked}: oom'")) == 0
+    same = json.loads(capsys.readouterr().out)["plans"][0]["ranked"][0]
+    assert same["prediction"]["memory"]["peak_bytes"] == pytest.approx(
+        found["prediction"]["memory"]["peak_bytes"], rel=0.02
+    )
+
+
+def test_what_ran_after_all_or_is_of_another_model_does_not_count(tmp_path: Path) -> None:
+    text = "tp=8,micro_batch=2"
+    path = profile_with(tmp_path / "a.jsonl", BEGUN, OUT_OF_MEMORY, BEGUN, DONE, text=text)
+    assert profiles_of([path], MODEL, CLUSTER) == ([], [], [])
+    path = profile_with(tmp_path / "b.jsonl", BEGUN, OUT_OF_MEMORY, text=text)
+    other = profiles_of([path], PRESETS["llama-2-7b"], CLUSTER)
+    assert not other[1] and other[2] == [(MODEL, [])]
+    c = configuration_of(text, global_batch_size=32, world_size=8)
+    machine = {"model": MODEL.to_json(), "world_size": 8, "gpu": CLUSTER.gpu.name}
+    store = ProfileStore(path, machine)
+    store.add(Timing(configuration=c, step_s=2.0))
+    assert not profiles_of([path], MODEL, CLUSTER)[1], "a time of it was measured"
+    attempt = {"configuration": "tp16.pp1.dp1", "micro_batch_size": 1}
+    store.add_attempt(OUT_OF_MEMORY, **attempt)
+    with pytest.raises(InputProblem, match=r"b\.jsonl: tp16\.pp1\.dp1: tp x pp x dp is"):
+        profiles_of([path], MODEL, CLUSTER)
