@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 RECORD = """
@@ -23,11 +24,13 @@ COPUS = ("-m", "copus_ext.commands.main")
 def commands(path: Path) -> list[list[str]]:
     """What the shell blocks of a page call, as the shell itself reads them."""
     blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL)
-    done = subprocess.run(
-        ["/bin/bash", "-c", "exec 3>&1 >/dev/null\n" + RECORD + "\n".join(blocks)],
-        env={"PATH": "/nowhere"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:  # some commands write files
+        done = subprocess.run(
+            ["/bin/bash", "-c", "exec 3>&1 >/dev/null\n" + RECORD + "\n".join(blocks)],
+            cwd=folder,
+            env={"PATH": "/nowhere"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     return [part.split("\0") for part in done.stdout.removesuffix("\0\0").split("\0\0")]
