@@ -33,6 +33,8 @@ WORTH = 0.02
 _INTERVALS = 300
 _SHOWN = 0.005
 """Share of the time from which a line names it."""
+_PRESENT = "can save", "is", "are", "takes"
+_PAST = "could have saved", "was", "were", "took"
 
 Source = Literal["measured", "published"]
 
@@ -150,23 +152,28 @@ class Headroom:
         return cls(**{**values, **savings})
 
     def __str__(self) -> str:
-        cost, others = self._cost_words(), self._other_words()
+        return self.words()
+
+    def words(self, *, is_over: bool = False) -> str:
+        """In a line; of a run that is over what could have been gained after this."""
+        can, be, are, takes = _PAST if is_over else _PRESENT
+        cost, others = self._cost_words(be), self._other_words(be)
         if not self.batch_is_worth_it:
-            why = f"the batch can save at most {_percent(self.batch.high)} % here{cost}"
+            why = f"the batch {can} at most {_percent(self.batch.high)} % here{cost}"
             more = f": {', '.join(others)}" if others else ""
-            return f"{why}; only layout and micro-batch are worth changing{more}"
+            return f"{why}; only layout and micro-batch {are} worth changing{more}"
         over = f"over the best fixed one, {self.best_batch}{cost}"
-        parts = [f"adapting the batch can save {self.adapting} {over}"]
+        parts = [f"adapting the batch {can} {self.adapting} {over}"]
         if self.batch.likely - self.adapting.likely >= _SHOWN:
             parts[0] += f", and {self.batch} over the present one"
         if others:
             parts += [*others, f"all together {self.together}"]
         known = "the law and the noise scale" if self.source == "measured" else "the law alone"
-        return "; ".join([*parts, f"this takes the critical batch size by {known}"])
+        return "; ".join([*parts, f"this {takes} the critical batch size by {known}"])
 
     def of_a_plan(self) -> str:
         """The same before a run, over its best fixed configuration."""
-        fixed = f"{self.best_batch} on {self.best_layout}{self._cost_words()}"
+        fixed = f"{self.best_batch} on {self.best_layout}{self._cost_words('is')}"
         words = f"adapting the batch can save {self.adapting} over the best fixed one, {fixed}"
         if not self.batch_is_worth_it:
             words = (
@@ -175,18 +182,18 @@ class Headroom:
         more = self.num_layouts > 1 and self.together.high - self.adapting.high >= _SHOWN
         return f"{words}; batch and layout {self.together}" if more else words
 
-    def _cost_words(self) -> str:
+    def _cost_words(self, be: str) -> str:
         if self.fixed_cost_samples is None:
             return ""
-        return f" (a step's fixed cost is worth {amount_words(self.fixed_cost_samples)} samples)"
+        return f" (a step's fixed cost {be} worth {amount_words(self.fixed_cost_samples)} samples)"
 
-    def _other_words(self) -> list[str]:
+    def _other_words(self, be: str) -> list[str]:
         words = []
         if self.layout >= _SHOWN:
             sd = f" +- {_percent(self.layout_sd)}" if self.layout_sd >= _SHOWN else ""
             words.append(f"the layout {_percent(self.layout)}{sd} %")
         elif self.num_layouts > 1:
-            words.append("no other layout is faster")
+            words.append(f"no other layout {be} faster")
         if self.micro_batch >= _SHOWN:
             words.append(f"the micro-batch {_percent(self.micro_batch)} %")
         return words

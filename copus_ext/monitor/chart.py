@@ -15,8 +15,13 @@ from copus_ext.monitor.explain import amount
 Column = Sequence[float | None]
 MAX_POINTS = 1600
 """About how many points of a line are drawn."""
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1000, 100, 32, 28, 40
-"""A picture and its margins, in its own units."""
+WIDE, NARROW = 1000, 400
+"""Width of a picture for a desk and for a phone, in its own units; its text has 14 of them."""
+LEFT, RIGHT, TOP, BOTTOM = 72, 28, 28, 44
+"""Margins of a picture; a further line of its legend adds to the top."""
+_LINE = 20
+_TICK = 75
+"""Width that a tick of the samples needs."""
 _TICKS = 6
 
 
@@ -32,7 +37,7 @@ class Series:
     style: str = "first"
     """Class of the style sheet."""
     high: Column = ()
-    """Upper end of a band; None while it is unbounded."""
+    """Upper end of a band; None while it is unbounded, and the band reaches the edge."""
     tips: Sequence[str] = ()
     """What each point says of itself."""
 
@@ -98,20 +103,27 @@ class _Axis:
     Args:
         ends: of the picture: where the smallest and the largest come.
         is_log: whether the axis is logarithmic; values of 0 or less are at its low end then.
+        most: about how many ticks there is room for.
         margin: share of the range that is left free on both sides.
     """
 
     def __init__(
-        self, values: Sequence[float], ends: tuple[int, int], *, is_log: bool, margin: float = 0.0
+        self,
+        values: Sequence[float],
+        ends: tuple[int, int],
+        *,
+        is_log: bool,
+        margin: float = 0.0,
+        most: int = _TICKS,
     ) -> None:
-        self._is_log, self.ends = is_log, ends
+        self._is_log, self.ends, self._most = is_log, ends, most
         known = [self._scaled(v) for v in values if v > 0 or not is_log]
         low, high = min(known, default=0.0), max(known, default=1.0)
         spare = (high - low) * margin or (0.5 if high == low else 0.0)
         self._low, self._high = low - spare, high + spare
 
     def _scaled(self, value: float) -> float:
-        return math.log10(value) if self._is_log else value
+        return math.log2(value) if self._is_log else value
 
     def at(self, value: float) -> float:
         if self._is_log and value <= 0:
@@ -122,16 +134,16 @@ class _Axis:
         return self.ends[0] + min(max(share, 0.0), 1.0) * (self.ends[1] - self.ends[0])
 
     def ticks(self) -> list[float]:
-        """A few round numbers within the axis."""
-        low, high = self._low, self._high
-        if self._is_log:
-            first, last = math.floor(low), math.ceil(high)
-            every = max(-(-(last - first) // _TICKS), 1)
-            tens = range(first, last + 1, every)
-            units = (1, 2, 5) if last - first <= 2 else (1,)
-            found = [unit * 10.0**k for k in tens for unit in units if abs(k) < 300]
-            return [v for v in found if low <= math.log10(v) <= high]
-        size = (high / _TICKS - low / _TICKS) or 1.0
+        """A few round numbers within the axis; powers of two, as batches are, where it is
+        logarithmic."""
+        low, high, most = self._low, self._high, self._most
+        if self._is_log and high - low >= 2.0:
+            every = max(math.ceil((high - low) / most), 1)
+            powers = range(math.ceil(low / every), math.floor(high / every) + 1)
+            return [2.0 ** (k * every) for k in powers]
+        if self._is_log:  # too few powers
+            low, high = 2.0**low, 2.0**high
+        size = (high / most - low / most) or 1.0
         if not math.isfinite(size):
             return []
         ten = 10.0 ** math.floor(math.log10(size))
@@ -139,36 +151,55 @@ class _Axis:
         return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def draw(chart: Chart, until: float) -> Markup:
+def draw(chart: Chart, until: float, width: int = WIDE) -> Markup:
     """The chart as an SVG element.
 
     Args:
         until: right end of the axis, samples.
+        width: of the picture. A narrow one has no tips, as nothing points at it.
     """
-    bottom = chart.height - BOTTOM
+    marks, spare = _legend(chart, width)
+    height = chart.height + spare
+    bottom = height - BOTTOM
     # An interval may reach so far that nothing else would be seen: it is cut at the edges.
     lines = [v for s in chart.series if s.kind != "band" for v in s.y if v is not None]
     bands = [v for s in chart.series if s.kind == "band" for v in (*s.y, *s.high) if v is not None]
     if lines:
-        low, high = min(lines) / 2, 2 * max(lines)
+        low, high = min(lines) / 4, 4 * max(lines)
         bands = [min(max(v, low), high) for v in bands]
-    x = _Axis([0.0, max(until, 1.0)], (LEFT, WIDTH - RIGHT), is_log=False)
-    y = _Axis([*lines, *bands], (bottom, TOP), is_log=chart.is_log, margin=0.06)
-    parts = [*_grid(chart, x, y), *(_drawn(s, x, y) for s in chart.series if s.x)]
-    place = LEFT
+    ends, most = (LEFT, width - RIGHT), min((width - RIGHT - LEFT) // _TICK, _TICKS)
+    x = _Axis([0.0, max(until, 1.0)], ends, is_log=False, most=most)
+    y = _Axis([*lines, *bands], (bottom, TOP + spare), is_log=chart.is_log, margin=0.06)
+    has_tips = width > NARROW
+    drawn = (_drawn(s, x, y, has_tips=has_tips) for s in chart.series if s.x)
+    form = Markup('<svg class="{}" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
+    return form.format(
+        "wide" if has_tips else "narrow",
+        *(width, height, f"{chart.title}. {chart.caption}"),
+        Markup("").join([*_grid(chart, x, y), *drawn, *marks, *_names(chart, y)]),
+    )
+
+
+def _legend(chart: Chart, width: int) -> tuple[list[Markup], int]:
+    """Names of the series with their marks, in as many lines as they need, and what the lines
+    after the first one add to the height."""
+    found, place, line = [], LEFT, 0
     for series in (s for s in chart.series if s.x and not chart.names):
-        mark = Markup('<path class="{} {}" d="M{} 14h18"/>').format(
-            series.kind, series.style, place
+        needed = 44 + 8 * len(series.name)
+        if place > LEFT and place + needed > width:
+            place, line = LEFT, line + _LINE
+        at = line + 14
+        mark = Markup('<path class="{} {}" d="M{} {}h18"/>').format(
+            series.kind, series.style, place, at
         )
         if series.kind == "points":
-            mark = _dot(place + 9, 14, series.style, "")
+            mark = _dot(place + 9, at, series.style, "")
         elif series.kind == "band":
-            mark = Markup('<path class="band" d="M{} 8h18v12h-18Z"/>').format(place)
-        parts.append(mark + _text(place + 24, 18, series.name, "start"))
-        place += 44 + 8 * len(series.name)
-    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
-        WIDTH, chart.height, f"{chart.title}. {chart.caption}", Markup("").join(parts)
-    )
+            form = Markup('<path class="band {}" d="M{} {}h18v12h-18Z"/>')
+            mark = form.format(series.style, place, at - 6)
+        found.append(mark + _text(place + 24, at + 4, series.name, "start"))
+        place += needed
+    return found, line
 
 
 def _text(x: float, y: float, words: str, anchor: str) -> Markup:
@@ -184,24 +215,31 @@ def _dot(x: float, y: float, style: str, tip: str) -> Markup:
 
 def _grid(chart: Chart, x: _Axis, y: _Axis) -> Iterator[Markup]:
     bottom, left = y.ends[0], x.ends[0]
-    names = dict(enumerate(chart.names))
-    for value in names or y.ticks():
-        at = y.at(value)
-        yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(left, at, x.ends[1])
-        yield _text(left - 8, at + 4, names.get(int(value), "") or amount(value), "end")
     for value in x.ticks():
         at = x.at(value)
         yield Markup('<path class="grid" d="M{:.1f} {}V{}"/>').format(at, bottom, y.ends[1])
         yield _text(at, bottom + 18, amount(value), "middle")
-    yield _text(x.ends[1], bottom + 34, "samples", "end")
-    yield _text(left - 8, 18, chart.unit, "end")
+    for value in range(len(chart.names)) if chart.names else y.ticks():
+        at = y.at(value)
+        yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(left, at, x.ends[1])
+        if not chart.names:
+            yield _text(left - 8, at + 4, amount(value), "end")
+    yield _text(x.ends[1], bottom + 37, "samples", "end")
+    if chart.unit:
+        yield _text(LEFT - 8, 18, chart.unit, "end")
 
 
-def _drawn(series: Series, x: _Axis, y: _Axis) -> Markup:
+def _names(chart: Chart, y: _Axis) -> Iterator[Markup]:
+    """Those of a chart of names, above their lines: a layout may have a long one."""
+    for value, name in enumerate(chart.names):
+        yield _text(LEFT + 4, y.at(value) - 6, name, "start")
+
+
+def _drawn(series: Series, x: _Axis, y: _Axis, *, has_tips: bool) -> Markup:
     if series.kind == "band":
         return _band(series, x, y)
     if series.kind == "points":
-        tips = series.tips or [""] * len(series.x)
+        tips = (has_tips and series.tips) or [""] * len(series.x)
         known = [(a, b, tip) for a, b, tip in zip(series.x, series.y, tips) if b is not None]
         return Markup("").join(_dot(x.at(a), y.at(b), series.style, tip) for a, b, tip in known)
     way, is_down = [], False
@@ -216,15 +254,18 @@ def _drawn(series: Series, x: _Axis, y: _Axis) -> Markup:
 
 
 def _band(series: Series, x: _Axis, y: _Axis) -> Markup:
-    """The interval as closed shapes, one for each segment in which it is known. An unbounded upper
-    end is the edge of the picture."""
+    """The interval as closed shapes, one for each segment in which its lower end is known. The
+    value of a point holds since the one before, so that one alone is seen, too."""
     segments: list[list[tuple[float, float, float]]] = [[]]
+    before = min(series.x[0], 0.0)
     for a, low, high in zip(series.x, series.y, series.high):
-        if low is not None and (high is not None or low > 0):
-            top = float(y.ends[1]) if high is None else y.at(high)
-            segments[-1].append((x.at(a), y.at(low), top))
+        if low is not None:
+            ends = y.at(low), float(y.ends[1]) if high is None else y.at(high)
+            segments[-1] += [(x.at(p), *ends) for p in ([] if segments[-1] else [before])]
+            segments[-1].append((x.at(a), *ends))
         elif segments[-1]:
             segments.append([])
+        before = a
     ways = []
     for segment in filter(None, segments):
         corners = [(a, top) for a, _, top in segment] + [(a, low) for a, low, _ in segment[::-1]]

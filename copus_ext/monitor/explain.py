@@ -90,11 +90,11 @@ def difference(before: Sizes, after: Sizes) -> str:
 
 def headline(d: DecisionRecord) -> str:
     if not d.is_change:
-        return f"Stay at {d.now if d.now.batch is not None else d.to}"
+        return f"Stayed at {d.now if d.now.batch is not None else d.to}"
     change = difference(d.now, d.to)
     if d.applied:
-        return f"Change {change}"
-    return f"Would change {change} (observing only)"
+        return f"Changed {change}"
+    return f"Would have changed {change} (observed only)"
 
 
 def result(d: DecisionRecord) -> str:

@@ -22,7 +22,6 @@ from copus_ext.monitor.run_status import RunStatus
 from copus_ext.monitor.terminal import alarms, rows
 from copus_ext.monitor.values import number, table, text
 from copus_ext.monitor.values import rows as objects
-from megatron.trainer.common.errors import counted
 
 _TROUBLE = (
     "alert",
@@ -35,22 +34,12 @@ _TROUBLE = (
 )
 
 
-def verdict(status: RunStatus, run: RunHistory) -> str:
-    """How the run stands and what its controller has brought, in a sentence."""
-    words = status.why if status.state == "empty" else status.state
-    steps = f" after {counted(run.steps[-1].iteration, 'step')}" if run.steps else ""
-    brought = "it has no controller"
-    if status.controller is not None:
-        made = counted(len(run.decisions.made), "change")
-        brought = f"{made}; so far: {status.controller.so_far}"
-    return f"{words[:1].upper()}{words[1:]}{steps}; {brought}."
-
-
 def facts(status: RunStatus, run: RunHistory) -> dict[str, str]:
-    """The head of a report: what the status says, and what else is known of the whole run."""
+    """The head of a report: what the status says but for the verdict, which stands above it, and
+    what else is known of the whole run."""
     took_s = _between(run.begin, run.last)
     found = {
-        **dict(rows(status)),
+        **dict(rows(status)) | {"verdict": ""},
         "asked": "; ".join(run.asked),
         "alarms": "; ".join(alarms(status)),
         "layouts": " then ".join(_short([layout for _, layout in run.layouts])),
@@ -192,8 +181,8 @@ def journal(run: RunHistory) -> list[JournalLine]:
             where = event.t, event.iteration, _group(event.kind)
             lines.append(JournalLine(*where, event.kind.capitalize(), event.line))
     for launch in run.launches:
-        what = f"Launch {launch.name} starts" + (f" on {launch.layout}" if launch.layout else "")
-        why = f"goes on from {launch.loaded}" if launch.loaded else ""
+        what = f"Launch {launch.name} started" + (f" on {launch.layout}" if launch.layout else "")
+        why = f"went on from {launch.loaded}" if launch.loaded else ""
         where = launch.t, launch.iteration, "run"
         lines.append(JournalLine(*where, what, why, outcome=launch.why))
     return sorted(lines, key=lambda line: (line.t is None, line.t or 0.0))

@@ -539,11 +539,11 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
     kind = text(kind, 60)
     made = counted(whole(record.get("changes")) or 0, "change")
     lines = {
-        "start": f"the controller starts in mode {text(record.get('mode'), 20)}",
-        "end": f"the controller ends after {made}",
+        "start": f"the controller started in mode {text(record.get('mode'), 20)}",
+        "end": f"the controller ended after {made}",
         "paused": "an operator paused the controller",
         "resumed": "an operator resumed the controller",
-        "failure": f"the controller is disabled: {text(record.get('error'))}",
+        "failure": f"the controller was disabled: {text(record.get('error'))}",
         "conditions": _conditions(record),
         "spike": _spike(record),
         "relayout.cancelled": f"change to {text(record.get('to'), 100)} cancelled",

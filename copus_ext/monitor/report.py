@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
+from copus_ext.goodput.belief import LEVEL_SD, MULTIPLIER_SD
+from copus_ext.goodput.inputs import ADAPTIVE, DecisionInputs, belief_of
 from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor import facts
-from copus_ext.monitor.chart import Chart, Column, Series, draw, running_mean, thinned, turns
+from copus_ext.monitor.chart import (
+    NARROW,
+    Chart,
+    Column,
+    Series,
+    draw,
+    running_mean,
+    thinned,
+    turns,
+)
 from copus_ext.monitor.explain import date, gain, headline, percent, result
 from copus_ext.monitor.facts import JournalLine
 from copus_ext.monitor.journal import DecisionRecord
-from copus_ext.monitor.run_files import RunHistory, RunReader
+from copus_ext.monitor.landscape import Landscape, landscape
+from copus_ext.monitor.run_files import RunHistory, RunReader, Step
 from copus_ext.monitor.run_status import changes_of, status_of
 from copus_ext.monitor.terminal import CHANGE, cells
-from copus_ext.monitor.values import number
+from copus_ext.monitor.values import FOREIGN, number
+from megatron.trainer.common.errors import counted
 
+_SPLITS = {"valid": "second", "test": "third"}
+"""Evaluations and their style."""
 _MAX_LINES = 2000
 """Lines of the journal on a page."""
 
@@ -37,7 +54,9 @@ class Report:
     facts: dict[str, str]
     charts: Sequence[Chart]
     decision: str
-    """The last decision and its reason."""
+    """The last decision that compared anything, and its reason."""
+    landscape: Landscape | None
+    """Of the last decision; None where it knew no critical batch size."""
     candidates: Sequence[Sequence[str]]
     """Those of the last decision; see `facts.CANDIDATE`."""
     changes: Sequence[Sequence[str]]
@@ -58,17 +77,24 @@ def report_of(reader: RunReader, *, reload_s: float | None = None) -> Report:
     status = status_of(reader)
     run = reader.history()
     standing = run.decisions.standing
-    record = reader.decision_at(standing[-1].place) if standing else {}
+    last = [(d, reader.decision_at(d.place)) for d in standing[-2:]]
+    # The one after the last step compares nothing.
+    compared = [found for found in last if facts.candidates(found[1])]
+    decided, record = (compared or last or [(None, {})])[-1]
     return Report(
         title=run.path.resolve().name,
         made_t=status.t,
         reload_s=None if status.is_over else reload_s,
-        verdict=facts.verdict(status, run),
+        verdict=status.verdict,
         facts=facts.facts(status, run),
-        charts=[_loss(run), _batch(run), _layout(run), *_noise(run)],
-        decision=_decided(standing[-1]) if standing else "",
+        charts=[
+            *(_loss(run), _batch(run), *_layout(run)),
+            *_noise(run, last[-1][1] if last else {}),
+        ],
+        decision="" if decided is None else _decided(decided),
+        landscape=None if decided is None else landscape(record, decided),
         candidates=facts.candidates(record),
-        changes=[cells(change) for change in changes_of(run)],
+        changes=[cells(change) for change in changes_of(run, is_alive=status.is_alive)],
         journal=facts.journal(run),
     )
 
@@ -76,7 +102,6 @@ def report_of(reader: RunReader, *, reload_s: float | None = None) -> Report:
 def _loss(run: RunHistory) -> Chart:
     losses = [step.finite_loss for step in run.steps]
     mean = running_mean(losses, WINDOW_STEPS)
-    evaluated = [e for e in run.evaluations if number(e.loss) is not None]
     return Chart(
         title="Loss",
         caption=f"Nats per token of every step, thin, and the mean of {WINDOW_STEPS} steps, thick.",
@@ -84,15 +109,20 @@ def _loss(run: RunHistory) -> Chart:
         series=[
             _line(run, "step", losses, style="faint"),
             _line(run, f"mean of {WINDOW_STEPS} steps", mean),
-            Series(
-                name="evaluation",
-                x=[e.samples for e in evaluated],
-                y=[e.loss for e in evaluated],
-                tips=[f"{e.split} after step {e.iteration}: {e.loss:.4f}" for e in evaluated],
-                kind="points",
-                style="second",
-            ),
+            *(_evaluations(run, split, style=style) for split, style in _SPLITS.items()),
         ],
+    )
+
+
+def _evaluations(run: RunHistory, split: str, *, style: str) -> Series:
+    known = [e for e in run.evaluations if number(e.loss) is not None and e.split == split]
+    return Series(
+        name=split,
+        x=[e.samples for e in known],
+        y=[e.loss for e in known],
+        tips=[f"{split} after step {e.iteration}: {e.loss:.4f}" for e in known],
+        kind="points",
+        style=style,
     )
 
 
@@ -148,11 +178,12 @@ def _why(d: DecisionRecord) -> str:
     return f"after step {d.iteration}: {headline(d)}{share}: {d.reason}"
 
 
-def _layout(run: RunHistory) -> Chart:
+def _layout(run: RunHistory) -> list[Chart]:
+    """The layout of every step; nothing where all steps have the same."""
     layouts = [run.layout_at(s.iteration - 1) for s in run.steps]
     names = sorted({name for name in layouts if name})
     places = [names.index(name) if name else None for name in layouts]
-    return Chart(
+    chart = Chart(
         title="Layout",
         caption="Parallel layout of every step.",
         unit="",
@@ -160,11 +191,13 @@ def _layout(run: RunHistory) -> Chart:
         height=90 + 34 * len(names),
         series=[_stairs(run, "layout", places)],
     )
+    return [chart] if len(names) > 1 else []
 
 
-def _noise(run: RunHistory) -> list[Chart]:
-    """The noise scale with its interval, the batch, and what decisions went by."""
-    known = [s for s in run.steps if s.phi is not None or s.low is not None]
+def _noise(run: RunHistory, record: Mapping[str, Any]) -> list[Chart]:
+    """The noise scale with its interval, the batch, and what decisions went by, the last of which
+    has the record."""
+    known = [s for s in run.steps if s.noise_status is not None]
     columns = [[getattr(s, name) for s in known] for name in ("phi", "low", "high")]
     shown = [known[i] for i in sorted({i for c in columns for i in thinned(c, 500)})]
     used = [d for d in run.decisions.standing if d.account and d.account.critical_batch_size]
@@ -172,20 +205,35 @@ def _noise(run: RunHistory) -> list[Chart]:
     used = [used[i] for i in thinned([_used(d) for d in used], 400)]
     if not known and not used:
         return []
+    believed: list[Series] = []
+    words = ["The smoothed noise scale with its 95 % interval; the batch, dotted."]
+    words = words if known else ["No step with a noise scale is recorded."]
+    try:
+        last = DecisionInputs.from_json(record["situation"])
+        believed, words = _believed(used, last), [*words, *_used_words(last)]
+    except FOREIGN:  # no decision, or a damaged one
+        pass
     chart = Chart(
         title="Gradient noise scale",
-        caption="The smoothed noise scale with its 95 % interval, open above where only the lower "
-        "end is known; the batch, dotted; and the critical batch size that each decision went by, "
-        "which a published law and the noise scale tell together.",
+        caption=" ".join([*words, *_open_words(known)]),
         unit="samples",
         is_log=True,
         series=[
+            *believed,
             Series(
                 name="95 % interval",
-                x=[s.samples for s in shown],
-                y=[s.low for s in shown],
+                x=[s.samples for s in shown] if any(s.high is not None for s in shown) else [],
+                y=[None if s.high is None else s.low for s in shown],
                 high=[s.high for s in shown],
                 kind="band",
+            ),
+            Series(
+                name="no upper end",
+                x=[s.samples for s in shown] if any(s.high is None for s in shown) else [],
+                y=[s.low or 0.0 if s.high is None else None for s in shown],
+                high=[None for _ in shown],
+                kind="band",
+                style="open",
             ),
             Series(name="noise scale", x=[s.samples for s in shown], y=[s.phi for s in shown]),
             _stairs(run, "batch", [s.batch for s in run.steps], style="third dotted"),
@@ -200,6 +248,55 @@ def _noise(run: RunHistory) -> list[Chart]:
         ],
     )
     return [chart]
+
+
+def _believed(used: Sequence[DecisionRecord], last: DecisionInputs) -> list[Series]:
+    """The belief of the critical batch size at some decisions, and what the law alone says."""
+    if last.rules.policy != ADAPTIVE:
+        return []
+    law, ratio = belief_of(last.rules, (), last.total_samples), last.rules.length_ratio
+    ranges = [d.account.critical_range for d in used if d.account]
+    x = [d.samples or 0 for d in used]
+    return [
+        Series(
+            name="believed range",
+            x=x,
+            y=[r and r[0] for r in ranges],
+            high=[r and r[1] for r in ranges],
+            kind="band",
+            style="second",
+        ),
+        Series(
+            name="law alone",
+            x=x,
+            y=[number(law.interval(at / ratio)[0]) for at in x],
+            style="second dashed",
+        ),
+    ]
+
+
+def _used_words(last: DecisionInputs) -> list[str]:
+    """What decisions used of the chart of the noise scale."""
+    multiplier = last.rules.noise_scale_multiplier
+    if last.rules.policy != ADAPTIVE:
+        used = f"Circles are {multiplier:g} times the noise scale at each decision."
+        return [f"{used} The policy was {last.rules.policy}."]
+    return [
+        "Circles are the critical batch size that decisions believed in, with one standard "
+        "deviation. The belief began with a published law, dashed, good to a factor of "
+        f"{math.exp(LEVEL_SD):.0f}. It followed the noise scale, taken {multiplier:g} times and "
+        f"good to a factor of {math.exp(MULTIPLIER_SD):.0f}.",
+        f"At the last decision: {last.critical_batch_size_words}.",
+    ]
+
+
+def _open_words(steps: Sequence[Step]) -> list[str]:
+    """Where the interval of the noise scale has no upper end, or nothing is known of it."""
+    without = sum(s.phi is None and s.low is None for s in steps)
+    is_open = sum(s.high is None for s in steps) - without
+    words = [(is_open, "the interval had no upper end"), (without, "nothing was known of it")]
+    parts = [f"in {num} of {counted(len(steps), 'step')} {what}" for num, what in words if num]
+    return [f"Grey: {', '.join(parts)}."] if parts else []
 
 
 def _used(d: DecisionRecord) -> float:
@@ -223,7 +320,11 @@ def render(report: Report) -> str:
         report=report,
         made=date(report.made_t),
         css=Markup(css),
-        charts=[(c, draw(c, until)) for c in report.charts if any(s.x for s in c.series)],
+        charts=[
+            (c, draw(c, until), draw(c, until, NARROW))
+            for c in report.charts
+            if any(s.x for s in c.series)
+        ],
         candidate=facts.CANDIDATE,
         change=CHANGE,
         lines=report.journal[-_MAX_LINES:],

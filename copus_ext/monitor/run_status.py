@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.journal import MOVED, DecisionRecord
-from copus_ext.monitor.liveness import OVER, State, is_paused, liveness
+from copus_ext.monitor.liveness import OVER, RunLiveness, State, is_paused, liveness
 from copus_ext.monitor.run_files import END_BYTES, GOES_ON, RunHistory, RunReader, Step
 from copus_ext.monitor.time_saved import TimeSaved, so_far
 from copus_ext.monitor.values import FOREIGN, LINE, text, whole
+from copus_ext.monitor.verdict import verdict
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.resilience.lock import STALE_S
 
@@ -84,7 +85,8 @@ class ChangeStatus:
     speed_over_predicted: float | None
     pause_s: float | None
     state: str
-    """`measured`, `being measured`, `only observed`, `under way`, or why it was not made."""
+    """`measured`, `being measured`, `only observed`, `under way`, or why it was not made; after the
+    end of a run also `not measured` and `not finished`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,8 @@ class RunStatus:
     state: State
     why: str
     """Why it is over, or what else to know."""
+    verdict: str
+    """What the controller did and whether the run was sooner for it, in a sentence."""
     silent_s: float | None
     """Since the last sign of life."""
     launch: str
@@ -164,6 +168,11 @@ class RunStatus:
     """Newest last."""
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the run goes on, as far as can be seen."""
+        return RunLiveness(state=self.state, why=self.why, silent_s=self.silent_s).is_alive
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing more will come. One that was stopped or has failed may be started again,
         by its supervisor at once, and counts after two minutes of silence."""
@@ -193,16 +202,19 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
     last = steps[-1] if steps else None
     signs = liveness(run, t=t)
     entered_t, layout = _layout(run)
-    pace = _pace(run, steps, entered_t)
+    regular = _regular(run, steps)
+    pace = _pace(run, regular, entered_t)
     valid = next((e for e in reversed(run.evaluations) if e.split == "valid"), None)
     noisy = next((s for s in reversed(steps) if s.noise_status is not None), None)
     source = last or (run.launches[-1] if run.launches else None)
     consumed, total = source and source.samples, whole(run.config.get("train_samples"))
+    line, saved = so_far(run)
     return RunStatus(
         run=text(run.path),
         t=t,
         state=signs.state,
         why=signs.why,
+        verdict=verdict(signs, run, line, saved),
         silent_s=signs.silent_s,
         launch=run.launch,
         launches=sum(not launch.entered for launch in run.launches),
@@ -222,11 +234,11 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         step_s=pace.step_s,
         samples_per_s=pace.samples_per_s,
         tokens_per_s=pace.tokens_per_s,
-        global_batch_size=last and last.batch,
-        micro_batch_size=last and last.micro,
+        global_batch_size=regular[-1].batch if regular else None,
+        micro_batch_size=regular[-1].micro if regular else None,
         layout=layout,
         noise=noisy and _noise(noisy, run.steps),
-        controller=_controller(reader, run),
+        controller=_controller(reader, run, signs, line, saved),
         paused=is_paused(run.path),
         saved=_saved(run, last, t),
         unread=run.unread,
@@ -252,6 +264,14 @@ def _last_steps(run: RunHistory) -> list[Step]:
     """The last steps of the last launch; of the one before until it has one."""
     steps = run.steps[-_STEPS:]
     return [step for step in steps if step.launch == run.launch] or steps
+
+
+def _regular(run: RunHistory, steps: list[Step]) -> list[Step]:
+    """Without a last step of the samples that were left over, which no configuration chose."""
+    total = whole(run.config.get("train_samples"))
+    is_rest = len(steps) > 1 and total is not None and steps[-1].samples >= total
+    is_rest = is_rest and (steps[-1].batch or 0) < (steps[-2].batch or 0)
+    return steps[:-1] if is_rest else steps
 
 
 def _noise(step: Step, steps: Sequence[Step]) -> Noise:
@@ -373,7 +393,9 @@ def _alarms(run: RunHistory, *, t: float, step_s: float | None) -> tuple[Alarm, 
 # The controller.
 
 
-def _controller(reader: RunReader, run: RunHistory) -> ControllerStatus | None:
+def _controller(
+    reader: RunReader, run: RunHistory, signs: RunLiveness, line: str, saved: TimeSaved | None
+) -> ControllerStatus | None:
     """The controller of a run; None without a journal."""
     decisions, standing = run.decisions, run.decisions.standing
     if decisions.is_empty:
@@ -389,14 +411,13 @@ def _controller(reader: RunReader, run: RunHistory) -> ControllerStatus | None:
     mode, policy = decisions.mode, text(decisions.flags.get("copus_policy"), LINE)
     if not mode:  # the start of the launch is not among the lines that were read
         mode, policy = (text(run.config.get(f"copus_{name}")) for name in ("mode", "policy"))
-    line, saved = so_far(run)
     return ControllerStatus(
         so_far=line,
         time_saved=saved,
         mode=mode or "act",
         policy=policy,
         headroom=decisions.headroom,
-        changes=tuple(changes_of(run))[-_CHANGES:],
+        changes=tuple(changes_of(run, is_alive=signs.is_alive))[-_CHANGES:],
         **known,
     )
 
@@ -412,14 +433,14 @@ def _last_decision(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def changes_of(run: RunHistory) -> list[ChangeStatus]:
+def changes_of(run: RunHistory, *, is_alive: bool) -> list[ChangeStatus]:
     """Every decision to change something that no restart has undone, each once: a launch that goes
     on from there may decide it again."""
     chosen = {(d.number, d.iteration): d for d in run.decisions.standing if d.is_change}
-    return [_change(d) for d in chosen.values()]
+    return [_change(d, is_alive=is_alive) for d in chosen.values()]
 
 
-def _change(d: DecisionRecord) -> ChangeStatus:
+def _change(d: DecisionRecord, *, is_alive: bool) -> ChangeStatus:
     outcome, relayout = d.outcome, d.relayout
     to = d.to if outcome is None else outcome.after
     changes_layout = d.kind == "relayout" or relayout is not None
@@ -444,15 +465,17 @@ def _change(d: DecisionRecord) -> ChangeStatus:
         samples_per_s=outcome and outcome.speed,
         speed_over_predicted=outcome and outcome.ratio,
         pause_s=pause_s,
-        state=_state(d),
+        state=_state(d, is_alive=is_alive),
     )
 
 
-def _state(d: DecisionRecord) -> str:
+def _state(d: DecisionRecord, *, is_alive: bool) -> str:
     if d.outcome is not None:
         return "measured"
     if not d.applied:
         return "only observed"
     if d.relayout is not None and not d.was_made:
         return f"not done: {text(d.relayout.reason or d.relayout.kind, LINE)}"
-    return "being measured" if d.was_made else "under way"
+    if is_alive:
+        return "being measured" if d.was_made else "under way"
+    return "not measured" if d.was_made else "not finished"

@@ -57,6 +57,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
     """Label and words of what is known, for a screen and for a page."""
     yield "run", status.run
     yield "state", f"{status.state}: {status.why}" if status.why else status.state
+    yield "verdict", status.verdict
     if status.state not in ("empty", "training") and status.silent_s is not None:
         label = "ended" if status.state in ("done", "stopped") else "last sign"
         yield label, f"{seconds(status.silent_s)} ago"
@@ -73,11 +74,14 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "speed", _speed(status)
     if status.global_batch_size is not None:
         sizes = _sizes(status.global_batch_size, status.micro_batch_size)
-        yield "now", f"{sizes} on {status.layout or 'an unknown layout'}"
+        yield (
+            "now" if status.is_alive else "at the end",
+            f"{sizes} on {status.layout or 'an unknown layout'}",
+        )
     if status.noise is not None:
         yield "noise scale", _noise(status)
     if status.controller is not None:
-        yield from _decisions(status.controller, paused=status.paused)
+        yield from _decisions(status.controller, paused=status.paused, is_alive=status.is_alive)
     yield "checkpoint", _saved(status)
     if status.unread:
         yield "unreadable", unread_words(status.unread)
@@ -130,13 +134,14 @@ def _noise(status: RunStatus) -> str:
     return f"{phi} samples [{noise.low_samples:.1f}, {high}], last measured {when}"
 
 
-def _decisions(controller: ControllerStatus, *, paused: bool) -> Iterator[tuple[str, str]]:
-    mode = "observes only, " if controller.mode == "observe" else ""
+def _decisions(
+    controller: ControllerStatus, *, paused: bool, is_alive: bool
+) -> Iterator[tuple[str, str]]:
+    observes = "observes only, " if is_alive else "observed only, "
+    mode = observes if controller.mode == "observe" else ""
     where = "" if controller.iteration is None else f"at step {controller.iteration:,}: "
-    if controller.so_far:
-        yield "so far", controller.so_far
     if controller.headroom is not None:
-        yield "to gain", str(controller.headroom)
+        yield "to gain", controller.headroom.words(is_over=not is_alive)
     held = "paused by control/pause; " if paused else ""
     stay = "to stay; " if controller.kind == "stay" else ""
     yield "decided", f"{held}{mode}{where}{stay}{controller.reason}"
@@ -147,9 +152,12 @@ def _decisions(controller: ControllerStatus, *, paused: bool) -> Iterator[tuple[
 def _saved(status: RunStatus) -> str:
     if status.saved is None:
         return "none"
-    ago = status.saved.steps_ago
+    saved, ago = status.saved, status.saved.steps_ago
     steps = "" if ago is None else ", 1 step" if ago == 1 else f", {ago:,} steps"
-    return f"of step {status.saved.iteration:,}, {seconds(status.saved.age_s)}{steps} ago"
+    of = f"of step {saved.iteration:,}, {seconds(saved.age_s)}"
+    if status.is_alive:
+        return f"{of}{steps} ago"
+    return f"{of} ago{steps} before the end" if ago else f"{of} ago"
 
 
 CHANGE = (

@@ -407,7 +407,7 @@ def _lost_steps(found: TimeSaved) -> str:
     """How many times the samples staying would need, where it has so many too few steps that at
     equal samples it is far behind, however fast it is."""
     ratio = found.staying_samples / found.samples
-    return f"; staying needs {ratio:.1f} times the samples" if ratio >= _MANY_SAMPLES else ""
+    return f"; staying would need {ratio:.1f} times the samples" if ratio >= _MANY_SAMPLES else ""
 
 
 def _lacking(run: RunHistory) -> str:

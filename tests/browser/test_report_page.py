@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,23 @@ from tests.unit.test_report import HOSTILE
 
 LARGEST_PAGE = 2_000_000
 """Bytes of the page of a long run."""
-DESKTOP, PHONE = (1200, 900), (380, 780)
+DESKTOP, PHONE = (1400, 900), (400, 780)
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 SHADES = "(s => [{}].map(c => s[c].match(/\\d+/g).map(Number)[0]))(getComputedStyle({}))"
-DRAWN = "[...document.querySelectorAll('svg')].filter(s => s.getBBox().width > 500).length"
+DRAWN = (
+    "[...document.querySelectorAll('svg')].filter(s => s.getClientRects().length"
+    " && s.getBBox().width > 0.7 * s.viewBox.baseVal.width).length"
+)
+"""Pictures that the screen shows."""
+TEXTS = (
+    "[...document.querySelectorAll('svg')].filter(s => s.getClientRects().length).map(s =>"
+    " [[s, s.parentElement], ...[...s.querySelectorAll('text')].map(t => [t, t])].map("
+    "([e, t]) => (r => [t.textContent, r.left, r.top, r.right, r.bottom])"
+    "(e.getBoundingClientRect())))"
+)
+"""Of every picture its own box and those of its texts: words, left, top, right, bottom."""
+SMALLEST = 13.0
+"""Pixels of a line of text that can still be read."""
 
 
 def page_of(out: Path, run: Path) -> str:
@@ -48,6 +62,7 @@ def test_it_draws_everything_and_fits(
     assert chromium.run(DRAWN) == 4
     assert chromium.run(OVERFLOW) <= 0
     assert chromium.errors() == []
+    texts_can_be_read(chromium)
     ink, back = chromium.run(SHADES.format("'color', 'backgroundColor'", "document.body"))
     (label,) = chromium.run(SHADES.format("'fill'", "document.querySelector('svg text')"))
     assert (ink > back) == (label > 128) == dark
@@ -55,6 +70,53 @@ def test_it_draws_everything_and_fits(
     assert chromium.run(heads) == 0 and chromium.run("document.querySelectorAll('th').length") > 10
     tip = "document.querySelector('circle.points title').textContent"
     assert "test after" in chromium.run(tip) or "valid after" in chromium.run(tip)
+
+
+def texts_can_be_read(chromium: Browser) -> None:
+    """No text of a picture lies on another, is cut, or is too small."""
+    for (_, *picture), *texts in chromium.run(TEXTS):
+        assert len(texts) > 4
+        for (words, left, top, right, bottom), *others in (texts[i:] for i in range(len(texts))):
+            assert bottom - top >= SMALLEST, words
+            assert picture[0] <= left and right <= picture[2], f"{words} is cut"
+            assert picture[1] <= top and bottom <= picture[3], f"{words} is cut"
+            for other, *box in others:
+                is_apart = right <= box[0] or box[2] <= left or bottom <= box[1] or box[3] <= top
+                assert is_apart, f"{words} lies on {other}"
+
+
+@pytest.mark.parametrize("screen", [DESKTOP, PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("steps", [1, 3, 20, 1000])
+def test_pictures_of_any_length_can_be_read(
+    chromium: Browser, tmp_path: Path, screen: tuple[int, int], steps: int
+) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.step(steps)
+    run.decide()
+    run.step(steps)
+    run.end()
+    chromium.look(*screen)
+    chromium.open(page_of(tmp_path, run.path))
+    texts_can_be_read(chromium)
+
+
+def test_star_and_ring_lie_on_their_cells(chromium: Browser, url: str, run: Path) -> None:
+    chromium.look(*PHONE)
+    chromium.open(url)
+    lines = (json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines())
+    last = [line for line in lines if line["kind"] == "decision"][-1]
+    for mark, filled in (("★", 100), ("○", None)):
+        layout, batch, share = chromium.run(
+            "(c => [c.parentElement.cells[0].textContent,"
+            " c.closest('table').rows[0].cells[c.cellIndex].textContent,"
+            " c.textContent.match(/\\d+/)[0]])([...document.querySelectorAll('.cells td')]"
+            f".find(c => c.textContent.includes('{mark}')))"
+        )
+        assert filled in (None, int(share))
+        if mark == "○":
+            to = last["decision"]["to"]
+            assert layout == f"tp{to['tp']}.pp{to['pp']}.dp{to['dp']}"
+            assert batch == str(to["global_batch_size"])
 
 
 def test_it_prints(chromium: Browser, url: str) -> None:

@@ -18,11 +18,14 @@ from hypothesis import strategies as st
 from copus_ext.commands import report as tool
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.goodput.headroom import Headroom
+from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.chart import (
     LEFT,
     MAX_POINTS,
+    NARROW,
+    RIGHT,
     TOP,
-    WIDTH,
+    WIDE,
     Chart,
     Series,
     draw,
@@ -36,7 +39,7 @@ from copus_ext.monitor.run_files import RunReader
 from megatron.trainer.common.control import LOCK_FILE, PAUSE_FILE
 from megatron.trainer.logging.metrics import read_metrics
 from megatron.trainer.logging.tail_reader import Tail
-from tests.helpers.recorded import record_decisions, record_run
+from tests.helpers.recorded import hold, record_decisions, record_run
 from tests.helpers.written_runs import WrittenRun, usual_run
 
 HOSTILE = "</title></script><script>alert(1)</script><!-- <b onmouseover=x> & \u2028 {{ x }} \ud800"
@@ -69,18 +72,87 @@ def test_steps_are_those_of_the_record(run: Path, shown: Report) -> None:
     assert loss["step"].y == [s["losses"]["lm loss"] for s in steps]
     assert loss["step"].x == [s["consumed_samples"] for s in steps]
     (evaluated,) = lines_of(run / "metrics.jsonl", "eval")
-    assert loss["evaluation"].y == [evaluated["losses"]["lm loss"]]
+    assert loss["valid"].y == [evaluated["losses"]["lm loss"]]
     noise = series_of(shown, "Gradient noise scale")
     assert noise["noise scale"].y == [s["noise"]["phi_samples"] for s in steps]
-    band = noise["95 % interval"]
-    assert band.y == [s["noise"]["low_samples"] for s in steps]
-    assert band.high == [s["noise"]["high_samples"] for s in steps]
+    band, is_open = noise["95 % interval"], noise["no upper end"]
+    highs, lows = ([s["noise"][f"{end}_samples"] for s in steps] for end in ("high", "low"))
+    assert band.high == highs
+    assert band.y == [low if high else None for low, high in zip(lows, highs)]
+    assert is_open.y == [None if high else low for low, high in zip(lows, highs)]
     decisions = lines_of(run / "journal.jsonl", "decision")
     used = noise["critical batch size"]
     assert used.y == [d["decision"]["critical_batch_size"] for d in decisions]
     ends = ("critical_batch_size_low", "critical_batch_size_high")
     for tip, decided in zip(used.tips, decisions, strict=True):
         assert "({:.4g} to {:.4g})".format(*(decided["decision"][end] for end in ends)) in tip
+
+
+def test_where_no_interval_is_known_the_picture_and_its_caption_say_so(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path)
+    run.step(12)
+    run.decide()
+    path = tmp_path / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        if record["kind"] == "step" and record["iteration"] <= 3:
+            ends = ("phi_samples", "low_samples", "high_samples")
+            record["noise"] |= {"status": "none", **dict.fromkeys(ends)}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    report = report_of(RunReader(tmp_path))
+    assert series_of(report, "Gradient noise scale")["no upper end"].y[:3] == [0.0] * 3
+    (chart,) = [chart for chart in report.charts if chart.title == "Gradient noise scale"]
+    assert (
+        "Grey: in 7 of 12 steps the interval had no upper end, in 3 of 12 steps nothing was "
+        "known of it."
+    ) in chart.caption
+
+
+def test_the_caption_says_what_decisions_used(run: Path, shown: Report) -> None:
+    (chart,) = [chart for chart in shown.charts if chart.title == "Gradient noise scale"]
+    for part in ("believed in", "published law", "followed the noise scale, taken 8 times"):
+        assert part in chart.caption
+    assert chart.caption.endswith("no upper end.")
+    words = shown.facts["went by"]
+    assert words.startswith("critical batch size") and words in chart.caption
+    decisions = lines_of(run / "journal.jsonl", "decision")
+    series = series_of(shown, "Gradient noise scale")
+    believed, law = series["believed range"], series["law alone"]
+    for end, column in (("low", believed.y), ("high", believed.high)):
+        assert column == [d["decision"][f"critical_batch_size_{end}"] for d in decisions]
+    for d, value in zip(decisions, law.y, strict=True):
+        before = DecisionInputs.from_json({**d["situation"], "looks": []})
+        assert value == before.critical_batch_size
+    known = [value for value in law.y if value is not None]
+    assert known == sorted(known), "the law grows"
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([4.0, 16.0], ["4", "8", "16"]),
+        ([1.0, 1000.0], ["1", "4", "16", "64", "256", "1,024"]),
+        ([41.0, 47.0], ["42", "44", "46"]),
+        ([8.0, 8.0], ["6", "7", "8", "9", "10", "11"]),
+        ([3.0, 2.0**30], ["1", "64", "4,096", "262 k", "16.8 M", "1.07 G"]),
+    ],
+)
+def test_ticks_of_batches_are_round_and_enough(
+    values: list[float], ticks: list[str], width: int
+) -> None:
+    series = Series(name="batch", x=[0, 1], y=values)
+    chart = Chart(title="x", caption="", unit="", series=[series], is_log=True)
+    drawn = str(draw(chart, 1, width))
+    assert re.findall(r'text-anchor="end">([^<]+)</text>', drawn) == [*ticks, "samples"]
+
+
+def test_one_step_without_an_upper_end_is_seen() -> None:
+    lone = Series(name="x", x=[0, 1, 2], y=[None, 2.0, None], high=[None] * 3, kind="band")
+    drawn = str(draw(Chart(title="x", caption="", unit="", series=[lone], is_log=True), 2))
+    (way,) = re.findall(r'class="band first" d="(M[^"]+)"/><path', drawn)
+    corners = [float(c.split()[0]) for c in way.strip("MZ").split("L")]
+    assert max(corners) - min(corners) == pytest.approx((WIDE - LEFT - RIGHT) / 2, abs=0.1)
 
 
 def test_an_interval_without_an_upper_end_is_a_band_that_is_open_above() -> None:
@@ -92,12 +164,13 @@ def test_an_interval_without_an_upper_end_is_a_band_that_is_open_above() -> None
         kind="band",
     )
     drawn = str(draw(Chart(title="x", caption="", unit="", series=[band], is_log=True), 4))
-    (way,) = re.findall(r'class="band first" d="([^"]+)"', drawn)
+    way, _ = re.findall(r'class="band first" d="([^"]+)"', drawn)  # the second is its mark
     corners = [tuple(map(float, c.split())) for c in way.strip("MZ").split("L")]
-    x = [LEFT + (1000 - LEFT - (WIDTH - 968)) * i / 4 for i in (1, 2, 3)]
+    x = [LEFT + (WIDE - LEFT - RIGHT) * i / 4 for i in (0, 0, 1, 2, 3)]
     assert [a for a, _ in corners] == pytest.approx([*x, *reversed(x)], abs=0.1)
-    tops, lows = [b for _, b in corners[:3]], [b for _, b in corners[3:]]
-    assert tops[1] == TOP and TOP < tops[2] < tops[0] < lows[0] == lows[1] < lows[2]
+    tops, lows = [b for _, b in corners[1:5]], [b for _, b in corners[:4:-1]][1:]
+    assert tops[0] == tops[2] == TOP and TOP < tops[3] < tops[1]
+    assert tops[1] < lows[3] == lows[2] < lows[1] == lows[0]
 
 
 def test_changes_are_those_of_the_record(run: Path, shown: Report) -> None:
@@ -255,7 +328,7 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, steps: int | Non
         WrittenRun(tmp_path).step(steps)
     shown = report_of(RunReader(tmp_path))
     assert len(series_of(shown, "Loss")["step"].y) == (steps or 0)
-    assert render(shown).count("<svg") == (4 if steps else 0)
+    assert render(shown).count("<svg") == (6 if steps else 0), "each for a desk and a phone"
 
 
 @pytest.mark.parametrize(
@@ -287,10 +360,15 @@ def test_of_a_run_its_journal_alone_makes_a_page(run: Path, tmp_path: Path) -> N
 
 
 def test_the_page_says_what_there_was_to_gain(run: Path, shown: Report, tmp_path: Path) -> None:
-    assert "to gain" not in shown.facts
+    assert "to gain" not in shown.facts  # its decisions record none
     record_run(tmp_path)
     record_decisions(tmp_path)
     headroom = Headroom.from_json(lines_of(tmp_path / "journal.jsonl", "decision")[-1]["headroom"])
+    was = headroom.words(is_over=True)
+    assert "could have saved" in was and report_of(RunReader(tmp_path)).facts["to gain"] == was
+    hold(tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:-1]))
     assert report_of(RunReader(tmp_path)).facts["to gain"] == str(headroom)
     # A later launch that knows nothing does not repeat it.
     DecisionLog(tmp_path).append("start", mode="act", flags={}, headroom=None)
@@ -333,17 +411,19 @@ def test_a_running_mean_is_that_of_the_last_values(values: list[float | None], w
 NUMBERS = st.lists(st.none() | st.floats(-1e300, 1e300), min_size=1, max_size=30)
 
 
-@given(NUMBERS, st.booleans())
-def test_any_numbers_are_drawn_within_the_picture(values: list[float | None], is_log: bool) -> None:
+@given(NUMBERS, st.booleans(), st.sampled_from([WIDE, NARROW]))
+def test_any_numbers_are_drawn_within_the_picture(
+    values: list[float | None], is_log: bool, width: int
+) -> None:
     series = [
         Series(name="a", x=range(len(values)), y=values, kind=kind)
         for kind in ("line", "stairs", "points")
     ]
     chart = Chart(title="x", caption="", unit="", series=series, is_log=is_log)
-    drawn = str(draw(chart, len(values) - 1))
+    drawn = str(draw(chart, len(values) - 1, width))
     assert "nan" not in drawn and "inf" not in drawn
     for x, y in re.findall(r'cx="([^"]+)" cy="([^"]+)"', drawn):
-        assert LEFT <= float(x) <= WIDTH and 0 <= float(y) <= chart.height
+        assert LEFT <= float(x) <= width and 0 <= float(y) <= chart.height + 40
 
 
 def test_lines_come_once_and_start_over_with_another_file(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_the_numbers_are_those_of_record_and_journal(
     }
     status_now = read_status(tmp_path)
     for part in (
-        "to gain      adapting the batch can save about",
+        "to gain      adapting the batch could have saved about",
         "20 of 1,000, 2.0 %",
         "0.3000",
         "84.0 samples [42.0, 168.0]",
@@ -407,3 +407,15 @@ def test_following_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit) as error:
             status.main([str(tmp_path), *flags])
         assert error.value.code == 2
+
+
+def test_a_last_step_of_what_is_left_is_not_where_the_run_stood(tmp_path: Path) -> None:
+    record_run(tmp_path, 5, ended=False)
+    config = {**CONFIG, "train_samples": 5 * BATCH + 4}
+    with Tracker(tmp_path, launch="job.0.0") as tracker:
+        tracker.event("run.start", 5, 5 * BATCH, config=config, layout=LAYOUT)
+        for i in (6, 7):
+            sizes = {"global_batch_size": 4, "consumed_samples": 5 * BATCH + 4} if i == 7 else {}
+            step(tracker, i, **sizes)
+    now = read_status(tmp_path)
+    assert (now.global_batch_size, now.iteration, now.step_s) == (BATCH, 7, 0.506)

@@ -167,7 +167,7 @@ def test_the_samples_that_staying_lacks_are_told(tmp_path: Path) -> None:
     run.step(40, 0.5)
     # 160 samples in batches of 4 are (1 + 32/8) / (1 + 4/8) = 3.33 times as many in batches of 32.
     more = (320.0 + 160.0 * 5.0 / 1.5) / 480.0
-    assert run.line.endswith(f"; staying needs {more:.1f} times the samples")
+    assert run.line.endswith(f"; staying would need {more:.1f} times the samples")
     assert "samples" not in grown(tmp_path / "grown").line
 
 
@@ -395,7 +395,7 @@ def test_another_run_in_the_same_directory_is_compared_with_its_own_start(
     first = f"batch {batch} in micro-batches of 2 on {LAYOUT}"
     assert run.line == f"{UNCHANGED}{first}"
     told = report_of(RunReader(tmp_path))
-    assert any(first in fact for fact in told.facts.values())
+    assert "COPUS changed nothing in 1 decision" in told.verdict and first in told.decision
     controller = read_status(tmp_path).controller
     assert controller is not None and controller.so_far == run.line
     run.decide(16)
@@ -571,10 +571,8 @@ def test_status_and_report_show_the_line(tmp_path: Path) -> None:
     assert controller.time_saved.share == pytest.approx(0.2)
     out = io.StringIO()
     Console(file=out, width=200, highlight=False).print(screen(read_status(tmp_path)))
-    (line,) = [line for line in out.getvalue().splitlines() if line.startswith("so far")]
-    assert line.split(maxsplit=2)[2].rstrip() == run.line
-    report = report_of(RunReader(tmp_path))
-    assert report.facts["so far"] == run.line and run.line in report.verdict
+    assert run.line in " ".join(out.getvalue().split())
+    assert run.line in report_of(RunReader(tmp_path)).verdict
 
 
 def unchanged(path: Path) -> Run:

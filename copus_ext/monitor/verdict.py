@@ -1,0 +1,88 @@
+"""What the controller did with a run and whether that brought it forward: one sentence for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from copus_ext.monitor.journal import DecisionRecord
+from copus_ext.monitor.liveness import RunLiveness
+from copus_ext.monitor.run_files import RunHistory
+from copus_ext.monitor.time_saved import TimeSaved
+from megatron.trainer.common.errors import counted
+
+_NOTHING = 0.0005
+"""Share of the time below which nothing was gained or lost."""
+
+
+def verdict(signs: RunLiveness, run: RunHistory, line: str, saved: TimeSaved | None) -> str:
+    """How a run stands, what its controller changed, and whether the run was sooner for it.
+
+    Args:
+        signs: what the run is doing.
+        run: what was read of it.
+        line: of `time_saved.so_far`; empty without a controller.
+        saved: its estimate.
+    """
+    words = signs.why if signs.state == "empty" else signs.state
+    steps = f" after {counted(run.steps[-1].iteration, 'step')}" if run.steps else ""
+    head = f"{words[:1].upper()}{words[1:]}{steps}"
+    if not line:
+        has = "has" if signs.is_alive else "had"
+        return f"{head}." if signs.state == "empty" else f"{head}; it {has} no controller."
+    return f"{head}; {_brought(run, line, saved, _verbs(signs))}."
+
+
+def _verbs(signs: RunLiveness) -> tuple[str, str]:
+    """What is asked of a run: whether it came sooner or later. One that broke off never came."""
+    if signs.state in ("done", "empty"):
+        return "finished sooner", "finished later"
+    return ("is ahead", "is behind") if signs.is_alive else ("was ahead", "was behind")
+
+
+def _brought(run: RunHistory, line: str, saved: TimeSaved | None, verbs: tuple[str, str]) -> str:
+    decisions, sooner = run.decisions, verbs[0]
+    kind, _, why = line.partition(": ")
+    made = _changes(decisions.made)
+    failed = ", until an error disabled it" if decisions.failure else ""
+    nothing = "nothing was gained or lost"
+    if decisions.mode == "observe" and not made:
+        return f"COPUS only observed{failed}, so {nothing}"
+    if saved is None and kind.startswith("nothing"):
+        if made:
+            return f"COPUS changed {made}{failed}, and {nothing}: {why}"
+        asked = f" in {counted(len(decisions.standing), 'decision')}"
+        return f"COPUS changed nothing{asked}{failed}, so {nothing}"
+    did = f"COPUS changed {made or 'nothing that was read here'}{failed}"
+    if saved is None:
+        return f"{did}; whether the run {sooner} is not known: {why}"
+    took = f"the same progress took {line}"
+    if max(abs(saved.low), abs(saved.high)) < _NOTHING:
+        return f"{did}, and {nothing}: {took}"
+    if saved.low <= 0.0 <= saved.high:
+        return f"{did}; whether the run {sooner} is not sure: by its own estimate {took}"
+    came = sooner if saved.low > 0.0 else verbs[1]
+    return f"{did}, and the run {came} by its own estimate: {took}"
+
+
+def _changes(made: list[DecisionRecord]) -> str:
+    """What was changed and how often; empty if nothing was."""
+    kinds = Counter(map(_kind, made))
+    parts = [
+        f"{kind} {_times(kinds[kind])}"
+        for kind in ("the batch", "the micro-batch", "the layout")
+        if kinds[kind]
+    ]
+    if kinds["the batch"] and made[0].now.batch != made[-1].to.batch:
+        before = made[0].now.batch
+        parts[0] += "" if before is None else f" (from {before} to {made[-1].to.batch})"
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def _kind(d: DecisionRecord) -> str:
+    if d.kind == "relayout":
+        return "the layout"
+    return "the batch" if d.now.batch != d.to.batch else "the micro-batch"
+
+
+def _times(num: int) -> str:
+    return {1: "once", 2: "twice"}.get(num, f"{num} times")
