@@ -28,7 +28,17 @@ setup(
     name="copus",
     version=VERSION,
     description="Pre-training on megatron-core that adapts batch and parallel layout as it runs",
+    long_description=(Path(__file__).parent / "README.md").read_text(),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.trainer*", "copus_ext*"]),
     package_data={

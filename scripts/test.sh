@@ -8,10 +8,10 @@
 #   bash scripts/test.sh --quick                lint, unit, and one run of four ranks: it trains,
 #                                               measures noise, changes its layout, saves, resumes
 #
-# `nightly` runs the rank tests of all extras, the core without each of them, and `gpu_stub`. `ranks`
-# runs those of the extras that have changed within a day of the last commit, or of all if their
-# hooks have. `gpu_stub` runs torch's CUDA build (5 GB, in an environment of its own) on a stub of
-# CUDA's libraries.
+# `nightly` runs the rank tests of all extras, the core without each of them, more tests on the newest
+# megatron-core, and `gpu_stub`. `ranks` runs those of the extras that have changed within a day of
+# the last commit, or of all if their hooks have. `gpu_stub` runs torch's CUDA build (5 GB, in an
+# environment of its own) on a stub of CUDA's libraries.
 #
 # PARTS names the parts, too. As root on Debian it installs the packages of SLURM, Chromium and
 # Prometheus. Without them the last two parts, and the test of the alert rules, are skipped.
@@ -149,21 +149,25 @@ waiting_lane() {
     fi
 }
 
-# What the newest megatron-core may change without an error, on its own code beside the pinned one.
+# What the newest megatron-core may change without an error, on its own code beside the pinned one;
+# "all" adds what costs minutes and has not differed since 0.16.
 newest_core() {
-    local beside
+    local beside more=()
     if python -c 'from megatron.trainer.common.core_version import since; exit(not since("0.19"))'; then
         echo "this environment has it"
         return
     fi
+    if [ "${1:-}" = all ]; then
+        more=(tests/unit/test_generate.py tests/unit/test_convert_checkpoint.py tests/unit/test_moe.py
+            tests/distributed/test_resume.py tests/distributed/test_layouts.py
+            tests/distributed/test_moe.py tests/distributed/test_convert.py)
+    fi
     beside=$(python -m tests.newest_core.prepare)
     PYTHONPATH=$PYTHONPATH:$beside parallel --dist loadfile -m "not waits and not alone" \
-        tests/unit/test_private_names.py tests/unit/test_newest_core.py tests/unit/test_generate.py \
-        tests/unit/test_restore.py tests/unit/test_convert_checkpoint.py tests/unit/test_moe.py \
-        tests/distributed/test_noise.py tests/distributed/test_resume.py \
-        tests/distributed/test_layouts.py tests/distributed/test_moe.py \
-        tests/distributed/test_relayout.py tests/distributed/test_convert.py \
-        tests/newest_core/test_same_losses.py tests/guest $(ls -d tests/extras/muon 2>/dev/null)
+        tests/unit/test_private_names.py tests/unit/test_newest_core.py tests/unit/test_restore.py \
+        tests/distributed/test_noise.py tests/distributed/test_relayout.py \
+        tests/newest_core/test_same_losses.py tests/guest $(ls -d tests/extras/muon 2>/dev/null) \
+        ${more[@]+"${more[@]}"}
 }
 
 # torch's CUDA build on libraries that stand in for CUDA's.
@@ -186,7 +190,10 @@ computing_lane() {
         # shellcheck disable=SC2086
         group "ranks of extras" parallel --dist loadfile -m "distributed and not alone" $files
     fi
-    if has nightly; then group "the core without each extra" tests tests/distributed -m nightly; fi
+    if has nightly; then
+        group "the core without each extra" tests tests/distributed -m nightly
+        group "all tests on the newest megatron-core" newest_core all
+    fi
     if has nightly || has gpu_stub; then group "CUDA on a stub" on_gpu_stub; fi
 }
 

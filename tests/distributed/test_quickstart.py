@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ def quickstart(folder: Path, steps: int, *words: str) -> subprocess.CompletedPro
     """Runs the script with this test's own environment of Python."""
     venv = Path(sys.prefix)
     extra = {"QUICKSTART_STEPS": str(steps), "QUICKSTART_DIR": str(folder)}
+    extra |= {"QUICKSTART_BATCH": "16"}
     return subprocess.run(
         ["bash", "scripts/quickstart.sh", *words],
         cwd=ROOT,
@@ -36,30 +38,43 @@ def quickstart(folder: Path, steps: int, *words: str) -> subprocess.CompletedPro
     )
 
 
+def _journal(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+
+
 def test_it_does_what_its_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = quickstart(tmp_path / "run", 12)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^layouts: +tp1\.pp1\.dp2 then tp1\.pp2\.dp1$", done.stdout, re.MULTILINE)
-    assert "saved iteration 2 to" in done.stdout, "a sixth of the run"
+    end = done.stdout.splitlines()[-2:]
+    line = r"held-out loss [\d.]+ with --copus after \d+ s, [\d.]+ without after \d+ s; .+"
+    assert re.fullmatch(line, end[0]) and "why: open file://" in end[1], end
     assert re.search(r"^copus: (\d+ change|nothing was changed)", done.stdout, re.MULTILINE)
-    assert (tmp_path / "run/report.html").read_text().count("<svg") == 4
-    texts = done.stdout.splitlines()[-3:]
+    page = Path(end[1].split()[2].removeprefix("file://").rstrip(","))
+    assert page.read_text().count("<svg") == 4
+    texts = done.stdout.partition("== 4.")[2].partition("== 5.")[0].splitlines()[-3:]
     assert [ast.literal_eval(t).split(" ", 1)[0] for t in texts] == ["def", "class", "import"]
+    rows = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "step"]
+    plain = [r for r in read_metrics(tmp_path / "run/plain") if r["kind"] == "step"]
+    assert len(plain) == 12 and {r["global_batch_size"] for r in plain} == {16}
+    assert rows[-1]["consumed_samples"] == plain[-1]["consumed_samples"] == 192, "the same samples"
+    moved = [r for r in _journal(tmp_path / "run") if r["kind"] == "relayout"]
+    assert [(r["to"], r["outcome"]["kind"]) for r in moved] == [("tp1.pp2.dp1", "moved")]
+    assert 0.9 * 192 <= moved[0]["consumed_samples"] < 192
     # The batch falls early, so that the samples of 12 steps take more of them.
     latest = (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text()
     assert int(latest) >= 12
-    page = (ROOT / "docs/quickstart.md").read_text()
-    table = page.partition("## What it leaves")[2].partition("See its state")[0]
+    told_of = (ROOT / "docs/quickstart.md").read_text()
+    table = told_of.partition("## What it leaves")[2].partition("See its state")[0]
     names = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
-    assert len(names) == 5 and [n for n in names if not (tmp_path / "run" / n).exists()] == []
+    assert len(names) == 6 and [n for n in names if not (tmp_path / "run" / n).exists()] == []
     # The commands that the page gives, and the one that the script names, on what it has left.
     (tmp_path / "runs").mkdir()
     (tmp_path / "run").rename(tmp_path / "runs/quickstart")
     monkeypatch.chdir(tmp_path)
     ran = []
-    for line in re.findall(r"^copus (.+)$", page, re.MULTILINE):
+    for line in re.findall(r"^copus (.+)$", told_of, re.MULTILINE):
         name, *words = shlex.split(line)
         if name not in ("report", "generate"):  # which the script has called
             tool = importlib.import_module(module_of(name))
@@ -73,15 +88,15 @@ def test_it_does_what_its_page_says(
     stored = json.loads(capsys.readouterr().out)["tensors"]
     weights = [t["shape"] for t in stored if not t["key"].startswith("optimizer.")]
     assert 0.8e6 < sum(map(math.prod, weights)) < 1.25e6, "about 1M parameters"
-    command = re.search(r"decide it again: (\S+) (tools/replay.py) ", done.stdout)
-    assert command and shutil.which(command[1]) and (ROOT / command[2]).is_file()
+    command = re.search(r"or run: (\S+) status", end[1])
+    assert command and shutil.which(command[1])
 
 
 def test_a_mixture_of_experts_trains_and_shares_its_experts_out(tmp_path: Path) -> None:
     done = quickstart(tmp_path / "run", 12, "--moe")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tp1.pp1.dp2 then tp1.pp1.ep2.dp2" in done.stdout
-    assert "busiest expert:" in done.stdout
+    moved = [r for r in _journal(tmp_path / "run") if r["kind"] == "relayout"]
+    assert [(r["to"], r["outcome"]["kind"]) for r in moved] == [("tp1.pp1.ep2.dp2", "moved")]
     assert ">tp1.pp1.ep2.dp2</text>" in (tmp_path / "run/report.html").read_text()
     steps = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "step"]
     assert steps and all(s["extra"]["max-expert-load"] == s["max_expert_load"] for s in steps)
