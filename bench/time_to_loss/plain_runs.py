@@ -161,8 +161,8 @@ def train(case: Case, work: Path, *, copus: bool) -> dict[str, Any]:
 
 
 def compared(plain: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """One case: losses at equal samples and equal time, and the time to the plain run's loss, all
-    over those of the plain run.
+    """One case: losses at equal samples and when the first of both ends, and the time to the plain
+    run's last loss, all over those of the plain run.
 
     Args:
         plain: row of the run without a controller.
@@ -175,13 +175,17 @@ def compared(plain: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     if there is not None:
         i = max(there, 1)
         reached = float(np.interp(-plain["loss"], -losses[i - 1 : i + 1], seconds[i - 1 : i + 1]))
-    at_equal_time = float(np.interp(plain["seconds"], seconds, losses))
+    ends = min(plain["seconds"], ours["seconds"])
+    theirs = np.array(plain["curve"], dtype=float)
+    at_equal_time = float(
+        np.interp(ends, seconds, losses) / np.interp(ends, theirs[:, 1], theirs[:, 2])
+    )
     same_samples = ours["loss"] / plain["loss"]
     time_to = None if reached is None else reached / plain["seconds"]
     return {
         "name": plain["name"],
         "loss_at_equal_samples": same_samples,
-        "loss_at_equal_time": at_equal_time / plain["loss"],
+        "loss_at_equal_time": at_equal_time,
         "time_to_its_loss": time_to,
         "time": ours["seconds"] / plain["seconds"],
         "batches": [way["batch"] for way in ours["ways"]],
