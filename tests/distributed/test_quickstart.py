@@ -38,8 +38,8 @@ def quickstart(folder: Path, steps: int, *words: str) -> subprocess.CompletedPro
     )
 
 
-def _journal(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+def _relayouts(run: Path) -> list[dict[str, Any]]:
+    return [r for r in read_metrics(run) if r["kind"] == "relayout"]
 
 
 def test_it_does_what_its_page_says(
@@ -59,7 +59,7 @@ def test_it_does_what_its_page_says(
     plain = [r for r in read_metrics(tmp_path / "run/plain") if r["kind"] == "step"]
     assert len(plain) == 12 and {r["global_batch_size"] for r in plain} == {16}
     assert rows[-1]["consumed_samples"] == plain[-1]["consumed_samples"] == 192, "the same samples"
-    moved = [r for r in _journal(tmp_path / "run") if r["kind"] == "relayout"]
+    moved = _relayouts(tmp_path / "run")
     assert [(r["to"], r["outcome"]["kind"]) for r in moved] == [("tp1.pp2.dp1", "moved")]
     assert 0.9 * 192 <= moved[0]["consumed_samples"] < 192
     # The batch falls early, so that the samples of 12 steps take more of them.
@@ -95,7 +95,7 @@ def test_it_does_what_its_page_says(
 def test_a_mixture_of_experts_trains_and_shares_its_experts_out(tmp_path: Path) -> None:
     done = quickstart(tmp_path / "run", 12, "--moe")
     assert done.returncode == 0, done.stdout + done.stderr
-    moved = [r for r in _journal(tmp_path / "run") if r["kind"] == "relayout"]
+    moved = _relayouts(tmp_path / "run")
     assert [(r["to"], r["outcome"]["kind"]) for r in moved] == [("tp1.pp1.ep2.dp2", "moved")]
     assert ">tp1.pp1.ep2.dp2</text>" in (tmp_path / "run/report.html").read_text()
     steps = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "step"]
