@@ -50,7 +50,7 @@ def first_batch_of(args: argparse.Namespace, planner: Any) -> tuple[str, dict[st
     # Powers of two times what is odd in the number of GPUs, which replicas may share.
     odd = world_size // (world_size & -world_size)
     sizes = sorted({size for unit in (1, odd) for size in doublings(unit, **length)})
-    found = first_batch(rows_of(ranked(args, planner, sizes, top=1)), **length)
+    found = first_batch(rows_of(planner.rank(sizes, top=1, reasons=False)), **length)
     if found is None:
         return None
     return f"over {tokens:.3g} tokens: {found.of_a_plan()}", {
@@ -74,7 +74,7 @@ def decay_of(args: argparse.Namespace, model: Any, batch: int) -> dict[str, Any]
 
 
 def ranked(
-    args: argparse.Namespace, planner: Any, wanted: list[int], *, top: int, tries: int = 0
+    args: argparse.Namespace, planner: Any, wanted: list[int], *, top: int, tries: int
 ) -> list[Any]:
     """The plans of all batches, a few at a time, or those before an interrupt; so many
     configurations of each, and of those that may not fit."""

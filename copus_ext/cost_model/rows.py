@@ -6,6 +6,7 @@ scalars; nothing here knows where they come from (a search, a fit, a single ques
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -164,6 +165,10 @@ class ConfigBatch:
     """Sizes of a mixture of experts; None: a dense model."""
 
     def __len__(self) -> int:
+        return self._num
+
+    @functools.cached_property
+    def _num(self) -> int:
         return max(np.size(getattr(self, f.name)) for f in fields(self))
 
     @property
@@ -227,7 +232,12 @@ class ConfigBatch:
     def full(self) -> ConfigBatch:
         """The same with every field an array of the common length."""
         num = len(self)
-        return self._each(lambda values: np.broadcast_to(values, (num, *np.shape(values)[1:])))
+
+        def whole(values: Any) -> Any:
+            shape = np.shape(values)
+            return values if shape[:1] == (num,) else np.broadcast_to(values, (num, *shape[1:]))
+
+        return self._each(whole)
 
     def take(self, at: Any) -> ConfigBatch:
         return self._each(lambda values: np.asarray(values)[at])

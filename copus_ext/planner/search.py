@@ -17,7 +17,7 @@ import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants, PartFactors
-from copus_ext.cost_model.memory import FRAGMENTATION, head_bytes, memory, peaks, static_bytes
+from copus_ext.cost_model.memory import FRAGMENTATION, head_bytes, memory, peaks
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.peak_correction import (
     AS_PREDICTED,
@@ -33,6 +33,7 @@ from copus_ext.planner.equals import EQUAL, in_order, rarities, worth_trying
 from copus_ext.planner.explain import check_block, rejected
 from copus_ext.planner.plan import Plan, Prediction, Ranked, Rejected
 from copus_ext.planner.profile import Measured, Timing
+from copus_ext.planner.pruning import least_bytes, prune_dominated
 from copus_ext.planner.space import (
     LEGAL,
     REJECTION_CODES,
@@ -41,7 +42,6 @@ from copus_ext.planner.space import (
     enumerate_points,
     joined,
     points_of,
-    prune_dominated,
     to_config_batch,
 )
 from megatron.trainer.model.flops import training_flops_per_sample
@@ -187,6 +187,7 @@ class Planner:
         list_rejected: bool = False,
         against: Configuration | None = None,
         tries: int = 0,
+        reasons: bool = True,
     ) -> list[Plan]:
         """The best configurations of every global batch, by samples per second; of those that are
         equally fast the simplest first (`equals.in_order`).
@@ -197,8 +198,9 @@ class Planner:
             list_rejected: name every rejected configuration, not one of each kind.
             against: a configuration that each is compared with (`against_rel_sd`).
             tries: how many to return of those that may not fit (`Plan.tries`).
+            reasons: whether to say what speaks against the others.
         """
-        space = self._judged(batch_sizes)
+        space = self._judged(batch_sizes, whole=reasons)
         points, fits = space.points, space.fits
         seconds, times = self._exact_where_needed(space, top)
         orders = []
@@ -212,7 +214,9 @@ class Planner:
                 global_batch_size=batch,
                 ranked=[next(answers) for _ in order],
                 num_ranked=int((fits & (points.asked_batch_size == batch)).sum()),
-                rejected=rejected(self, space, points.asked_batch_size == batch, list_rejected),
+                rejected=rejected(self, space, points.asked_batch_size == batch, list_rejected)
+                if reasons
+                else [],
                 tries=self._tries(space, batch, seconds[order].min(initial=np.inf), tries),
             )
             for batch, order in zip(batch_sizes, orders)
@@ -254,8 +258,8 @@ class Planner:
 
     def fastest(self, batch: int) -> Ranked | None:
         """The one of least predicted time, however rare; None where nothing fits."""
-        space = self._judged([batch])
-        seconds, times = self._exact_where_needed(space, 1)
+        space = self._judged([batch], whole=False)
+        seconds, times = self._exact_where_needed(space, 1, band=0.0)
         if not np.isfinite(seconds).any():
             return None
         at = [int(np.argmin(seconds))]
@@ -295,13 +299,14 @@ class Planner:
         common, over = self._measured.apart(points, times)
         return common, over.tolist()
 
-    def _judged(self, batch_sizes: Sequence[int]) -> _Space:
-        """All points of some batches; made once."""
+    def _judged(self, batch_sizes: Sequence[int], whole: bool = True) -> _Space:
+        """All points of some batches, or at least those that may fit; made once."""
         key = self._key(batch_sizes)
+        key = key if whole or key in self._space else ("able", key)
         if key not in self._space:
             while len(self._space) >= _SPACES_KEPT:
                 del self._space[next(iter(self._space))]
-            self._space[key] = self._enumerate(batch_sizes)
+            self._space[key] = self._enumerate(batch_sizes, whole)
         return self._space[key]
 
     def _key(self, batch_sizes: Sequence[int]) -> Any:
@@ -317,8 +322,8 @@ class Planner:
         assert not (self.is_corrected or other.is_corrected)
         self._space[self._key(batch_sizes)] = replace(other._judged(batch_sizes), times=None)
 
-    def _enumerate(self, batch_sizes: Sequence[int]) -> _Space:
-        found = self._fitted(batch_sizes, self.limits)
+    def _enumerate(self, batch_sizes: Sequence[int], whole: bool) -> _Space:
+        found = self._fitted(batch_sizes, self.limits, whole)
         if self.model.num_experts is None or self.limits.cross_node_ep:
             return found
         asked = found.points.asked_batch_size
@@ -326,7 +331,7 @@ class Planner:
         if not lacking:
             return found
         # Experts of a layer span nodes only where nothing else fits.
-        wide = self._fitted(lacking, replace(self.limits, cross_node_ep=True))
+        wide = self._fitted(lacking, replace(self.limits, cross_node_ep=True), whole)
         keep = np.flatnonzero(~np.isin(asked, lacking))
         return _Space(
             points=joined([found.points.take(keep), wide.points]),
@@ -335,14 +340,24 @@ class Planner:
             likely=np.concatenate([found.likely[keep], wide.likely]),
         )
 
-    def _fitted(self, batch_sizes: Sequence[int], limits: Limits) -> _Space:
-        known = self._measured.points
-        parts = [enumerate_points(self.model, self.cluster, b, limits, known) for b in batch_sizes]
-        points = joined(parts)
+    def _listed(self, batch: int, limits: Limits, whole: bool) -> Candidates:
+        """The points of a batch, or those of them that are legal and may fit."""
+        points = enumerate_points(self.model, self.cluster, batch, limits, self._measured.points)
+        if whole:
+            return points
+        points = points.take(np.flatnonzero(points.code == LEGAL))
+        if self._measured.timings or not len(points):
+            return points
+        return points.take(
+            np.flatnonzero(least_bytes(self.model, self.cluster, points) <= self.limit_bytes)
+        )
+
+    def _fitted(self, batch_sizes: Sequence[int], limits: Limits, whole: bool) -> _Space:
+        points = joined([self._listed(b, limits, whole) for b in batch_sizes])
         legal = np.flatnonzero(points.code == LEGAL)
-        peaks, sd = np.full(len(points), np.nan), np.zeros(len(points))
+        peaks, sd, least = np.full(len(points), np.nan), np.zeros(len(points)), np.zeros(0)
         if len(legal):
-            least = self._static(points.take(legal))
+            least = least_bytes(self.model, self.cluster, points.take(legal))
             peaks[legal] = least
             alive = legal[least <= self.limit_bytes]
             if len(alive):
@@ -352,8 +367,12 @@ class Planner:
         if self._measured.timings:
             at = np.flatnonzero(lacks)
             lacks[at] = ~self._measured.ran(points.take(at))
+        # What does not depend on logits leaves no room for any part of them elsewhere.
+        hopeless = np.zeros(len(points), dtype=bool)
+        if not self._measured.timings:
+            hopeless[legal] = least > self.limit_bytes
         for chunks in limits.logits_chunks[1:]:
-            at = np.flatnonzero(lacks)
+            at = np.flatnonzero(lacks & ~hopeless)
             at = at[self._may_fit(points.take(at), peaks[at], chunks)]
             if not len(at):
                 continue
@@ -392,15 +411,6 @@ class Planner:
         tokens = rows.seq_length / rows.cp / np.where(rows.sequence_parallel, rows.tp, 1)
         return (peaks - saved <= self.limit_bytes) & (tokens % chunks == 0)
 
-    def _static(self, points: Candidates) -> Any:
-        """[n] bytes that do not depend on the batch; looked up, as few of them differ."""
-        names = ("tp", "pp", "use_distributed_optimizer")
-        names += () if self.model.num_experts is None else ("ep", "etp")
-        table = np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)
-        kinds = table @ (int(table.max()) + 1) ** np.arange(len(names))
-        _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
-        return static_bytes(to_config_batch(self.model, self.cluster, points.take(first)))[kind]
-
     def peak_bytes_of(self, rows: ConfigBatch) -> Any:
         """[n] bytes of the stage that needs most, corrected by measured peaks."""
         return self.peaks_of(rows)[0]
@@ -409,9 +419,11 @@ class Planner:
         """The same, and the relative uncertainty of each: [n]."""
         return peaks(rows, correction=self.peaks)
 
-    def _exact_where_needed(self, space: _Space, top: int) -> tuple[Any, StepTime]:
+    def _exact_where_needed(
+        self, space: _Space, top: int, band: float = EQUAL
+    ) -> tuple[Any, StepTime]:
         """[n] seconds per sample of every candidate that could be among the best of its batch or
-        their equals, infinity for the others; and what was predicted of steps before any
+        within a band of them, infinity for the others; and what was predicted of steps before any
         correction."""
         points = space.points
         seconds, times = np.full(len(points), np.inf), StepTime.unknown(len(points))
@@ -441,7 +453,7 @@ class Planner:
         )
         for which in (first, None):
             if which is None:
-                last = (1.0 + EQUAL) * self._kth(some, exact, top)
+                last = (1.0 + band) * self._kth(some, exact, top)
                 which = np.flatnonzero(~done & (bound <= last))
             if len(which):
                 found = step_time(rows.take(which), self.constants)

@@ -110,10 +110,11 @@ class Sharing:
     ) -> bool:
         """Whether the rule above leaves a configuration out."""
         g = math.gcd(cp, micro_batch)
-        if g == 1 or not self.leaves_out or (*shape, cp * dp, dp * micro_batch) in self.measured:
+        if g == 1 or not self.leaves_out or not self.can_exchange(shape[0], cp // g, form):
             return False
-        other = {"cp": cp // g, "dp": dp * g, "micro_batch": micro_batch // g}
-        return self.limits.allows(**other) and self.can_exchange(shape[0], cp // g, form)
+        if self.measured and (*shape, cp * dp, dp * micro_batch) in self.measured:
+            return False
+        return self.limits.allows(cp=cp // g, dp=dp * g, micro_batch=micro_batch // g)
 
     def can_exchange(self, tp: int, cp: int, form: int) -> bool:
         """Whether the rules of a launch allow this form."""

@@ -77,7 +77,8 @@ def otherwise(planner: Planner, plan: Plan, assumed: list[Assumption]) -> dict[s
         return None
     flag, fields = doubtful.otherwise
     other = planner.on(planner.cluster, model=replace(planner.model, **fields))
-    now, then = plan.ranked[:1], other.rank([plan.global_batch_size], top=1)[0].ranked[:1]
+    found = other.rank([plan.global_batch_size], top=1, reasons=False)[0]
+    now, then = plan.ranked[:1], found.ranked[:1]
     if not (now or then):
         return None
     return {

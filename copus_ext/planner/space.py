@@ -17,8 +17,6 @@ from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.model_spec import ModelSpec, divisors
 from copus_ext.cost_model.rows import (
     RECOMPUTE_BLOCK,
-    RECOMPUTE_FULL,
-    RECOMPUTE_SELECTIVE,
     ConfigBatch,
 )
 from copus_ext.cost_model.spec_file import SpecError
@@ -232,27 +230,13 @@ def enumerate_points(
     shapes = _shapes(model, cluster, limits)
     sharing = Sharing.of(model, cluster, limits, measured)
     columns: list[tuple[int, ...]] = []
+    before: tuple[tuple[int, int], list[tuple[int, ...]]] = (0, 0), []
     for tp, pp, vpp in shapes:
-        copies = cluster.world_size // (tp * pp)
-        experts: dict[int, list[tuple[int, int]]] = {}
-        for cp, form in sharing.ways(tp, copies):
-            dp = copies // cp
-            if not limits.allows(dp=dp):
-                continue
-            sizes = _micro_batches(global_batch_size, dp, limits)
-            sizes = [
-                b
-                for b in sizes
-                if limits.allows(micro_batch=b)
-                and not sharing.is_never_faster((tp, pp, vpp), cp, form, dp, b)
-            ]
-            if sizes and cp not in experts:
-                experts[cp] = _expert_sizes(model, cluster, limits, tp, copies, tp * cp)
-            columns += [
-                (tp, pp, vpp, ep, etp, cp, form, dp, b)
-                for ep, etp in (experts[cp] if sizes else [])
-                for b in sizes
-            ]
+        # Chunks matter only beside layouts that were timed.
+        if before[0] != (tp, pp) or sharing.measured:
+            found = _beside(model, cluster, global_batch_size, limits, sharing, (tp, pp, vpp))
+            before = (tp, pp), found
+        columns += [(tp, pp, vpp, *others) for others in before[1]]
     if not columns:
         raise SpecError(_nothing_left(model, cluster, limits))
     table = np.array(columns, dtype=np.int64)
@@ -280,6 +264,37 @@ def enumerate_points(
         code=np.full(num, LEGAL),
     )
     return judge(model, cluster, points, limits)
+
+
+def _beside(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    global_batch_size: int,
+    limits: Limits,
+    sharing: Sharing,
+    shape: tuple[int, int, int],
+) -> list[tuple[int, ...]]:
+    """What stands beside a tensor size, a pipeline size and chunks: `SIZES` from `ep` on."""
+    tp, copies = shape[0], cluster.world_size // (shape[0] * shape[1])
+    found: list[tuple[int, ...]] = []
+    experts: dict[int, list[tuple[int, int]]] = {}
+    of_dp: dict[int, list[int]] = {}
+    for cp, form in sharing.ways(tp, copies):
+        dp = copies // cp
+        if not limits.allows(dp=dp):
+            continue
+        if dp not in of_dp:
+            sizes = _micro_batches(global_batch_size, dp, limits)
+            of_dp[dp] = [b for b in sizes if limits.allows(micro_batch=b)]
+        sizes = of_dp[dp]
+        if cp > 1:
+            sizes = [b for b in sizes if not sharing.is_never_faster(shape, cp, form, dp, b)]
+        if sizes and cp not in experts:
+            experts[cp] = _expert_sizes(model, cluster, limits, tp, copies, tp * cp)
+        found += [
+            (ep, etp, cp, form, dp, b) for ep, etp in (experts[cp] if sizes else []) for b in sizes
+        ]
+    return found
 
 
 def _micro_batches(global_batch_size: int, dp: int, limits: Limits) -> list[int]:
@@ -489,54 +504,3 @@ def to_config_batch(model: ModelSpec, cluster: ClusterSpec, points: Candidates) 
         use_tp_pp_dp_mapping=points.use_tp_pp_dp_mapping,
         experts=model.expert_batch(points.ep, points.etp, points.pp, points.vpp),
     )
-
-
-_ALL = 1 << 30
-"""Recomputed layers of a chunk, if it is all of them."""
-
-
-def prune_dominated(points: Candidates, surely_fits: Any, measured: Candidates) -> Any:
-    """Marks the points that an equal one with less recomputation beats.
-
-    Nothing, the first layers of a chunk, more of them, all: each does what the one before does and
-    more; so do nothing, the core of the attention, everything.
-
-    Args:
-        points: legal ones that fit.
-        surely_fits: [n] bool, those that may beat others.
-        measured: where times are known, which follow no order: their kin are left alone.
-
-    Returns:
-        [n] bool.
-    """
-    has_experts = any((x.ep != 1).any() or (x.etp != x.tp).any() for x in (points, measured))
-    shares = any((x.cp != 1).any() for x in (points, measured))
-    idle = (() if has_experts else ("ep", "etp")) + (() if shares else ("cp", "cp_comm_type"))
-    names = tuple(n for n in SIZES if n not in idle)
-    lines = _numbered(points, measured, names)
-    own, known = lines[: len(points)], lines[len(points) :]
-    key = np.stack([own, points.asked_batch_size], axis=1)
-    _, group = np.unique(key, axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    num_groups = int(group.max(initial=-1)) + 1
-    selective = points.recompute == RECOMPUTE_SELECTIVE
-    layers = np.where(points.recompute == RECOMPUTE_BLOCK, points.recompute_num_layers, 0)
-    layers = np.where(points.recompute == RECOMPUTE_FULL, _ALL, layers)
-    least = np.full(num_groups, _ALL + 1)
-    np.minimum.at(least, group, np.where(surely_fits & ~selective, layers, _ALL + 1))
-    by_selective = np.zeros(num_groups, dtype=bool)
-    np.logical_or.at(by_selective, group, surely_fits & selective)
-    beaten = np.where(selective, least[group] == 0, layers > least[group])
-    beaten |= (layers == _ALL) & by_selective[group]
-    return beaten & ~np.isin(own, known)
-
-
-def _numbered(points: Candidates, others: Candidates, names: tuple[str, ...]) -> Any:
-    """[n + m] a number for every kind of configuration, equal for those that differ only in
-    recomputation and batch."""
-    columns = [np.concatenate([getattr(x, name) for x in (points, others)]) for name in names]
-    zero = [x.use_distributed_optimizer.astype(np.int64) for x in (points, others)]
-    table = np.stack([*columns, np.concatenate(zero)], axis=1)
-    if not len(table):
-        return np.zeros(0, dtype=np.int64)
-    return np.unique(table, axis=0, return_inverse=True)[1].reshape(-1)

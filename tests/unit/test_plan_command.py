@@ -660,10 +660,11 @@ def test_a_card_of_two_devices_has_two_ranks() -> None:
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys; from copus_ext.commands import plan; "
-        "import copus_ext.planner.search; "
+        f"assert not plan.main({shlex.split(EIGHT)!r}); "
         "sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0 and b"tokens/s/GPU" in done.stdout
 
 
 def test_a_table_is_whole_in_a_narrow_terminal_and_plain_in_a_file(
