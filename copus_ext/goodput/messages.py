@@ -170,7 +170,7 @@ def conditions_line(
     if before_s and after_s:
         if is_small(after_s / before_s):
             nothing = "no part of a step stands out"
-        head = f"steps take {after_s:.3g} s instead of {before_s:.3g} s; {head}"
+        head = f"steps took {after_s:.3g} s instead of {before_s:.3g} s; {head}"
     parts = [
         f"{_PART_WORDS.get(name, name)} {x:.2f} times"
         for name, x in factors.items()

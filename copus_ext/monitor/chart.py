@@ -143,11 +143,12 @@ class _Axis:
             return [2.0 ** (k * every) for k in powers]
         if self._is_log:  # too few powers
             low, high = 2.0**low, 2.0**high
+            most = min(most, max(int(high - low), 1))  # whole numbers, if it has some
         size = (high / most - low / most) or 1.0
         if not math.isfinite(size):
             return []
         ten = 10.0 ** math.floor(math.log10(size))
-        step = next((unit * ten for unit in (1, 2, 5) if unit * ten >= size), 10 * ten)
+        step = next((unit * ten for unit in (1, 2, 5) if unit * ten >= 0.8 * size), 10 * ten)
         return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
@@ -158,12 +159,13 @@ def draw(chart: Chart, until: float, width: int = WIDE) -> Markup:
         until: right end of the axis, samples.
         width: of the picture. A narrow one has no tips, as nothing points at it.
     """
-    marks, spare = _legend(chart, width)
+    shown = [s for s in chart.series if any(v is not None for v in s.y)]
+    marks, spare = _legend(shown if not chart.names else [], width)
     height = chart.height + spare
     bottom = height - BOTTOM
     # An interval may reach so far that nothing else would be seen: it is cut at the edges.
-    lines = [v for s in chart.series if s.kind != "band" for v in s.y if v is not None]
-    bands = [v for s in chart.series if s.kind == "band" for v in (*s.y, *s.high) if v is not None]
+    lines = [v for s in shown if s.kind != "band" for v in s.y if v is not None]
+    bands = [v for s in shown if s.kind == "band" for v in (*s.y, *s.high) if v is not None]
     if lines:
         low, high = min(lines) / 4, 4 * max(lines)
         bands = [min(max(v, low), high) for v in bands]
@@ -171,7 +173,7 @@ def draw(chart: Chart, until: float, width: int = WIDE) -> Markup:
     x = _Axis([0.0, max(until, 1.0)], ends, is_log=False, most=most)
     y = _Axis([*lines, *bands], (bottom, TOP + spare), is_log=chart.is_log, margin=0.06)
     has_tips = width > NARROW
-    drawn = (_drawn(s, x, y, has_tips=has_tips) for s in chart.series if s.x)
+    drawn = (_drawn(s, x, y, has_tips=has_tips) for s in shown)
     form = Markup('<svg class="{}" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
     return form.format(
         "wide" if has_tips else "narrow",
@@ -180,11 +182,11 @@ def draw(chart: Chart, until: float, width: int = WIDE) -> Markup:
     )
 
 
-def _legend(chart: Chart, width: int) -> tuple[list[Markup], int]:
+def _legend(shown: Sequence[Series], width: int) -> tuple[list[Markup], int]:
     """Names of the series with their marks, in as many lines as they need, and what the lines
     after the first one add to the height."""
     found, place, line = [], LEFT, 0
-    for series in (s for s in chart.series if s.x and not chart.names):
+    for series in shown:
         needed = 44 + 8 * len(series.name)
         if place > LEFT and place + needed > width:
             place, line = LEFT, line + _LINE

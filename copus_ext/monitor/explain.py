@@ -158,9 +158,9 @@ def gain(share: float | None, sd: float | None, *, sign: bool = True) -> str:
     """A predicted gain in percent with one standard deviation of it; `-` if unknown.
 
     Args:
-        sd: of the logarithm of 1 plus that; None where it is not known.
+        sd: of the logarithm of 1 plus that; None where it is not known, 0 where it did not count.
     """
-    if share is None or sd is None:
+    if share is None or not sd:
         return percent(share, sign=sign)
     return f"{100 * share:{'+' if sign else ''}.1f} +- {100 * (1.0 + share) * sd:.1f} %"
 

@@ -222,14 +222,14 @@ def _noise(run: RunHistory, record: Mapping[str, Any]) -> list[Chart]:
             *believed,
             Series(
                 name="95 % interval",
-                x=[s.samples for s in shown] if any(s.high is not None for s in shown) else [],
+                x=[s.samples for s in shown],
                 y=[None if s.high is None else s.low for s in shown],
                 high=[s.high for s in shown],
                 kind="band",
             ),
             Series(
                 name="no upper end",
-                x=[s.samples for s in shown] if any(s.high is None for s in shown) else [],
+                x=[s.samples for s in shown],
                 y=[s.low or 0.0 if s.high is None else None for s in shown],
                 high=[None for _ in shown],
                 kind="band",
@@ -281,11 +281,17 @@ def _used_words(last: DecisionInputs) -> list[str]:
     if last.rules.policy != ADAPTIVE:
         used = f"Circles are {multiplier:g} times the noise scale at each decision."
         return [f"{used} The policy was {last.rules.policy}."]
+    evidence = "No noise scale was good enough to be followed."
+    if last.looks:
+        factor = f"{math.exp(MULTIPLIER_SD):.0f}"
+        evidence = (
+            f"It followed the noise scale, taken {multiplier:g} times and good to a factor of "
+            f"{factor}."
+        )
     return [
         "Circles are the critical batch size that decisions believed in, with one standard "
         "deviation. The belief began with a published law, dashed, good to a factor of "
-        f"{math.exp(LEVEL_SD):.0f}. It followed the noise scale, taken {multiplier:g} times and "
-        f"good to a factor of {math.exp(MULTIPLIER_SD):.0f}.",
+        f"{math.exp(LEVEL_SD):.0f}. {evidence}",
         f"At the last decision: {last.critical_batch_size_words}.",
     ]
 

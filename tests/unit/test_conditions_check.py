@@ -101,7 +101,7 @@ def test_a_slow_network_is_noticed_timed_and_taken_into_every_prediction(
     assert record["kind"] == "conditions" and record["factors"] == asdict(slow)
     assert record["after_s"] == pytest.approx(after_s)
     line = capsys.readouterr().out.strip()
-    assert line.startswith("copus: steps take ") and line.count("\n") == 0
+    assert line.startswith("copus: steps took ") and line.count("\n") == 0
     assert line.endswith("links were timed again: the network 4.00 times as slow as usual")
     # While it lasts links are timed again and again; when they are as usual, all is.
     alone.append(USUAL_TIMES)
@@ -230,7 +230,7 @@ def test_the_line_names_what_is_slow() -> None:
     usual = asdict(USUAL)
     line = conditions_line(before_s=1.0, after_s=2.0, factors={**usual, "compute": 2.0})
     assert line == (
-        "steps take 2 s instead of 1 s; links were timed again: computation 2.00 times as slow "
+        "steps took 2 s instead of 1 s; links were timed again: computation 2.00 times as slow "
         "as usual"
     )
     small = conditions_line(before_s=1.0, after_s=1.05, factors=usual)

@@ -133,7 +133,8 @@ def test_the_caption_says_what_decisions_used(run: Path, shown: Report) -> None:
     [
         ([4.0, 16.0], ["4", "8", "16"]),
         ([1.0, 1000.0], ["1", "4", "16", "64", "256", "1,024"]),
-        ([41.0, 47.0], ["42", "44", "46"]),
+        ([41.0, 47.0], ["41", "42", "43", "44", "45", "46", "47"]),
+        ([4.0, 4.0], ["4"]),
         ([8.0, 8.0], ["6", "7", "8", "9", "10", "11"]),
         ([3.0, 2.0**30], ["1", "64", "4,096", "262 k", "16.8 M", "1.07 G"]),
     ],
@@ -145,6 +146,22 @@ def test_ticks_of_batches_are_round_and_enough(
     chart = Chart(title="x", caption="", unit="", series=[series], is_log=True)
     drawn = str(draw(chart, 1, width))
     assert re.findall(r'text-anchor="end">([^<]+)</text>', drawn) == [*ticks, "samples"]
+
+
+def test_a_run_that_measured_nothing_does_not_claim_to_have_followed_it(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path)
+    run.step(12)
+    run.decide()
+    path = tmp_path / "journal.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "decision":
+            line["situation"]["looks"] = []
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    charts = {chart.title: chart for chart in report_of(RunReader(tmp_path)).charts}
+    caption = charts["Gradient noise scale"].caption
+    assert "by the law alone" in caption and "No noise scale was good enough" in caption
+    assert "It followed" not in caption
 
 
 def test_one_step_without_an_upper_end_is_seen() -> None:
