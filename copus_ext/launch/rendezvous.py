@@ -211,6 +211,8 @@ class NodeRendezvous:
         self._beat_at = self._looked_at = self._compared_at = float("-inf")
         self._newcomers_at, self._is_there = float("-inf"), False
         self._lost: list[int] = []
+        self._restarted: list[int] = []
+        self._leader = ""
         self._ended_names: frozenset[str] = frozenset()
         self._complaint = ""
 
@@ -270,6 +272,7 @@ class NodeRendezvous:
             if one is not None and one.node == node and (known is None or known.token != one.token):
                 self.there[node] = one
                 found.append(node)
+                self._compared_at = float("-inf")
         return found
 
     def publish(self, plan: LaunchPlan) -> None:
@@ -284,27 +287,49 @@ class NodeRendezvous:
             self._write(self._run_dir / _NEXT, dataclasses.replace(plan, tokens=tokens))
 
     def plan_after(self, number: int) -> LaunchPlan | None:
-        """A plan for this supervisor that is newer than a decision, or None."""
+        """A plan for this supervisor that is newer than a decision, or None. Where another leader
+        has come since, whose numbers begin again, its plan is newer."""
         plan: LaunchPlan | None = self._read(self._run_dir / _NEXT, LaunchPlan.from_json)
         if plan is None or plan.tokens.get(str(self.me.node)) != self.me.token:
             return None
-        return plan if plan.number > number else None
+        leader = plan.tokens.get("0", "")
+        if leader == self._leader and plan.number <= number:
+            return None
+        self._leader, self._compared_at = leader, float("-inf")
+        return plan
 
     def lost(self) -> list[int]:
         """Nodes whose file has not been touched for too long. A worker node looks at the leader
         alone. Reads files every few seconds only."""
-        now = time.monotonic()
-        if not self._is_alone and now - self._compared_at >= _BEAT_S:
-            self._compared_at, self._lost = now, self._silent()
+        self._compare()
         return self._lost
 
-    def _silent(self) -> list[int]:
+    def restarted(self) -> list[int]:
+        """Of the same nodes those where another supervisor has come since; the ranks of the one
+        before are gone."""
+        self._compare()
+        return self._restarted
+
+    def _compare(self) -> None:
+        now = time.monotonic()
+        if self._is_alone or now - self._compared_at < _BEAT_S:
+            return
+        self._compared_at = now
+        known = {0: self._leader}
+        if self.me.node == 0:
+            known = {node: one.token for node, one in self.there.items() if node != 0}
+        self._lost, self._restarted = [], []
         ours = _touched_at(self._file_of(self.me.node))
-        if ours is None:
-            return []
-        nodes = [n for n in self.there if n != self.me.node] if self.me.node == 0 else [0]
-        touched = {node: _touched_at(self._file_of(node)) for node in nodes}
-        return [n for n, then in touched.items() if then is not None and ours - then > self._lost_s]
+        for node, token in known.items():
+            then = _touched_at(self._file_of(node))
+            if ours is None or then is None:
+                continue
+            if ours - then > self._lost_s:
+                self._lost.append(node)
+                continue
+            one = self._read(self._file_of(node), NodeHeartbeat.from_json)
+            if one is not None and token not in ("", one.token):
+                self._restarted.append(node)
 
     def report(self, result: LaunchResult) -> None:
         """Tells the other nodes how a launch ended here; the file without content comes first."""

@@ -58,7 +58,7 @@ _DRAIN_S = 60.0
 _LAST_CALL_S = 5.0
 """Wait for further nodes once there are enough to start."""
 _GATHER_S = 30.0
-"""Wait for the results of other nodes, and again after all were told to end their ranks."""
+"""Wait at least for the results of other nodes, and again after all were told to end."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -207,10 +207,12 @@ class Node:
                 over_s = time.monotonic()
             drains = over_s is not None and time.monotonic() - over_s > _DRAIN_S
             lost = [node for node in self.rendezvous.lost() if node in plan.nodes]
-            if lost:
-                say(f"node {lost[0]} shows no life: the launch ends")
+            restarted = [node for node in self.rendezvous.restarted() if node in plan.nodes]
+            if gone := lost + restarted:
+                why = "shows no life" if lost else "was started again"
+                say(f"node {gone[0]} {why}: the launch ends")
                 self.rendezvous.fail(plan.launch)
-            if lost or drains or self.rendezvous.has_failed(plan.launch):
+            if gone or drains or self.rendezvous.has_failed(plan.launch):
                 return
 
     def tick(self, workers: Workers | None = None, *, starting: bool = False) -> None:
@@ -325,11 +327,15 @@ class LeaderNode(Node):
     def _refuse_second_run(self) -> None:
         """Takes the lock as the ranks will, and releases it. This supervisor removes and writes
         files before its ranks start, which would harm another run."""
+        lock = Lock(
+            self.run_dir,
+            flag="--run-dir",
+            launch=f"{self._prefix}.0",
+            is_supervised=True,
+            force_unlock="--force-unlock" in self.options.flags,
+        )
         # Whoever writes next says that it cannot.
-        with (
-            suppress(OSError),
-            Lock(self.run_dir, flag="--run-dir", launch=f"{self._prefix}.0", is_supervised=True),
-        ):
+        with suppress(OSError), lock:
             pass
 
     def _stored(self, save: Path) -> Mapping[str, Any]:
@@ -440,23 +446,28 @@ class LeaderNode(Node):
         )
 
     def _gather(self, plan: LaunchPlan, own: LaunchResult) -> list[LaunchResult]:
-        """The results of all nodes; a node without a result is lost."""
+        """The results of all nodes; a node without a result is lost, until its supervisor comes
+        again."""
         if self._goes_on and own.code in (DONE, FENCED):
             return [own]
-        results = self._wait_for_results(plan)
+        # A scheduler that starts the supervisor of a lost node again needs some time.
+        wait_s = _GATHER_S if own.is_clean else max(_GATHER_S, self.options.node_timeout_s)
+        results = self._wait_for_results(plan, wait_s)
         if own.is_clean and len(results) < len(plan.nodes) - 1:
             self.rendezvous.fail(plan.launch)
-            results = self._wait_for_results(plan)
+            results = self._wait_for_results(plan, wait_s)
         silent = sorted(set(plan.nodes) - {result.node for result in (own, *results)})
+        lost = [self._result_of_lost(plan, node) for node in silent]
         self._lost |= set(silent)
-        return [own, *results, *(self._result_of_lost(plan, node) for node in silent)]
+        self._lost -= set(self.rendezvous.newcomers(now=True))
+        return [own, *results, *lost]
 
-    def _wait_for_results(self, plan: LaunchPlan) -> list[LaunchResult]:
-        deadline_s = time.monotonic() + _GATHER_S
+    def _wait_for_results(self, plan: LaunchPlan, wait_s: float) -> list[LaunchResult]:
+        deadline_s = time.monotonic() + wait_s
         while True:
             results = self.rendezvous.results(plan)
-            lost = self.rendezvous.lost()
-            known = {self.options.node_rank, *lost, *(one.node for one in results)}
+            gone = [*self.rendezvous.lost(), *self.rendezvous.restarted()]
+            known = {self.options.node_rank, *gone, *(one.node for one in results)}
             if known >= set(plan.nodes) or time.monotonic() > deadline_s:
                 return results
             time.sleep(_TICK_S)

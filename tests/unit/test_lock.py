@@ -130,7 +130,7 @@ def test_a_stale_lock_of_another_machine_is_taken_only_when_told_to(
 
 def test_a_fresh_lock_of_another_machine_stays(tmp_path: Path) -> None:
     path = leave_lock(tmp_path, age_s=100)
-    for changes in ({}, {"force_unlock": True}, {"is_supervised": True}):
+    for changes in ({}, {"is_supervised": True}):
         with pytest.raises(UsageError, match=r"node7.*100 s ago"), lock(tmp_path, **changes):
             pass
     assert json.loads(path.read_text())["host"] == "node7"
@@ -146,8 +146,15 @@ def test_a_fresh_lock_of_another_machine_stays(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_lock_that_only_looks_stale_is_seen_to_be_touched(tmp_path: Path) -> None:
-    path = leave_lock(tmp_path, age_s=3600)
+def test_the_lock_of_a_dead_machine_is_waited_for_when_told_to(tmp_path: Path) -> None:
+    path = leave_lock(tmp_path, age_s=0)
+    with lock(tmp_path, force_unlock=True, stale_s=0.5):
+        assert json.loads(path.read_text())["launch"] == "second.0.0"
+
+
+@pytest.mark.parametrize("age_s", [0, 3600])
+def test_a_lock_that_only_looks_stale_is_seen_to_be_touched(tmp_path: Path, age_s: float) -> None:
+    path = leave_lock(tmp_path, age_s=age_s)
     toucher = threading.Timer(0.1, os.utime, (path,))
     toucher.start()
     held = lock(tmp_path, force_unlock=True, touch_s=0.2)
@@ -160,7 +167,7 @@ def test_a_lock_that_only_looks_stale_is_seen_to_be_touched(tmp_path: Path) -> N
 def test_a_damaged_lock_counts_until_it_is_stale(tmp_path: Path, text: str) -> None:
     path = leave_lock(tmp_path, age_s=0)
     path.write_text(text)
-    with pytest.raises(UsageError, match="unknown host"), lock(tmp_path, force_unlock=True):
+    with pytest.raises(UsageError, match="unknown host"), lock(tmp_path):
         pass
     os.utime(path, (1, 1))
     with lock(tmp_path, force_unlock=True):

@@ -248,6 +248,34 @@ def test_a_silent_node_is_lost_by_the_clock_of_the_files(nodes: Nodes, tmp_path:
     assert leader.lost() == [] and other.lost() == [0]
 
 
+def test_a_supervisor_that_was_started_again_takes_part_in_the_next_launch(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    leader, other = nodes
+    for node in nodes:
+        node.tick()
+    leader.missing()
+    leader.publish(plan_of(4))
+    assert other.plan_after(-1) is not None and leader.restarted() == [] == other.restarted()
+    again, new_leader = (
+        NodeRendezvous(tmp_path, node=node, num_nodes=2, num_ranks=2, lost_s=60) for node in (1, 0)
+    )
+    again.tick()
+    assert leader.restarted() == [1] and leader.lost() == []
+    assert leader.newcomers(now=True) == [1] and leader.restarted() == []
+    leader.publish(plan_of(5))
+    assert again.plan_after(-1) is not None
+    new_leader.clear()
+    for node in (again, new_leader):
+        node.tick()
+    assert again.restarted() == [0] and again.plan_after(5) is None
+    assert new_leader.missing() == []
+    new_leader.publish(plan_of(0))
+    found = again.plan_after(5)
+    assert found is not None and found.number == 0, "its numbers begin again"
+    assert again.plan_after(0) is None and again.restarted() == []
+
+
 def test_a_node_alone_writes_no_file(tmp_path: Path) -> None:
     alone = NodeRendezvous(tmp_path, node=0, num_nodes=1, num_ranks=2, lost_s=0)
     alone.clear()

@@ -17,8 +17,8 @@ class RuntimeConfig:
     """Folder for the resolved configuration and the metrics. Default: --save, else
     --tensorboard-dir, else a folder of runs/ named by the time in UTC."""
     force_unlock: bool = option(False)
-    """Write into a directory whose lock another run has left behind: one that died on another node
-    and has shown no sign of life for two minutes."""
+    """Write into a directory whose lock another run has left behind: one that died on another node.
+    Waits until that run has shown no sign of life for two minutes."""
     seed: int = option(1234)
     """Seed of initial weights, data order and dropout."""
     deterministic_mode: bool = option(False)

@@ -242,31 +242,27 @@ class Lock:
         self._remove(holder)
 
     def _refuse_unless_stale(self, holder: Holder, age_s: float) -> None:
-        # A clock that was set back shows as an age below zero.
-        is_stale = holder.is_alive is None and abs(age_s) > self._stale_s
         who = (
             f"{self._flag} {self._directory} is being written by {holder}, who showed a sign of "
             f"life {max(age_s, 0):.0f} s ago"
         )
-        if not is_stale:
+        if holder.is_alive or not self._force_unlock:
             fix = f"end that run first, or give another {self._flag}"
-            if holder.is_alive is None:
-                fix += (
-                    f"; if it is dead, wait until that is {self._stale_s:.0f} s ago and give "
-                    "--force-unlock"
-                )
+            if not holder.is_alive:
+                fix += "; if it is dead give --force-unlock"
             raise UsageError(f"{who}; {fix}")
-        if not self._force_unlock:
-            raise UsageError(f"{who}; if that run is dead give --force-unlock")
-        if self._is_touched(holder):
+        # Longer than a holder waits between two touches: an age alone may be wrong if the clock of
+        # the file system was set. One that was set back shows as an age below zero.
+        watched_s = max(self._stale_s - abs(age_s), _WATCHED_TOUCHES * self._touch_s)
+        logger.warning("%s; waits %.0f s for another one", who, watched_s)
+        if self._is_touched(holder, watched_s):
             raise UsageError(f"{who}, and another one just now; end that run first")
 
-    def _is_touched(self, holder: Holder) -> bool:
-        """Watches for longer than a holder waits between two touches. An age alone may be wrong if
-        the clock of the file system was set."""
+    def _is_touched(self, holder: Holder, watched_s: float) -> bool:
+        """Watches the lock for so long."""
         try:
             before = self._path.stat().st_mtime_ns
-            until = time.monotonic() + _WATCHED_TOUCHES * self._touch_s
+            until = time.monotonic() + watched_s
             while time.monotonic() < until:
                 time.sleep(min(_POLL_S, self._touch_s / 4))
                 if self._path.stat().st_mtime_ns != before or _read(self._path) != holder:
