@@ -43,6 +43,7 @@ setup(
     packages=find_namespace_packages(include=["megatron.trainer*", "copus_ext*"]),
     package_data={
         "": ["README.md", "data/*.json"],  # of extras, and of the cost model
+        "copus_ext.commands": ["data/*.yaml"],
         "megatron.trainer.config": ["*.yaml"],
         "copus_ext.monitor": ["templates/*"],
     },
@@ -86,6 +87,7 @@ setup(
             "import-linter>=2.3",
             "pydantic>=2.9",
             "jsonschema>=4.20",
+            "kubeflow-trainer-api>=2.1",
             "safetensors>=0.4",
             # Tests alone compare with it.
             "transformers>=5",
