@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from copus_ext import __version__
 from copus_ext.commands.main import names
+from copus_ext.commands.plan_jobs import FIRST_ROW, first_rows
 from copus_ext.commands.plan_run import decay_of, first_batch_of, headroom_of, ranked
 from copus_ext.planner.commands import command_of, helps
 from copus_ext.planner.from_command import FLAG, FromCommand, fill_in, present_of, ranks_note
@@ -104,7 +105,7 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         words = "for example tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
         p.add_argument("explain", metavar="CONFIG", nargs=needed, help=words)
     add_inputs(p)
-    out = add_answer(p, ["table", "json", *(["flags"] if command == "search" else [])])
+    out = add_answer(p, ["table", "json", *(FIRST_ROW if command == "search" else [])])
     if command != "explain":
         out.add_argument("--top", type=int, default=10, help="how many to show per batch")
     own.add_flags(out)
@@ -214,8 +215,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if (batch := batch_of_flags(args)) is None:
             raise UsageProblem("--global-batch-size is required, or a command that has it")
         args.global_batch_size = str(batch)
-    if args.format == "flags" and args.rejected:
-        raise UsageProblem("--format flags goes with a plain search; use a table or --json")
+    if args.format in FIRST_ROW and args.rejected:
+        raise UsageProblem(f"--format {args.format} has no room for --rejected; use --json")
     return args
 
 
@@ -428,9 +429,9 @@ def answer(args: argparse.Namespace) -> int:
     found, weighed = search(args, planner, wanted)
     firsts = [plan.ranked[0] for plan in found.plans if plan.ranked]
     finish(args, [*(one.addition for one in firsts), *(found.additions or ())])
-    if args.format == "flags":
-        texts = [" ".join(one.configuration.to_flags()) for one in firsts]
-        write_output("\n".join(texts), args.output)
+    if args.format in FIRST_ROW:
+        rows = [one.configuration.to_flags() for one in firsts]
+        write_output(first_rows(args.format, rows, planner.cluster), args.output)
     else:
         if not is_auto and len(found.plans) == len(wanted):
             first = first_batch_of(args, planner)

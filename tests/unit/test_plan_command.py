@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 
 from copus_ext import __version__
 from copus_ext.commands import plan, profile_layouts
@@ -29,6 +30,7 @@ from tests.helpers.launch import ROOT
 
 SEVEN = "--model llama-2-7b --seq-length 2048 --cluster h100-80g:8"
 EIGHT = f"{SEVEN} --global-batch-size 8"
+CPU = "--model copus-quickstart --cluster cpu:2 --global-batch-size 8"
 THIRTEEN = (
     "--model llama-2-13b --seq-length 2048 --global-batch-size 64 --top 2 --fix tp=8,pp=4,vpp=1"
 )
@@ -131,7 +133,9 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
         (f"explain vpp=2 {EIGHT}", 2, "needs a pipeline"),
         (f"{EIGHT} --fix pp=8,tp=1,vpp=4 --recompute block", 2, "needs chunks of two layers"),
         (f"{EIGHT} --recompute some", 2, "--recompute some"),
-        (f"{EIGHT} --rejected --format flags", 2, "goes with a plain search"),
+        (f"{EIGHT} --rejected --format flags", 2, "has no room for --rejected"),
+        (f"{SEVEN} --global-batch-size 8,16 --format kubernetes", 2, "give one batch"),
+        (f"{CPU} --format slurm", 2, "--format slurm is for GPUs"),
         (f"partition {EIGHT} --format flags", 2, "invalid choice: 'flags'"),
         (f"{EIGHT} --seq-length 0", 2, "seq_length 0"),
         (f"{EIGHT} --output /no/where", 2, "--output /no/where"),
@@ -401,6 +405,37 @@ def test_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert cluster_of(args) == preset("h100-80g:32")
     code, out, _ = run(capsys, f"{SEVEN} --global-batch-size 64 --format flags")
     assert code == 0 and out.startswith("--tensor-model-parallel-size")
+
+
+def test_the_first_row_as_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--model llama-2-7b --seq-length 2048 --cluster h100-80g:32 --global-batch-size 64"
+    flags, slurm, kubernetes, submitit = (
+        run(capsys, f"{asked} --format {form}")[1]
+        for form in ("flags", "slurm", "kubernetes", "submitit")
+    )
+    assert slurm == (
+        "COPUS_RUN=runs/x sbatch --nodes=4 --gpus-per-node=8 scripts/slurm/pretrain.sbatch "
+        f"FLAGS {flags}"
+    )
+    found = json.loads(submitit)
+    assert found.pop("flags") == flags.split()
+    assert found == {"nodes": 4, "gpus_per_node": 8, "tasks_per_node": 8}
+    # All else is as in the manifest.
+    service, job = yaml.safe_load_all(kubernetes)
+    spec = job["spec"]
+    assert spec.pop("completions") == 4 == spec.pop("parallelism")
+    (node,) = spec["template"]["spec"]["containers"]
+    assert node["resources"]["limits"].pop("nvidia.com/gpu") == 8
+    words = node["args"]
+    assert words.pop(0) == "--nnodes=4"
+    at = words.index("FLAGS") + 1
+    assert words[at : at + len(flags.split())] == flags.split()
+    del words[at : at + len(flags.split())]
+    their_service, theirs = yaml.safe_load_all((ROOT / "scripts/kubernetes/job.yaml").read_text())
+    (node,) = theirs["spec"]["template"]["spec"]["containers"]
+    del theirs["spec"]["completions"], theirs["spec"]["parallelism"]
+    del node["resources"]["limits"]["nvidia.com/gpu"], node["args"][0]
+    assert [service, job] == [their_service, theirs]
 
 
 @pytest.mark.parametrize("flag", ["--nodes 2", "--gpu H100-80GB", "--gpus-per-node 4"])
