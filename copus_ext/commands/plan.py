@@ -372,7 +372,8 @@ def failure(plan: Any, planner: Any) -> str:
     memory = next(r for r in plan.rejected if r.code == "memory")
     needed = min_gpus(planner, plan.global_batch_size)
     more = f"needs about {needed} GPUs of this kind" if needed else "more of these GPUs do not help"
-    return f"{where}: {memory.count} legal configurations, none fits: {memory.detail}; {more}"
+    none = f"{memory.count} legal configurations, none fits, the smallest"
+    return f"{where}: {none}: {memory.detail}; {more}"
 
 
 def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[Any, list[Any]]:

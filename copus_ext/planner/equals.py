@@ -111,7 +111,7 @@ def difference(first: Ranked, other: Ranked) -> str:
         words.append(f"cp {b.layout.cp} {b.cp_comm_type or ''}".rstrip())
     words += [] if a.micro_batch_size == b.micro_batch_size else [f"b {b.micro_batch_size}"]
     words += [] if a.recomputation == b.recomputation else [f"recompute {b.recomputation}"]
-    words += [] if a.logits_chunks == b.logits_chunks else [f"chunks {b.logits_chunks}"]
+    words += [] if a.logits_chunks == b.logits_chunks else [f"logits-chunks {b.logits_chunks}"]
     if a.use_distributed_optimizer != b.use_distributed_optimizer and b.layout.copies > 1:
         words.append("zero" if b.use_distributed_optimizer else "no zero")
     change = 100 * (other.prediction.step_s / first.prediction.step_s - 1)

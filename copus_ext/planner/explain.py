@@ -120,11 +120,13 @@ def reason(
         return less, f"price it with `{other_command('plan.py')} explain {c}`"
     if code == "memory":
         assert peak_bytes is not None
+        over = (peak_bytes - limit_bytes) / GIB
+        much = f"{over:.1f}" if over >= 0.05 else "less than 0.1"
         loaded = " (busiest experts at twice the mean)" if at.ep > 1 else ""
         return (
-            f"smallest peak {peak_bytes / GIB:.1f} GiB{loaded} of {limit_bytes / GIB:.1f} GiB "
-            f"usable ({c})",
-            f"{(peak_bytes - limit_bytes) / GIB:.1f} GiB too much; use more GPUs or memory",
+            f"predicted peak {peak_bytes / GIB:.1f} GiB{loaded}, safe up to "
+            f"{limit_bytes / GIB:.1f} GiB ({c})",
+            f"{much} GiB too much; use more GPUs or memory",
         )
     return texts[code]
 

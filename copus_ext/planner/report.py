@@ -38,11 +38,28 @@ _LEGEND = (
     "as fast: others predicted within 3 % of the row, too near to tell which is faster; rows that "
     "near are in the order of how common they are",
 )
+_LEGEND_OF_CP = (
+    "cp: ranks that share the tokens of each sample; exchange: of their keys and values, as "
+    "--cp-comm-type has it",
+)
+_PARTS = {
+    "compute": "layers, embedding and logits",
+    "recompute": "layers computed again in the backward pass",
+    "bubble": "waiting in the pipeline",
+    "tp": "collectives of tensor parallelism that nothing hides",
+    "pp": "messages between stages that nothing hides",
+    "dp": "gradients and weights on their way that nothing hides",
+    "optimizer": "norm of the gradients, and Adam",
+    "host": "fixed time of a step",
+    "ep": "rows on their way to experts and back",
+    "cp": "keys and values on their way that nothing hides",
+}
+"""What the parts of a step are."""
 _OF_EXPERTS = ["ep", "etp"]
 """Columns of a mixture of experts, after `vpp`."""
 _OF_SHARING = ["cp", "exchange"]
 """Columns of context parallelism, after `tp`."""
-_OF_LOGITS = ["chunks"]
+_OF_LOGITS = ["logits-chunks"]
 """Column of the parts of the tokens for the logits, after `recompute`."""
 _NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
 
@@ -200,7 +217,10 @@ def table(
         for line in tries_lines(plan):
             console.print(line, style="yellow", highlight=False, markup=False)
         if not plan.ranked:
-            console.print(f"global batch {plan.global_batch_size}: {plan.status}")
+            nothing = (
+                "no configuration is legal" if plan.status == "no_legal" else "none fits safely"
+            )
+            console.print(f"global batch {plan.global_batch_size}: {nothing}", highlight=False)
         if plan.tries or plan.ranked:
             shown = Table(box=None, header_style="bold", pad_edge=False)
             for name in names:
@@ -214,7 +234,8 @@ def table(
                 )
             console.print(shown)
         if plan.common_sd is not None:
-            for line in (_doubt_line(plan.common_sd), *(_LEGEND if number == 0 else ())):
+            legend = (*_LEGEND, *(_LEGEND_OF_CP if shows_cp else ())) if number == 0 else ()
+            for line in (_doubt_line(plan.common_sd), *legend):
                 console.print(line, highlight=False, markup=False)
         if plan.ranked and (addition := plan.ranked[0].addition) is not None:
             addition.show(console)
@@ -231,7 +252,8 @@ def table(
             highlight=False,
         )
         for r in plan.rejected:
-            line = f"{r.count} rejected, {RULES[r.code]}: for example {r.detail}; {r.fix}"
+            example = "the smallest:" if r.code == "memory" else "for example"
+            line = f"{r.count} rejected, {RULES[r.code]}: {example} {r.detail}; {r.fix}"
             console.print(line, style="dim", highlight=False, markup=False)
             for c in r.members or []:
                 console.print(f"  {c}", style="dim", highlight=False, markup=False)
@@ -279,10 +301,10 @@ def machine_line(cluster: ClusterSpec, constants: Constants) -> str:
     if cluster.num_nodes == 1:
         return f"{line} in one node, {inside}"
     line = f"{line}, {per_node} to a node; {inside} in a node; between nodes"
-    if cluster.links is not None:
-        return f"{line} what was measured of each pair"
-    line = f"{line} {cluster.nic_bytes_per_s / 1e9:.4g} GB/s of each node"
-    if cluster.nic_is_measured:
+    links = cluster.links
+    nic = cluster.nic_bytes_per_s * (1.0 if links is None else links.duplex)
+    line = f"{line} {nic / 1e9:.4g} GB/s of each node"
+    if cluster.nic_is_measured or links is not None:
         return f"{line}, as measured"
     return f"{line}, of which messages are taken to reach {100 * constants.nic_efficiency:.0f} %"
 
@@ -304,7 +326,8 @@ def breakdown(answer: Ranked) -> str:
         "seconds along the stage that finishes last:",
     ]
     for name, seconds in p.time_s.items():
-        lines.append(f"  {name:10s} {seconds:10.4f} s  {100 * seconds / p.step_s:5.1f} %")
+        share = f"{100 * seconds / p.step_s:5.1f} %"
+        lines.append(f"  {name:10s} {seconds:10.4f} s  {share}  {_PARTS[name]}")
     lines.append(
         f"memory: peak {p.peak_bytes / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB on stage "
         f"{p.worst_stage}, fits with probability {100 * p.fit_probability:.0f} %"
