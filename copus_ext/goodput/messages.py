@@ -63,7 +63,7 @@ def summary(
             sizes += f", layout {c.from_layout} -> {c.to_layout}"
         parts = [f"  step {c.iteration}: batch {sizes}"]
         if c.gain is not None:
-            doubt = "" if c.gain_sd is None else f" +- {100 * (1.0 + c.gain) * c.gain_sd:.1f}"
+            doubt = f" +- {100 * (1.0 + c.gain) * c.gain_sd:.1f}" if c.gain_sd else ""
             parts.append(f"predicted goodput {100 * c.gain:+.1f}{doubt} %")
         parts += outcome_parts(c)
         if c.loss_slope is not None and c.slope_before is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,6 +153,9 @@ def test_what_nothing_was_timed_of_is_not_compared() -> None:
     assert outcome.speed_over_predicted is None
     (_, line) = summary([outcome], mode="act").splitlines()
     assert "measured" not in line and "predicted goodput +50.0 +- 15.0 %" in line
+    # 0 where the doubt did not count.
+    (_, line) = summary([replace(outcome, gain_sd=0.0)], mode="act").splitlines()
+    assert "predicted goodput +50.0 %" in line
 
 
 def test_a_launch_elsewhere_ends_the_outcome() -> None:
