@@ -59,9 +59,10 @@ def _brought(run: RunHistory, line: str, saved: TimeSaved | None, verbs: tuple[s
     if max(abs(saved.low), abs(saved.high)) < _NOTHING:
         return f"{did}, and {nothing}: {took}"
     if saved.low <= 0.0 <= saved.high:
-        return f"{did}; whether the run {sooner} is not sure: by its own estimate {took}"
+        return f"{did}; whether the run {sooner} is not sure: by its own estimate, {took}"
     came = sooner if saved.low > 0.0 else verbs[1]
-    return f"{did}, and the run {came} by its own estimate: {took}"
+    own = "by its own estimate, held against no other run,"
+    return f"{did}, and {own} the run {came}: {took}"
 
 
 def _changes(made: list[DecisionRecord]) -> str:

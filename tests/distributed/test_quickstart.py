@@ -47,11 +47,11 @@ def test_it_does_what_its_page_says(
 ) -> None:
     done = quickstart(tmp_path / "run", 12)
     assert done.returncode == 0, done.stdout + done.stderr
-    end = done.stdout.splitlines()[-2:]
+    end = done.stdout.splitlines()[-3:]
     line = r"held-out loss [\d.]+ with --copus after \d+ s, [\d.]+ without after \d+ s; .+"
-    assert re.fullmatch(line, end[0]) and "why: open file://" in end[1], end
+    assert re.fullmatch(line, end[0]) and "why: file://" in end[1], end
     assert re.search(r"^copus: (\d+ change|nothing was changed)", done.stdout, re.MULTILINE)
-    page = Path(end[1].split()[2].removeprefix("file://").rstrip(","))
+    page = Path(re.findall(r"file://(\S+)", end[1])[0])
     assert page.read_text().count("<svg") == 4
     texts = done.stdout.partition("== 4.")[2].partition("== 5.")[0].splitlines()[-3:]
     assert [ast.literal_eval(t).split(" ", 1)[0] for t in texts] == ["def", "class", "import"]
@@ -88,7 +88,7 @@ def test_it_does_what_its_page_says(
     stored = json.loads(capsys.readouterr().out)["tensors"]
     weights = [t["shape"] for t in stored if not t["key"].startswith("optimizer.")]
     assert 0.8e6 < sum(map(math.prod, weights)) < 1.25e6, "about 1M parameters"
-    command = re.search(r"or run: (\S+) status", end[1])
+    command = re.search(r"or: (\S+) status", end[1])
     assert command and shutil.which(command[1])
 
 

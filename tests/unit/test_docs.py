@@ -169,7 +169,7 @@ def test_the_python_of_the_tutorial_reads_a_journal(
     exec(compile(code, "tutorial.md", "exec"), {})
     decisions = [r for r in read_journal(JOURNAL) if r["kind"] == "decision"]
     rows = sum(len(d["situation"]["rows"]) for d in decisions)
-    assert len(capsys.readouterr().out.splitlines()) == len(decisions) + rows
+    assert len(capsys.readouterr().out.splitlines()) == 2 * len(decisions) + rows
 
 
 def test_the_pictures_can_be_drawn_again(tmp_path: Path) -> None:

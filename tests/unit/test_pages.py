@@ -20,7 +20,7 @@ LEFT_OUT = {"megatron-flags", "results", "clusters", "muon"}
 NAMES = sorted({path.stem for path in (ROOT / "docs").glob("*.md")} - LEFT_OUT)
 PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
 OF_OTHERS = {"--nproc-per-node", "--no-python", "--shutdown-timeout", "--help", "--version"}
-OF_OTHERS |= {"--bind", "--directory", "--moe", "--build-arg"}
+OF_OTHERS |= {"--bind", "--directory", "--moe", "--build-arg", "--rdzv-backend", "--rdzv-id"}
 """Flags of torchrun, of argparse, of http.server, of quickstart.sh, and of docker."""
 
 

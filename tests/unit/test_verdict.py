@@ -20,6 +20,7 @@ from tests.helpers.written_runs import WrittenRun, usual_run
 from tests.unit.test_time_saved import FIRST, Run, grown, never_timed, observed, unchanged
 
 GREW = "COPUS changed the batch once (from 4 to 16)"
+OWN = "by its own estimate, held against no other run, the run"
 
 
 def done(run: Run) -> Run:
@@ -64,15 +65,15 @@ def back_again(path: Path) -> Run:
     [
         (
             grown,
-            f"{GREW}, and the run finished sooner by its own estimate: the same progress took "
+            f"{GREW}, and {OWN} finished sooner: the same progress took "
             f"20 % less time than staying at {FIRST} (",
         ),
         (
             slower,
-            f"{GREW}, and the run finished later by its own estimate: the same progress took "
+            f"{GREW}, and {OWN} finished later: the same progress took "
             f"160 % more time than staying at {FIRST} (",
         ),
-        (unsure, f"{GREW}; whether the run finished sooner is not sure: by its own estimate "),
+        (unsure, f"{GREW}; whether the run finished sooner is not sure: by its own estimate, "),
         (
             never_timed,
             f"{GREW}; whether the run finished sooner is not known: {FIRST} was not timed",
@@ -84,7 +85,7 @@ def back_again(path: Path) -> Run:
             "COPUS changed nothing in 1 decision, until an error disabled it, so nothing was "
             "gained or lost.",
         ),
-        (back_again, "COPUS changed the batch twice, and the run finished "),
+        (back_again, f"COPUS changed the batch twice, and {OWN} finished "),
     ],
 )
 def test_a_finished_run_is_judged_in_one_sentence(
@@ -106,9 +107,9 @@ def test_a_run_that_goes_on_or_broke_off_has_not_finished(tmp_path: Path) -> Non
     grown(tmp_path)
     hold(tmp_path)
     alive = read_status(tmp_path)
-    assert alive.verdict.startswith(f"Training after 30 steps; {GREW}, and the run is ahead by")
+    assert alive.verdict.startswith(f"Training after 30 steps; {GREW}, and {OWN} is ahead: ")
     lost = read_status(tmp_path, t=alive.t + 1000)
-    assert lost.verdict.startswith(f"Lost after 30 steps; {GREW}, and the run was ahead by")
+    assert lost.verdict.startswith(f"Lost after 30 steps; {GREW}, and {OWN} was ahead: ")
 
 
 def test_all_kinds_of_changes_are_counted(tmp_path: Path) -> None:
