@@ -159,7 +159,8 @@ class Headroom:
         can, be, are, takes = _PAST if is_over else _PRESENT
         cost, others = self._cost_words(be), self._other_words(be)
         if not self.batch_is_worth_it:
-            why = f"the batch {can} at most {_percent(self.batch.high)} % here{cost}"
+            most = _percent(self.batch.high)
+            why = f"from here on another batch {can} at most {most} %{cost}"
             more = f": {', '.join(others)}" if others else ""
             return f"{why}; only layout and micro-batch {are} worth changing{more}"
         over = f"over the best fixed one, {self.best_batch}{cost}"
