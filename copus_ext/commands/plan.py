@@ -12,19 +12,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from copus_ext import __version__
 from copus_ext.commands.main import names
+from copus_ext.commands.plan_answer import Beside, tell_json, tell_table, write_output
 from copus_ext.commands.plan_jobs import FIRST_ROW, first_rows
 from copus_ext.commands.plan_run import decay_of, first_batch_of, headroom_of, ranked
 from copus_ext.planner.commands import command_of, helps
-from copus_ext.planner.from_command import FLAG, FromCommand, fill_in, present_of, ranks_note
+from copus_ext.planner.from_command import (
+    FLAG,
+    FromCommand,
+    fill_in,
+    present,
+    present_of,
+    ranks_note,
+)
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
     InputProblem,
@@ -32,7 +40,6 @@ from copus_ext.planner.request import (
     add_model_flags,
     batch_of_flags,
     batches,
-    borrowed_constants,
     cluster_of,
     configuration_of,
     constants_of,
@@ -125,7 +132,7 @@ def new_parser(**about: Any) -> argparse.ArgumentParser:
     """
     p = _Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **about)
     p.set_defaults(train_tokens=None, explain=None, rejected=False, command="search")
-    p.set_defaults(launched=None, top=10, **dict.fromkeys(_DENSE_ONLY.values(), False))
+    p.set_defaults(launched=None, timed=[], top=10, **dict.fromkeys(_DENSE_ONLY.values(), False))
     return p
 
 
@@ -193,6 +200,7 @@ def add_inputs(p: argparse.ArgumentParser) -> None:
     options: dict[str, Any] = {"type": Path, "action": "extend", "nargs": "+", "default": []}
     search.add_argument("--profile", metavar="FILE", **options, help=words)
     words = "a run of the first batch: 'CONFIG: 18.2 s', 'CONFIG: 18.2 s, 62 GiB' or 'CONFIG: oom'"
+    words += f"; without CONFIG that of {FLAG}"
     search.add_argument("--measured", action="append", default=[], metavar="TEXT", help=words)
     search.add_argument("--constants", type=Path, help="JSON with fitted constants")
 
@@ -220,13 +228,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def runs_of(args: argparse.Namespace, model: Any, cluster: Any, limits: Any) -> tuple[Any, Any]:
+    """What `--measured` says that ran, and what ran out of memory."""
+    from copus_ext.planner.known_runs import measured_of
+
+    if not args.measured:
+        return [], []
+    if args.global_batch_size in (None, AUTO):
+        raise UsageProblem("--measured goes with a batch; give --global-batch-size a number")
+    batch = batches(args.global_batch_size)[0]
+    now = None if args.launched is None else partial(present, args, batch, cluster.world_size)
+    return measured_of(args.measured, batch, model, cluster, limits, now)
+
+
 def planner_of(args: argparse.Namespace) -> Any:
     from copus_ext.cost_model.constants import Constants
     from copus_ext.cost_model.model_spec import STAND_INS
     from copus_ext.planner.configuration import RECOMPUTE
-    from copus_ext.planner.known_runs import measured_of, profiles_of
+    from copus_ext.planner.known_runs import profiles_of
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits, may_overlap
+    from copus_ext.planner.timed import timed
 
     kinds = tuple(args.recompute.split(","))
     if not set(kinds) <= set(RECOMPUTE):
@@ -281,13 +303,8 @@ def planner_of(args: argparse.Namespace) -> Any:
     for theirs, timings in others:
         what = f"times of {theirs.name} with samples of {theirs.seq_length} tokens"
         tell("plan.py", f"note: {len(timings)} {what} correct those of this model")
-    batch = 1
-    if args.measured:
-        if args.global_batch_size in (None, AUTO):
-            raise UsageProblem("--measured goes with a batch; give --global-batch-size a number")
-        batch = batches(args.global_batch_size)[0]
-    ran, lacked = measured_of(args.measured, batch, model, cluster, limits)
-    return Planner(
+    ran, lacked = runs_of(args, model, cluster, limits)
+    planner = Planner(
         model,
         cluster,
         timings=[*own, *ran],
@@ -297,6 +314,11 @@ def planner_of(args: argparse.Namespace) -> Any:
         limits=limits,
         memory_margin=args.memory_margin,
     )
+    args.timed = timed(planner, ran)
+    for run in args.timed:
+        if run.is_far_off:
+            tell("plan.py", f"warning: {run}; check the time, the batch and the configuration")
+    return planner
 
 
 def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, int]:
@@ -459,111 +481,6 @@ def answer(args: argparse.Namespace) -> int:
     if any(plan.status == "no_legal" for plan in failed):
         return 3
     return 4 if failed else 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Beside:
-    """What an answer says besides the ranking; None where there is nothing to say."""
-
-    assumed: list[Any]
-    """Of the software (`planner.software.Assumption`)."""
-    otherwise: dict[str, Any] | None
-    """See `planner.software.otherwise`."""
-    better: list[str]
-    """What the measured memory says of the software (`planner.software.fits_better`)."""
-    present: Any
-    """The layout of --from-command (`planner.from_command.Present`)."""
-    first: tuple[str, dict[str, Any]] | None
-    """The batch to begin with."""
-    headroom: tuple[str, dict[str, Any]] | None
-    """What adapting the batch can save."""
-    decay: dict[str, Any] | None
-    """Batch and timescale of the weight decay."""
-
-
-def tell_json(
-    args: argparse.Namespace, planner: Any, found: Any, beside: Beside, elapsed_s: float | None
-) -> None:
-    """Writes the answer as `docs/plan.schema.json` describes it."""
-    from copus_ext.planner import report
-
-    about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
-    record = report.to_json(
-        planner.model,
-        planner.cluster,
-        found,
-        constants=about,
-        seq_length_from=length_from(args),
-        assumed=[one.text for one in beside.assumed],
-        otherwise=beside.otherwise,
-        warnings=[*([borrowed] if borrowed else []), *beside.better],
-    )
-    more = {
-        "present": beside.present and beside.present.to_json(),
-        "headroom": beside.headroom and beside.headroom[1],
-        "first_batch": beside.first and beside.first[1],
-        "weight_decay": beside.decay,
-        "elapsed_s": elapsed_s and round(elapsed_s, 3),
-    }
-    record |= {name: value for name, value in more.items() if value is not None}
-    write_output(report.dump(record), args.output)
-
-
-def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Beside) -> None:
-    """Prints the answer for people, or writes it."""
-    from copus_ext.goodput.lr_scaling import decay_words
-    from copus_ext.planner import report
-    from copus_ext.planner.better_machine import what_would_help
-    from copus_ext.planner.explain import help_line, timing_line
-    from copus_ext.planner.software import assumed_lines
-
-    text = io.StringIO()
-    console = report.console_for(sys.stdout if args.output is None else text)
-
-    def say(line: str) -> None:
-        if line:
-            console.print(line, highlight=False, markup=False)
-
-    is_mixture = planner.model.num_experts is not None
-    asked = "cp" in {**planner.limits.fixed, **planner.limits.largest}
-    for line in (
-        length_line(args, planner.model),
-        report.machine_line(planner.cluster, planner.constants),
-        *assumed_lines(beside.assumed, beside.otherwise),
-        *beside.better,
-        *([beside.present.line()] if beside.present is not None else []),
-    ):
-        say(line)
-    report.table(found, console, is_mixture=is_mixture, shows_cp=asked)
-    say(borrowed_constants(args, planner))
-    say(beside.first[0] if beside.first is not None else "")
-    if beside.decay is not None:
-        words = decay_words(beside.decay["timescale"])
-        say(f"weight decay: {words} at batch {beside.decay['global_batch_size']:,}")
-    if beside.headroom is not None:
-        say(beside.headroom[0])
-    elif any(plan.ranked for plan in found.plans):
-        batch = next(plan.global_batch_size for plan in found.plans if plan.ranked)
-        mapping = planner.limits.use_tp_pp_dp_mapping
-        say(help_line(what_would_help(planner, batch), use_tp_pp_dp_mapping=mapping))
-    if factors := {n: x for n, x in planner.part_factors().items() if abs(x - 1) >= 0.05}:
-        words = ", ".join(f"{name} x {x:.2f}" for name, x in factors.items())
-        say(f"parts of a step, measured over predicted: {words}")
-    per_node = planner.cluster.gpus_per_node
-    say(timing_line(found.worth_timing, gpus_per_node=per_node, is_mixture=is_mixture))
-    if args.output is not None:
-        write_output(text.getvalue().rstrip("\n"), args.output)
-
-
-def write_output(text: str, output: Path | None) -> None:
-    """Prints an answer, or writes it where that is asked for."""
-    if output is None:
-        print(text)
-        return
-    try:
-        output.write_text(text + "\n")
-    except OSError as error:
-        raise UsageProblem(f"--output {output}: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -138,6 +138,8 @@ class Correction:
     """[n]: uncertainty of the corrected seconds, without the noise of a measurement."""
     part_factors: dict[str, float]
     """What the seconds of the parts are multiplied by, by the name of `PartSpread`."""
+    of_parts: Any
+    """[n]: what those, and the constant time, make of `factor`."""
     against_sd: Any = None
     """[n]: uncertainty of the corrected seconds over those of one of them, times `_TAILS`; None if
     none was named. Much of two uncertainties is common, and counts in none of the two."""
@@ -497,6 +499,7 @@ def _answer(
         factor=np.exp(mean) if len(mean) else np.ones(len(ask)),
         relative_sd=np.sqrt(variance),
         part_factors=dict(zip(_NAMES, np.exp(theta[:-1]).tolist())),
+        of_parts=np.exp(parts.log_factors(ask, theta)),
     )
     if against is None:
         return found

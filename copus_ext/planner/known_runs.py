@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
@@ -16,6 +16,7 @@ from copus_ext.planner.explain import check_block, reason
 from copus_ext.planner.profile import ProfileStore, Timing, read_profile
 from copus_ext.planner.request import InputProblem, UsageProblem, configuration_of, with_unit
 from copus_ext.planner.space import LEGAL, REJECTION_CODES, Limits, judge, points_of
+from megatron.trainer.model.flops import training_flops_per_sample
 
 OfOthers = list[tuple[ModelSpec, list[Timing]]]
 
@@ -73,11 +74,24 @@ def _too_large(store: ProfileStore, world_size: int) -> list[Configuration]:
 
 
 def measured_of(
-    texts: Sequence[str], batch: int, model: ModelSpec, cluster: ClusterSpec, limits: Limits
+    texts: Sequence[str],
+    batch: int,
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    limits: Limits,
+    now: Callable[[], Configuration] | None = None,
 ) -> tuple[list[Timing], list[Configuration]]:
     """Runs that were measured by hand, `CONFIG: 18.2 s`, `CONFIG: 18.2 s, 62 GiB` or `CONFIG: oom`,
     of one global batch: what ran, and what ran out of memory. What CONFIG does not say is as in the
     search.
+
+    Args:
+        texts: one for each run.
+        batch: samples of a step.
+        model: what ran.
+        cluster: where.
+        limits: of the search.
+        now: names the configuration of a text without CONFIG; None where nothing does.
 
     Raises:
         UsageProblem: another text, or what cannot have run.
@@ -87,14 +101,20 @@ def measured_of(
     lacked: list[Configuration] = []
     for text in texts:
         name, _, told = text.rpartition(":")
-        c = configuration_of(
-            name.strip(),
-            global_batch_size=batch,
-            world_size=cluster.world_size,
-            overlap=limits.overlap,
-            use_tp_pp_dp_mapping=limits.use_tp_pp_dp_mapping,
-            sequence_parallel=limits.sequence_parallel,
-        )
+        if name.strip():
+            c = configuration_of(
+                name.strip(),
+                global_batch_size=batch,
+                world_size=cluster.world_size,
+                overlap=limits.overlap,
+                use_tp_pp_dp_mapping=limits.use_tp_pp_dp_mapping,
+                sequence_parallel=limits.sequence_parallel,
+            )
+        elif now is not None:
+            c = now()
+        else:
+            how = f"write 'CONFIG: {told.strip()}' with CONFIG as an answer prints it, for example"
+            raise UsageProblem(f"--measured {text} names no configuration; {how} tp2.pp4")
         if problem := _why_illegal(model, cluster, c):
             raise UsageProblem(f"--measured {text}: {problem}")
         if told.strip().lower() == "oom":
@@ -111,10 +131,24 @@ def measured_of(
             raise UsageProblem(f"--measured {text}: {how}")
         if peak_bytes is not None and peak_bytes > gpu_bytes:
             raise UsageProblem(f"--measured {text}: a GPU has {gpu_bytes / 2**30:.1f} GiB")
+        mfu = 0.0 if cluster.is_gloo else _mfu(model, cluster, batch, step_s)
+        if mfu > 1.0:
+            least = f"no step of batch {batch} is shorter than {mfu * step_s:.3g} s there"
+            raise UsageProblem(
+                f"--measured {text}: {100 * mfu:.0f} % of the arithmetic that the GPUs can do at "
+                f"most; {least}"
+            )
         ran.append(Timing(configuration=c, step_s=step_s, peak_bytes=peak_bytes))
     for c in {timing.configuration for timing in ran} & {*lacked}:
         raise UsageProblem(f"--measured {c}: it ran, and it ran out of memory; drop one")
     return ran, lacked
+
+
+def _mfu(model: ModelSpec, cluster: ClusterSpec, batch: int, step_s: float) -> float:
+    """Share of the peak of all GPUs, the fastest kind if they differ, that a step would need."""
+    flops = training_flops_per_sample(model.shape(), model.seq_length) * batch
+    peak = max(node.gpu.peak(model.precision) for node in cluster.nodes or [cluster])
+    return flops / (step_s * peak * cluster.world_size)
 
 
 def _why_illegal(model: ModelSpec, cluster: ClusterSpec, c: Configuration) -> str:

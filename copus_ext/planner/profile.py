@@ -385,6 +385,11 @@ class Measured:
             found |= (own == key).all(axis=1) & (counts <= count)
         return found
 
+    def factors(self, point: Candidates, times: StepTime) -> tuple[float, float]:
+        """What the seconds of one point are multiplied by, and the share of the parts in it."""
+        found = self._correction(steps_of(point, times))
+        return float(found.factor[0]), float(found.of_parts[0])
+
     def part_factors(self) -> dict[str, float]:
         """What the times make of the seconds of every part of a step; empty without any."""
         return self._correction(self._known).part_factors if self.knows else {}

@@ -164,11 +164,13 @@ class Planner:
 
     def measured_factor(self, configuration: Configuration) -> float:
         """What measured times make of the predicted seconds of a configuration."""
-        if not self.is_corrected:
-            return 1.0
+        return self.correction_of(configuration)[1] if self.is_corrected else 1.0
+
+    def correction_of(self, configuration: Configuration) -> tuple[float, float, float]:
+        """Predicted seconds of a step, what times make of them, and the parts' share in that."""
         points = points_of([configuration])
         times = step_time(to_config_batch(self.model, self.cluster, points), self.constants)
-        return float(self._measured.corrected(points, times)[0][0] / times.step_s[0])
+        return float(times.step_s[0]), *self._measured.factors(points, times)
 
     @property
     def timings(self) -> Sequence[Timing]:

@@ -173,7 +173,7 @@ def test_runs_measured_by_hand_correct_and_tell_the_software(
     assert plan.main(shlex.split(f"--model llama-2-13b {where} {oom}")) == 0
     first = json.loads(capsys.readouterr().out)["plans"][0]["ranked"][0]
     assert first["flags"] != lacked.to_flags()
-    both = f"--measured '{name}: 2 s' --measured '{name}: oom'"
+    both = f"--measured '{name}: 20 s' --measured '{name}: oom'"
     assert plan.main(shlex.split(f"--model llama-2-13b {where} {both}")) == 2
     assert "ran out of memory; drop one" in capsys.readouterr().err
     too_much = f"--measured '{name}: 2 s, 300 GiB'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,33 @@ def test_a_cluster_of_another_size_than_the_command_is_told(
     assert text.startswith("samples of 2048 tokens (--from-command)")
     _, _, err = run(capsys, command, "--cluster a100-80g --top 1")
     assert "16 ranks" not in err
+
+
+def test_a_time_without_a_configuration_is_that_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command, gpu = f"{TORCHRUN} {SHAPE} {NOW}", "--gpu A100-80GB --top 1"
+    before = json_of(capsys, command, gpu)["present"]["prediction"]
+    now = json_of(capsys, command, f"{gpu} --measured '4.5 s'")["present"]["prediction"]
+    assert (before["source"], now["source"]) == ("predicted", "profiled")
+    assert before["step_s"] < now["step_s"] == pytest.approx(4.5, rel=0.1)
+    code, text, err = run(capsys, command, f"{gpu} --measured '4.5 s, 60 GiB'")
+    name = "tp4.pp2.vpp2.dp2,micro_batch=1,recompute=selective,sp=1,zero=1,overlap=0"
+    line = next(x for x in text.splitlines() if x.startswith(f"{name}: predicted"))
+    # Both factors make up what the row is multiplied by.
+    shape = r".*: predicted (\S+) s, measured 4.5 s .*; counted as (.*): (.*) by .*, (.*) by .*"
+    found = re.fullmatch(shape.replace("(.*)", r"x (\S+)"), line)
+    assert found is not None
+    predicted, of_row, of_parts, other = found.groups()
+    assert code == 0 and "warning" not in err
+    assert float(predicted) == pytest.approx(before["step_s"], rel=0.01)
+    assert float(of_row) == pytest.approx(now["step_s"] / before["step_s"], abs=0.02)
+    assert float(of_parts) * float(other) == pytest.approx(float(of_row), rel=0.02)
+    code, _, err = run(capsys, command, f"{gpu} --measured '45 s'")
+    assert code == 0 and "measured 45 s" in err and err.count("warning:") == 1
+    code, _, err = run(capsys, command, f"{gpu} --measured '0.01 s'")
+    assert code == 2 and "% of the arithmetic that the GPUs can do" in err
+    code, _, err = run(
+        capsys, command.replace("parallel-size 4", "parallel-size 3"), f"{gpu} --measured oom"
+    )
+    assert code == 2 and "is not 16 GPUs" in err

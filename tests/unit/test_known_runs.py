@@ -40,16 +40,33 @@ def test_a_time_of_what_cannot_run_is_refused(name: str, problem: str) -> None:
 
 
 def test_a_layout_that_is_only_slow_may_have_run() -> None:
-    (ran,), lacked = measured_of(["tp=8: 2 s"], 16, MODEL, preset("a100-80g:8"), Limits())
+    (ran,), lacked = measured_of(["tp=8: 20 s"], 16, MODEL, preset("a100-80g:8"), Limits())
     assert ran.configuration.layout.tp == 8 and not lacked
     two = dataclasses.replace(CLUSTER, num_nodes=2, gpus_per_node=4)
-    assert measured_of(["tp=8: 2 s"], 16, MODEL, two, Limits())[0] == [ran]
+    assert measured_of(["tp=8: 20 s"], 16, MODEL, two, Limits())[0] == [ran]
+
+
+def test_a_time_shorter_than_the_arithmetic_is_refused() -> None:
+    with pytest.raises(UsageProblem, match=r"108 % of the arithmetic .* no step of batch 16 is sh"):
+        measured_of(["tp=8: 2 s"], 16, MODEL, preset("a100-80g:8"), Limits())
+
+
+def test_a_time_without_a_configuration_is_refused_or_that_of_the_command() -> None:
+    now = configuration_of("tp=4,micro_batch=2", global_batch_size=16, world_size=8)
+    for told in ("20 s", " 20 s, 62 GiB", ": 20 s"):
+        with pytest.raises(UsageProblem, match="names no configuration; write 'CONFIG: 20 s"):
+            measured_of([told], 16, MODEL, CLUSTER, Limits())
+        (ran,), lacked = measured_of([told], 16, MODEL, CLUSTER, Limits(), lambda: now)
+        assert (ran.configuration, ran.step_s, lacked) == (now, 20.0, [])
+    assert measured_of(["OOM"], 16, MODEL, CLUSTER, Limits(), lambda: now) == ([], [now])
+    with pytest.raises(UsageProblem, match="names no configuration"):
+        measured_of(["oom"], 16, MODEL, CLUSTER, Limits())
 
 
 def test_a_time_is_of_the_kind_of_run_that_is_searched() -> None:
     limits = Limits(overlap=False, sequence_parallel=False)
     (one, other), _ = measured_of(
-        ["tp=2: 2 s", "tp=2,overlap=1,sp=1: 2 s"], 16, MODEL, CLUSTER, limits
+        ["tp=2: 20 s", "tp=2,overlap=1,sp=1: 20 s"], 16, MODEL, CLUSTER, limits
     )
     assert not (one.configuration.overlap or one.configuration.sequence_parallel)
     assert other.configuration.overlap and other.configuration.sequence_parallel

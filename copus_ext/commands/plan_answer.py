@@ -1,0 +1,125 @@
+"""The answer of a search of `copus plan`, as a table for people and as JSON for tools."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from copus_ext.planner.request import (
+    UsageProblem,
+    borrowed_constants,
+    constants_of,
+    length_from,
+    length_line,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What an answer says besides the ranking; None where there is nothing to say."""
+
+    assumed: list[Any]
+    """Of the software (`planner.software.Assumption`)."""
+    otherwise: dict[str, Any] | None
+    """See `planner.software.otherwise`."""
+    better: list[str]
+    """What the measured memory says of the software (`planner.software.fits_better`)."""
+    present: Any
+    """The layout of --from-command (`planner.from_command.Present`)."""
+    first: tuple[str, dict[str, Any]] | None
+    """The batch to begin with."""
+    headroom: tuple[str, dict[str, Any]] | None
+    """What adapting the batch can save."""
+    decay: dict[str, Any] | None
+    """Batch and timescale of the weight decay."""
+
+
+def tell_json(
+    args: argparse.Namespace, planner: Any, found: Any, beside: Beside, elapsed_s: float | None
+) -> None:
+    """Writes the answer as `docs/plan.schema.json` describes it."""
+    from copus_ext.planner import report
+
+    about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
+    record = report.to_json(
+        planner.model,
+        planner.cluster,
+        found,
+        constants=about,
+        seq_length_from=length_from(args),
+        assumed=[one.text for one in beside.assumed],
+        otherwise=beside.otherwise,
+        warnings=[*([borrowed] if borrowed else []), *beside.better],
+    )
+    more = {
+        "present": beside.present and beside.present.to_json(),
+        "headroom": beside.headroom and beside.headroom[1],
+        "first_batch": beside.first and beside.first[1],
+        "weight_decay": beside.decay,
+        "elapsed_s": elapsed_s and round(elapsed_s, 3),
+    }
+    record |= {name: value for name, value in more.items() if value is not None}
+    write_output(report.dump(record), args.output)
+
+
+def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Beside) -> None:
+    """Prints the answer for people, or writes it."""
+    from copus_ext.goodput.lr_scaling import decay_words
+    from copus_ext.planner import report
+    from copus_ext.planner.better_machine import what_would_help
+    from copus_ext.planner.explain import help_line, timing_line
+    from copus_ext.planner.software import assumed_lines
+
+    text = io.StringIO()
+    console = report.console_for(sys.stdout if args.output is None else text)
+
+    def say(line: str) -> None:
+        if line:
+            console.print(line, highlight=False, markup=False)
+
+    is_mixture = planner.model.num_experts is not None
+    asked = "cp" in {**planner.limits.fixed, **planner.limits.largest}
+    for line in (
+        length_line(args, planner.model),
+        report.machine_line(planner.cluster, planner.constants),
+        *assumed_lines(beside.assumed, beside.otherwise),
+        *beside.better,
+        *([beside.present.line()] if beside.present is not None else []),
+    ):
+        say(line)
+    report.table(found, console, is_mixture=is_mixture, shows_cp=asked)
+    say(borrowed_constants(args, planner))
+    say(beside.first[0] if beside.first is not None else "")
+    if beside.decay is not None:
+        words = decay_words(beside.decay["timescale"])
+        say(f"weight decay: {words} at batch {beside.decay['global_batch_size']:,}")
+    if beside.headroom is not None:
+        say(beside.headroom[0])
+    elif any(plan.ranked for plan in found.plans):
+        batch = next(plan.global_batch_size for plan in found.plans if plan.ranked)
+        mapping = planner.limits.use_tp_pp_dp_mapping
+        say(help_line(what_would_help(planner, batch), use_tp_pp_dp_mapping=mapping))
+    for run in args.timed:
+        say(f"{run}; {run.shares()}")
+    if factors := {n: x for n, x in planner.part_factors().items() if abs(x - 1) >= 0.05}:
+        words = ", ".join(f"{name} x {x:.2f}" for name, x in factors.items())
+        say(f"parts of a step, measured over predicted: {words}")
+    per_node = planner.cluster.gpus_per_node
+    say(timing_line(found.worth_timing, gpus_per_node=per_node, is_mixture=is_mixture))
+    if args.output is not None:
+        write_output(text.getvalue().rstrip("\n"), args.output)
+
+
+def write_output(text: str, output: Path | None) -> None:
+    """Prints an answer, or writes it where that is asked for."""
+    if output is None:
+        print(text)
+        return
+    try:
+        output.write_text(text + "\n")
+    except OSError as error:
+        raise UsageProblem(f"--output {output}: {error}") from error
