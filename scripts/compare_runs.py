@@ -35,11 +35,12 @@ def curve(run: Path) -> list[Point]:
     """Held-out losses over training time, s.
 
     Raises:
-        UsageError: the run has none, or no record.
+        UsageError: the run has none, or no record, or was started again.
     """
-    began, off, trained, found = 0.0, 0.0, 0.0, []
+    began, off, trained, starts, found = 0.0, 0.0, 0.0, 0, []
     for r in read_metrics(run):
         if r["kind"] == "run.start":
+            starts += 1
             began, trained = r["m"], r["m"]
         elif r["kind"] == "step":
             trained = r["m"]
@@ -47,6 +48,8 @@ def curve(run: Path) -> list[Point]:
             found.append(Point(trained - began - off, r["losses"]["lm loss"]))
             off += r["m"] - trained
             trained = r["m"]
+    if starts > 1:
+        raise UsageError(f"{run} was started {starts} times, each with a clock of its own")
     if not found:
         raise UsageError(f"{run} has no evaluation; give --eval-interval and --eval-iters")
     return found

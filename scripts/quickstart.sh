@@ -8,7 +8,7 @@
 #   bash scripts/quickstart.sh          a dense model
 #   bash scripts/quickstart.sh --moe    a mixture of eight experts, which the move shares out
 #
-#   QUICKSTART_BATCH   the first batch, samples; even, 4 or more (default 64)
+#   QUICKSTART_BATCH   the first batch, samples; a multiple of 4 (default 64)
 #   QUICKSTART_STEPS   length of the run in steps of the first batch (default 40, with --moe 20)
 #   QUICKSTART_DIR     where everything goes     (default runs/quickstart; made anew each time)
 set -euo pipefail
@@ -32,8 +32,8 @@ if ! [ "$steps" -ge 6 ] 2>/dev/null; then
     echo "quickstart: QUICKSTART_STEPS=$steps must be a number of at least 6" >&2
     exit 2
 fi
-if ! [ "$batch" -ge 4 ] 2>/dev/null || [ $((batch % 2)) = 1 ]; then
-    echo "quickstart: QUICKSTART_BATCH=$batch must be an even number of at least 4" >&2
+if ! [ "$batch" -ge 4 ] 2>/dev/null || [ $((batch % 4)) != 0 ]; then
+    echo "quickstart: QUICKSTART_BATCH=$batch must be a multiple of 4" >&2
     exit 2
 fi
 python=$(bash scripts/setup_env.sh run)

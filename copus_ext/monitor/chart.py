@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ class _Axis:
         if self._is_log and high - low >= 2.0:
             every = max(math.ceil((high - low) / most), 1)
             powers = range(math.ceil(low / every), math.floor(high / every) + 1)
-            return [2.0 ** (k * every) for k in powers]
+            return [2.0 ** (k * every) for k in powers if k * every < sys.float_info.max_exp]
         if self._is_log:  # too few powers
             low, high = 2.0**low, 2.0**high
             most = min(most, max(int(high - low), 1))  # whole numbers, if it has some

@@ -67,7 +67,7 @@ def _brought(run: RunHistory, line: str, saved: TimeSaved | None, verbs: tuple[s
 
 def _changes(made: list[DecisionRecord]) -> str:
     """What was changed and how often; empty if nothing was."""
-    kinds = Counter(map(_kind, made))
+    kinds = Counter(kind for d in made for kind in _kinds(d))
     parts = [
         f"{kind} {_times(kinds[kind])}"
         for kind in ("the batch", "the micro-batch", "the layout")
@@ -79,10 +79,10 @@ def _changes(made: list[DecisionRecord]) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
 
 
-def _kind(d: DecisionRecord) -> str:
-    if d.kind == "relayout":
-        return "the layout"
-    return "the batch" if d.now.batch != d.to.batch else "the micro-batch"
+def _kinds(d: DecisionRecord) -> list[str]:
+    """What one change changed; a micro-batch that follows the rest is not named."""
+    found = ["the batch"] * (d.now.batch != d.to.batch) + ["the layout"] * (d.kind == "relayout")
+    return found or ["the micro-batch"]
 
 
 def _times(num: int) -> str:

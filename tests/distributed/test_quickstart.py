@@ -23,11 +23,13 @@ from megatron.trainer.logging.metrics import read_metrics
 from tests.helpers.launch import ROOT
 
 
-def quickstart(folder: Path, steps: int, *words: str) -> subprocess.CompletedProcess[str]:
+def quickstart(
+    folder: Path, steps: int, *words: str, batch: int = 16
+) -> subprocess.CompletedProcess[str]:
     """Runs the script with this test's own environment of Python."""
     venv = Path(sys.prefix)
     extra = {"QUICKSTART_STEPS": str(steps), "QUICKSTART_DIR": str(folder)}
-    extra |= {"QUICKSTART_BATCH": "16"}
+    extra |= {"QUICKSTART_BATCH": str(batch)}
     return subprocess.run(
         ["bash", "scripts/quickstart.sh", *words],
         cwd=ROOT,
@@ -108,4 +110,5 @@ def test_it_touches_no_folder_that_is_not_its_own(tmp_path: Path) -> None:
     done = quickstart(tmp_path, 12)
     assert done.returncode == 2
     assert "QUICKSTART_DIR" in done.stderr
+    assert "multiple of 4" in quickstart(tmp_path, 12, batch=6).stderr
     assert (tmp_path / "keep").read_text() == "mine"

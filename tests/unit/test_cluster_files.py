@@ -58,7 +58,7 @@ def test_both_engines_of_kubernetes_treat_a_pod_alike() -> None:
     runtime, train_job = documents("kubernetes/kubeflow.yaml")
     (nodes,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     one, other = job["spec"], nodes["template"]["spec"]
-    for name in ("backoffLimit", "podFailurePolicy"):
+    for name in ("backoffLimit", "podFailurePolicy", "successPolicy"):
         assert one[name] == other[name]
     first, second = (dict(spec["template"]["spec"]) for spec in (one, other))
     (own,), (theirs,) = first.pop("containers"), second.pop("containers")

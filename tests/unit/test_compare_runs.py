@@ -78,5 +78,11 @@ def test_a_run_without_evaluations_is_refused_in_one_line(
     assert "--eval-interval" in capsys.readouterr().err
     assert main([str(tmp_path / "none"), str(run)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+    held_out = record("eval", 3.0, split="valid", losses={"lm loss": 3.0})
+    twice = write(
+        tmp_path / "twice", *[record("run.start", 1.0), record("step", 2.0), held_out] * 2
+    )
+    assert main([str(twice), str(run)]) == 2
+    assert "was started 2 times" in capsys.readouterr().err
     assert main(["one"]) == 2
     assert compare_runs.__doc__ and "PLAIN_RUN" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from copus_ext.monitor.report import report_of
 from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.run_status import read_status
 from copus_ext.monitor.terminal import screen
+from copus_ext.monitor.verdict import _changes
 from megatron.trainer.logging.tracker import Tracker
 from tests.helpers.recorded import hold
 from tests.helpers.written_runs import WrittenRun, usual_run
@@ -116,9 +118,13 @@ def test_all_kinds_of_changes_are_counted(tmp_path: Path) -> None:
     usual_run(tmp_path)
     made = RunReader(tmp_path)
     made.refresh()
-    kinds = [d.kind for d in made.history().decisions.made]
+    changes = made.history().decisions.made
     told = read_status(tmp_path).verdict
-    assert kinds.count("relayout") == 1 and " and the layout once" in told
+    assert [d.kind for d in changes].count("relayout") == 1 and " and the layout once" in told
+    # A change of the layout may be one of the batch, too.
+    (moved,) = [d for d in changes if d.kind == "relayout"]
+    moved.now, moved.to = replace(moved.now, batch=64), replace(moved.to, batch=16)
+    assert _changes([moved]) == "the batch once (from 64 to 16) and the layout once"
 
 
 def test_without_a_controller_nothing_is_judged(tmp_path: Path) -> None:
