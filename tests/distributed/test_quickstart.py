@@ -54,7 +54,7 @@ def test_it_does_what_its_page_says(
     assert re.fullmatch(line, end[0]) and "why: file://" in end[1], end
     assert re.search(r"^copus: (\d+ change|nothing was changed)", done.stdout, re.MULTILINE)
     page = Path(re.findall(r"file://(\S+)", end[1])[0])
-    assert page.read_text().count("<svg") == 4
+    assert page.read_text().count("<svg") == 8, "four, each for a desk and a phone"
     texts = done.stdout.partition("== 4.")[2].partition("== 5.")[0].splitlines()[-3:]
     assert [ast.literal_eval(t).split(" ", 1)[0] for t in texts] == ["def", "class", "import"]
     rows = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "step"]
