@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from copus_ext import __version__
 from copus_ext.commands.main import names
-from copus_ext.commands.plan_answer import Beside, tell_json, tell_table, write_output
-from copus_ext.commands.plan_jobs import FIRST_ROW, first_rows
+from copus_ext.commands.plan_answer import Beside, say_whole, tell_json, tell_table, write_output
+from copus_ext.commands.plan_jobs import FIRST_ROW, rows_of
 from copus_ext.commands.plan_run import decay_of, first_batch_of, headroom_of, ranked
 from copus_ext.planner.commands import command_of, helps
 from copus_ext.planner.from_command import (
@@ -33,6 +33,7 @@ from copus_ext.planner.from_command import (
     present_of,
     ranks_note,
 )
+from copus_ext.planner.given_flags import flags_of_row, given_of
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
     InputProblem,
@@ -352,6 +353,9 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     finish(args, [a.addition for a, code in answers if code == 0])
     if args.format == "json":
         records = [a.to_json(1) if code == 0 else a.to_json() for a, code in answers]
+        for told, (a, code) in zip(records, answers):
+            if code == 0:
+                say_whole([told], [a], planner.model, given_of(args))
         inputs = {
             "model": planner.model.to_json(),
             "seq_length_from": length_from(args),
@@ -365,7 +369,9 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         machine = report.machine_line(planner.cluster, planner.constants)
         head = f"{length_line(args, planner.model)}\n{machine}"
         texts = [
-            report.breakdown(a) if code == 0 else report.refusal(a, batch)
+            report.breakdown(a, flags_of_row(a.configuration, planner.model, given_of(args)))
+            if code == 0
+            else report.refusal(a, batch)
             for (a, code), batch in zip(answers, wanted)
         ]
         write_output("\n\n".join([head, *texts]), args.output)
@@ -453,8 +459,7 @@ def answer(args: argparse.Namespace) -> int:
     firsts = [plan.ranked[0] for plan in found.plans if plan.ranked]
     finish(args, [*(one.addition for one in firsts), *(found.additions or ())])
     if args.format in FIRST_ROW:
-        rows = [one.configuration.to_flags() for one in firsts]
-        write_output(first_rows(args.format, rows, planner.cluster), args.output)
+        write_output(rows_of(args, planner, firsts), args.output)
     else:
         if not is_auto and len(found.plans) == len(wanted):
             first = first_batch_of(args, planner)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from copus_ext.planner.given_flags import flags_of_row, given_of
 from copus_ext.planner.request import (
     UsageProblem,
     borrowed_constants,
@@ -55,6 +57,10 @@ def tell_json(
         otherwise=beside.otherwise,
         warnings=[*([borrowed] if borrowed else []), *beside.better],
     )
+    given = given_of(args)
+    for plan, told in zip(found.plans, record["plans"]):
+        for name, some in (("ranked", plan.ranked), ("try_first", plan.tries)):
+            say_whole(told.get(name, []), some, planner.model, given)
     more = {
         "present": beside.present and beside.present.to_json(),
         "headroom": beside.headroom and beside.headroom[1],
@@ -64,6 +70,14 @@ def tell_json(
     }
     record |= {name: value for name, value in more.items() if value is not None}
     write_output(report.dump(record), args.output)
+
+
+def say_whole(records: list[Any], some: list[Any], model: Any, given: Collection[str]) -> None:
+    """Lets the flags of JSON records win over the fields that the run's own flags set."""
+    for record, one in zip(records, some):
+        c = one.configuration
+        if record["flags"] == c.to_flags():
+            record["flags"] = flags_of_row(c, model, given)
 
 
 def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Beside) -> None:

@@ -3,46 +3,68 @@ or parameters of submitit."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.planner.given_flags import flags_of_row, given_of, line_of, merged, to_remove
 from copus_ext.planner.request import UsageProblem
 from megatron.trainer.common.outside import parse_yaml
+from megatron.trainer.common.program import tell
 
 FIRST_ROW = ("flags", "slurm", "kubernetes", "submitit")
 _JOB = Path(__file__).parent / "data" / "job.yaml"
 """The manifest of docs/clusters.md, for two nodes; also scripts/kubernetes/job.yaml."""
 _YOURS = "FLAGS"
 """Stands for flags that a plan does not know."""
+_COMMENT = f"# {_YOURS}: the flags of your run; the flags of the layout must stand behind them"
 
 
-def first_rows(form: str, rows: Sequence[list[str]], cluster: ClusterSpec) -> str:
+def first_rows(
+    form: str, rows: Sequence[list[str]], cluster: ClusterSpec, yours: Sequence[str] | None = None
+) -> str:
     """The text of an answer.
 
     Args:
         form: of `FIRST_ROW`.
         rows: the flags of layout and batch, for each batch that has a layout.
+        cluster: the machine.
+        yours: the flags of the run, of which those of layout and batch are replaced; None where
+            they are not known.
 
     Raises:
         UsageProblem: this form has one batch, or is for GPUs.
     """
     if form == "flags":
-        return "\n".join(" ".join(flags) for flags in rows)
+        return "\n".join(line_of(merged(yours or (), flags)) for flags in rows)
     if cluster.is_gloo:
         raise UsageProblem(f"--format {form} is for GPUs; use --format flags")
     if len(rows) > 1:
         raise UsageProblem(f"--format {form} is one run; give one batch")
     render = {"slurm": _sbatch, "kubernetes": _manifest, "submitit": _parameters}[form]
-    return "".join(render(flags, cluster) for flags in rows)
+    is_json = form == "submitit"
+    own = yours if yours is not None else [] if is_json else [_YOURS]
+    text = "".join(render(merged(own, flags), cluster) for flags in rows)
+    return f"{text}\n{_COMMENT}" if rows and yours is None and not is_json else text
+
+
+def rows_of(args: argparse.Namespace, planner: Any, firsts: Sequence[Any]) -> str:
+    """The same of the first rows of a search, with the flags of `--from-command`."""
+    given = given_of(args)
+    rows = [flags_of_row(one.configuration, planner.model, given) for one in firsts]
+    yours = None if args.launched is None else shlex.split(args.megatron_args)
+    if yours is None and (left := {flag: None for row in rows for flag in to_remove(row, given)}):
+        tell("plan.py", f"note: remove {', '.join(left)} from your flags: no flag unsets them")
+    return first_rows(args.format, rows, planner.cluster, yours)
 
 
 def _sbatch(flags: list[str], cluster: ClusterSpec) -> str:
     where = f"--nodes={cluster.num_nodes} --gpus-per-node={cluster.gpus_per_node}"
-    script = f"scripts/slurm/pretrain.sbatch {_YOURS} {' '.join(flags)}"
-    return f"COPUS_RUN=runs/x sbatch {where} {script}"
+    return f"COPUS_RUN=runs/x sbatch {where} scripts/slurm/pretrain.sbatch {line_of(flags)}"
 
 
 def _parameters(flags: list[str], cluster: ClusterSpec) -> str:
@@ -62,6 +84,6 @@ def _manifest(flags: list[str], cluster: ClusterSpec) -> str:
     node["resources"]["limits"]["nvidia.com/gpu"] = cluster.gpus_per_node
     words: list[str] = node["args"]
     words[words.index("--nnodes=2")] = f"--nnodes={cluster.num_nodes}"
-    at = words.index(_YOURS) + 1
-    words[at:at] = flags
+    at = words.index(_YOURS)
+    words[at : at + 1] = flags
     return yaml.safe_dump_all([service, job], sort_keys=False).rstrip("\n")

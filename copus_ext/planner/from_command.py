@@ -13,13 +13,20 @@ from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.equals import EQUAL
 from copus_ext.planner.explain import GIB
+from copus_ext.planner.given_flags import specs
 from copus_ext.planner.plan import Plan, Ranked
 from copus_ext.planner.request import UsageProblem, configuration_of, is_number, parsed_flags
 from copus_ext.planner.search import Planner
+from copus_ext.planner.shell_text import up_to_end, variables, words_of
 
 FLAG = "--from-command"
 _TWICE = f"{FLAG} and --megatron-args say the same; give one of them, once"
 _OF_TORCH = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
+_LAUNCHERS = {*_OF_TORCH, "srun", "mpirun", "python", "python3"}
+_COUNTS = ("nnodes", "nproc-per-node", "nodes", "N", "ntasks", "n", "ntasks-per-node")
+"""Flags of launchers that say how many ranks there are."""
+_SHAPES = ("pipeline_model_parallel_layout", "moe_layer_freq", "cp_comm_type")
+"""Fields of the trainer that are texts, and matter for a plan."""
 _UNLIKELY = 0.8
 """Probability to fit below which a command that may well run is doubted."""
 _UNEVEN = (
@@ -42,19 +49,20 @@ class FromCommand(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         try:
-            words = shlex.split(str(values).replace("\\\n", " "))
+            words = words_of(str(values))
         except ValueError as error:
             parser.error(f"{FLAG}: {error}")
         script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
         if script is None:
             parser.error(f"{FLAG} names no script; write torchrun ... pretrain_gpt.py FLAGS")
-        flags = words[script + 1 :]
-        if unset := [word for word in words if "$" in word]:
-            parser.error(f"{FLAG} has {unset[0]}, which only a shell knows; write its value")
+        before, flags = words[:script], up_to_end(words[script + 1 :])
+        if unknown := [*_unknown_of_launcher(before), *_unknown_of_training(flags)]:
+            names = ", ".join(dict.fromkeys(unknown))
+            fix = "write the values, or the lines that assign them"
+            parser.error(f"{FLAG} has {names}, which only a shell knows; {fix}")
         if namespace.megatron_args is not None:
             parser.error(_TWICE)
         namespace.megatron_args = shlex.join(flags)
-        before = words[:script]
         if {Path(word).name for word in before} & _OF_TORCH:
             # It takes one rank, and one node, where it is not told. A task of srun may start it.
             nodes = _number(before, "nnodes", absent=_number(before, "nodes", "N", absent=1))
@@ -64,6 +72,40 @@ class FromCommand(argparse.Action):
             split = ranks // nodes if nodes and ranks and ranks % nodes == 0 else None
             per_node = _number(before, "ntasks-per-node", absent=split)
         namespace.launched = nodes, per_node, namespace.megatron_args
+
+
+def _unknown_of_launcher(words: Sequence[str]) -> list[str]:
+    """Variables that may say how many ranks there are: words of their own, and values of such
+    flags. Paths, addresses and the rank of a node do not matter."""
+    starts = (i for i, word in enumerate(words) if Path(word).name in _LAUNCHERS)
+    found, flag = [], ""
+    for word in words[next(starts, 0) :]:
+        if word.startswith("-"):
+            flag, _, value = word.lstrip("-").replace("_", "-").partition("=")
+        else:
+            value = word
+        if flag in ("", *_COUNTS):
+            found += variables(value)
+        if not word.startswith("-") or value:
+            flag = ""
+    return found
+
+
+def _unknown_of_training(words: Sequence[str]) -> list[str]:
+    """The same of the flags of a run, of which only texts, such as paths, do not matter."""
+    found, flag, count = [], "", 0
+    for word in words:
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+            count = int(bool(value))
+        else:
+            value, count = word, count + 1
+        spec = specs().get(flag)
+        is_text = flag != "" and (spec is None or (spec.kind is str and spec.choices is None))
+        takes = count if spec is not None and spec.nargs is not None else 1
+        if not is_text or count > takes or (spec is not None and spec.dest in _SHAPES):
+            found += variables(value)
+    return found
 
 
 def _number(words: Sequence[str], *names: str, absent: int | None = None) -> int | None:

@@ -315,8 +315,8 @@ def refusal(found: Rejected, batch: int) -> str:
     return f"{found.example}, global batch {batch}: {problem}: {found.detail}; {found.fix}"
 
 
-def breakdown(answer: Ranked) -> str:
-    """One configuration, part by part."""
+def breakdown(answer: Ranked, flags: Sequence[str]) -> str:
+    """One configuration, part by part, and the flags that say it."""
     c, p = answer.configuration, answer.prediction
     lines = [
         f"{c}, global batch {c.global_batch_size}, {c.num_microbatches} micro-batches",
@@ -342,7 +342,7 @@ def breakdown(answer: Ranked) -> str:
         text = io.StringIO()
         answer.addition.show(console_for(text))
         lines += text.getvalue().splitlines()
-    lines.append("flags: " + " ".join(c.to_flags()))
+    lines.append("flags: " + " ".join(flags))
     return "\n".join(lines)
 
 

@@ -48,7 +48,7 @@ _OF_TORCH_SOFTMAX = (
     "masked_softmax_fusion",
 )
 """Those of them that the cost model knows where they make a softmax in plain torch and fp32."""
-_SEARCHED = (
+SEARCHED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
@@ -339,7 +339,7 @@ def notes_on(megatron_args: str, *, no_overlap: bool, priced: bool = False) -> l
         *(name for e in extras() if e.cost_terms for name in e.optimizers),
     ):
         unpriced.append(f"--optimizer {args.optimizer}")
-    searched = [flag_of(name) for name in _SEARCHED if name in given]
+    searched = [flag_of(name) for name in SEARCHED if name in given]
     notes = []
     model, has_overlap = spec_of_arguments(args), not no_overlap
     if model.extras and has_overlap and not may_overlap(model):

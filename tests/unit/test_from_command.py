@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 
 from copus_ext.commands import plan
+from copus_ext.planner.request import parsed_flags
 from tests.helpers.launch import ROOT
 
 SHAPE = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
@@ -83,6 +84,12 @@ def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(
             "torchrun --nnodes $NODES pretrain_gpt.py",
             "--gpu A100-80GB",
             "NODES, which only a shell",
+        ),
+        (
+            f"torchrun --nnodes $A --node_rank=$B --master_addr $C $D pretrain_gpt.py {SHAPE} "
+            "--save $E --train-iters $F $G --micro-batch-size=${H}",
+            "--gpu A100-80GB",
+            "has $A, $D, $F, $G, ${H}, which only a shell",
         ),
         (f"{TORCHRUN} {SHAPE} {NOW}", "", "does not say which GPUs"),
         (f"{TORCHRUN} {SHAPE}", "--gpu A100-80GB", "--global-batch-size is required"),
@@ -180,3 +187,82 @@ def test_a_time_without_a_configuration_is_that_of_the_command(
         capsys, command.replace("parallel-size 4", "parallel-size 3"), f"{gpu} --measured oom"
     )
     assert code == 2 and "is not 16 GPUs" in err
+
+
+MIXTURE = """--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
+    --expert-model-parallel-size=8 --expert-tensor-parallel-size 1 --context-parallel-size 2
+    --overlap-grad-reduce --save $SAVED/x"""
+
+
+def test_a_row_as_a_job_replaces_the_layout_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = f"{TORCHRUN} {SHAPE} {NOW} {MIXTURE}"
+    more = "--gpu H100-80GB --fix ep=1,etp=1,cp=1,vpp=1,tp=1 --recompute full"
+    code, flags, err = run(capsys, command, f"{more} --format flags")
+    assert code == 0, err
+    words = shlex.split(flags)
+    read = parsed_flags(shlex.join(words))
+    kept = parsed_flags(shlex.join(shlex.split(f"{SHAPE} {MIXTURE}")))
+    for name in ("num_layers", "swiglu", "num_experts", "moe_router_topk", "save", "bf16"):
+        assert getattr(read, name) == getattr(kept, name)
+    assert read.expert_model_parallel_size == read.expert_tensor_parallel_size == 1
+    assert read.context_parallel_size == read.tensor_model_parallel_size == 1
+    assert read.num_layers_per_virtual_pipeline_stage is None and not read.sequence_parallel
+    assert read.recompute_granularity == "full" and not read.recompute_activations
+    assert len({w for w in words if w.startswith("--")}) == sum(w.startswith("--") for w in words)
+    assert '"$SAVED/x"' in flags
+    for form in ("slurm", "kubernetes", "submitit"):
+        code, text, _ = run(capsys, command, f"{more} --format {form}")
+        assert code == 0 and "FLAGS" not in text
+        if form == "slurm":
+            assert text.endswith(f"pretrain.sbatch {flags}")
+        else:
+            assert all(word in text for word in words)
+    record = json_of(capsys, command, more)
+    assert "--expert-model-parallel-size 1" in " ".join(record["plans"][0]["ranked"][0]["flags"])
+    # Flags that may not be the whole of the run's are not repeated, but what contradicts is named.
+    asked = ["--megatron-args", f"{SHAPE} {NOW} {MIXTURE}", *shlex.split(more)]
+    code = plan.main([*asked, "--nodes", "2", "--format", "flags"])
+    out, err = capsys.readouterr()
+    assert code == 0 and out.startswith("--tensor-model-parallel-size 1")
+    for size in ("expert-model", "expert-tensor", "context"):
+        assert f"--{size}-parallel-size 1" in out
+    assert "remove --num-layers-per-virtual-pipeline-stage, --sequence-parallel, " in err
+
+
+def test_a_pasted_script_has_the_values_that_it_assigns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = f"""#!/bin/bash
+#SBATCH --exclusive
+# it isn't easy
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8   # of a node
+NUM_NODES=${{SLURM_NNODES:-2}}
+MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
+CHECKPOINT_PATH=$1
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NUM_NODES --master_addr $MASTER_ADDR --node_rank $(hostname -i)
+)
+export BATCH='64'
+SIZES="
+    --global-batch-size ${{BATCH}} \\
+    --micro-batch-size 1
+"
+cd $HOME/megatron
+torchrun ${{DISTRIBUTED_ARGS[@]}} pretrain_gpt.py {" ".join(SHAPE.split())} \\
+    $SIZES --tensor-model-parallel-size 4 --save "$CHECKPOINT_PATH" \\
+    --data-path 1 $DATA/a 2 $DATA/b 2>&1 | tee $LOG
+"""
+    record = json_of(capsys, script.replace("\\\\", "\\"), "--gpu A100-80GB --top 1")
+    assert record["inputs"]["cluster"]["num_nodes"] == 2
+    assert record["inputs"]["cluster"]["gpus_per_node"] == 8
+    now = record["present"]["configuration"]
+    assert [now[n] for n in ("tp", "dp", "global_batch_size")] == [4, 4, 64]
+    whole = script.replace("${DISTRIBUTED_ARGS[@]}", '"${DISTRIBUTED_ARGS[@]}"')
+    args = plan.parse(["--from-command", whole])
+    assert args.launched[:2] == (2, 8) and args.megatron_args.endswith("1 '$DATA/a' 2 '$DATA/b'")
+    _, _, err = run(capsys, script.replace("NUM_NODES=", "N="), "--gpu A100-80GB")
+    assert "has $NUM_NODES, which only a shell knows" in err

@@ -419,6 +419,7 @@ def test_the_first_row_as_a_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm == (
         "COPUS_RUN=runs/x sbatch --nodes=4 --gpus-per-node=8 scripts/slurm/pretrain.sbatch "
         f"FLAGS {flags}"
+        "# FLAGS: the flags of your run; the flags of the layout must stand behind them\n"
     )
     found = json.loads(submitit)
     assert found.pop("flags") == flags.split()
