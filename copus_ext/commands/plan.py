@@ -347,6 +347,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     from copus_ext.planner import report
 
     answers = [explained(args, planner, batch) for batch in wanted]
+    answers = [(with_change(planner, a), code) for a, code in answers]
     answers = [
         (with_addition(args, planner, a), code) if code == 0 else (a, code) for a, code in answers
     ]
@@ -371,11 +372,28 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         texts = [
             report.breakdown(a, flags_of_row(a.configuration, planner.model, given_of(args)))
             if code == 0
-            else report.refusal(a, batch)
+            else report.refusal(a, batch, planner)
             for (a, code), batch in zip(answers, wanted)
         ]
         write_output("\n\n".join([head, *texts]), args.output)
     return max(code for _, code in answers)
+
+
+def with_change(planner: Any, found: Any) -> Any:
+    """What does not fit with the cheapest change that does, in place of more GPUs."""
+    from copus_ext.planner.nearest_fit import cheapest_change
+    from copus_ext.planner.plan import Rejected
+
+    if not isinstance(found, Rejected) or found.code != "memory":
+        return found
+    if (change := cheapest_change(planner, found.example)) is None:
+        return found
+    words, other = change
+    much = found.fix.partition(";")[0]
+    now, then = (x.prediction.step_s for x in (planner.priced(found.example), other))
+    cost = f"{then:.4g} s a step in place of {now:.4g} s"
+    fix = f"{much}; the cheapest change that fits is {words}, with {cost}"
+    return dataclasses.replace(found, fix=fix)
 
 
 def with_addition(args: argparse.Namespace, planner: Any, found: Any) -> Any:
@@ -466,7 +484,7 @@ def answer(args: argparse.Namespace) -> int:
         beside = Beside(
             assumed=(assumed := assumptions(args, planner)),
             otherwise=otherwise(planner, found.plans[0], assumed),
-            better=fits_better(planner, assumed),
+            better=fits_better(args, planner, assumed),
             present=present_of(args, planner, found.plans[0]),
             first=first,
             headroom=headroom_of(args, planner, weighed),

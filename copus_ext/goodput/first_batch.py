@@ -66,10 +66,11 @@ class FirstBatch:
         }
 
     def __str__(self) -> str:
-        size = f"{self.batch:,}"
+        line = f"a first batch of {self.batch:,} to begin with, on {self.row.layout}"
         if self.least < self.most:
-            size += f" ({self.least:,} to {self.most:,} are as good, by what is known)"
-        return f"a first batch of {size} on {self.row.layout}"
+            known = f"the critical batch size is known to a factor of {math.exp(LEVEL_SD):.0f}"
+            line += f" (any of {self.least:,} to {self.most:,} may prove as good: {known})"
+        return line
 
     def of_a_plan(self) -> str:
         """The same, with what the habitual batch would cost."""
@@ -86,8 +87,8 @@ class FirstBatch:
         # Whole numbers: a rounded one would be "-0".
         low, likely, high = (round(100 * share) for share in shares)
         if cost.likely < _WITHIN:
-            return f"would take about as long ({low} to {high} %)"
-        return f"would take about {likely} % more time ({low} to {high})"
+            return f"would take about as long ({low} to {high} % more by the critical batch size)"
+        return f"would take about {likely} % more time ({low} to {high} by the critical batch size)"
 
 
 def first_batch(

@@ -177,8 +177,11 @@ class Headroom:
         fixed = f"{self.best_batch} on {self.best_layout}{self._cost_words('is')}"
         words = f"adapting the batch can save {self.adapting} over the best fixed one, {fixed}"
         if not self.batch_is_worth_it:
+            high = self.batch.high
+            most = f"at most {_percent(high)} %" if high >= 5e-4 else "less than 0.1 %"
             words = (
-                f"keep one batch: adapting it saves at most {_percent(self.batch.high)} %: {fixed}"
+                f"keep one batch of those asked for, {fixed}: changes among them while the run "
+                f"goes on would save {most}"
             )
         more = self.num_layouts > 1 and self.together.high - self.adapting.high >= _SHOWN
         return f"{words}; batch and layout {self.together}" if more else words

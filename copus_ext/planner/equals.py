@@ -90,7 +90,8 @@ def grouped(ranked: Sequence[Ranked], top: int) -> list[Ranked]:
         for first, others in rows:
             longest = (1.0 + EQUAL) * first.prediction.step_s
             if _kind(first) == _kind(one) and one.prediction.step_s <= longest:
-                others += [one] if difference(first, one) else []
+                is_other = difference(first, one) and not any(_is_same(one, x) for x in others)
+                others += [one] if is_other else []
                 break
         else:
             rows.append((one, []))
@@ -100,6 +101,13 @@ def grouped(ranked: Sequence[Ranked], top: int) -> list[Ranked]:
 def _kind(one: Ranked) -> tuple[Any, ...]:
     at = one.configuration.layout
     return at.tp, at.pp, at.ep, at.expert_tensor_parallel_size
+
+
+def _is_same(one: Ranked, other: Ranked) -> bool:
+    """Whether two differ at most in how they split the optimizer state of a single copy."""
+    a, b = one.configuration, other.configuration
+    same = dataclasses.replace(b, use_distributed_optimizer=a.use_distributed_optimizer)
+    return a == (same if a.layout.copies == 1 else b)
 
 
 def difference(first: Ranked, other: Ranked) -> str:

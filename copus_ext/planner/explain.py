@@ -102,7 +102,7 @@ def reason(
         ),
         "batch": (
             f"{replicas} does not divide global batch {c.global_batch_size}",
-            f"nearest legal: {_nearest(c)}",
+            _nearest(c),
         ),
         "interleave_microbatches": (
             f"vpp={at.vpp},pp={at.pp} needs a multiple of {at.pp} micro-batches, global batch "
@@ -153,6 +153,9 @@ def rejected(planner: Any, space: Any, mine: Any, every: bool = False) -> list[R
             rows = to_config_batch(planner.model, planner.cluster, points.take(near))
             needs = planner.peak_bytes_of(rows.unevenly_loaded())
             i, peak = int(near[np.argmin(needs)]), float(needs.min())
+        elif name == "batch":
+            # Those with fewest samples at once are nearest to the batch.
+            i = int(at[np.argmin(points.dp[at] * points.micro_batch_size[at])])
         example = points.configuration(i)
         safe = planner.limit_bytes if peak is None else planner.safe_bytes(example)
         detail, fix = reason(name, planner.model, example, peak, safe)
@@ -259,8 +262,10 @@ def _list(values: list[int]) -> str:
 
 def _nearest(c: Configuration) -> str:
     unit = c.layout.dp * c.micro_batch_size
+    if c.global_batch_size < unit:
+        return f"use a global batch of at least {unit}, or fewer replicas"
     below = c.global_batch_size // unit * unit
-    return ", ".join(str(x) for x in (below, below + unit) if x > 0)
+    return f"nearest legal: {below}, {below + unit}"
 
 
 def _interleaved_batch(c: Configuration) -> int:

@@ -209,11 +209,9 @@ class Present:
         elif (more := self._more()) is not None:
             line += f", {abs(100 * more):.0f} % {'longer' if more >= 0 else 'shorter'} than row 1"
             line += ", too little to tell" if abs(more) <= EQUAL else ""
+        line += f"; its {p.peak_bytes / GIB:.1f} GiB fit with probability {p.fit_probability:.2f}"
         if p.fit_probability < _UNLIKELY:
-            line += (
-                f"; its {p.peak_bytes / GIB:.1f} GiB fit with probability {p.fit_probability:.2f}; "
-                "if it runs, everything needs less memory than is said here"
-            )
+            line += "; if it runs, everything needs less memory than is said here"
         return line
 
     def _more(self) -> float | None:

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +21,10 @@ from copus_ext.planner.equals import difference
 from copus_ext.planner.explain import GIB, RULES
 from copus_ext.planner.partition.layers import Repartition, lines
 from copus_ext.planner.partition.micro_batches import UnequalMicroBatches
-from copus_ext.planner.plan import Addition, Plan, Ranked, Rejected
+from copus_ext.planner.plan import Addition, Plan, Prediction, Ranked, Rejected
+
+if TYPE_CHECKING:
+    from copus_ext.planner.search import Planner
 
 SCHEMA, EXPLAINED = "copus.plan/1", "copus.explain/1"
 _WIDE = 500
@@ -309,10 +312,28 @@ def machine_line(cluster: ClusterSpec, constants: Constants) -> str:
     return f"{line}, of which messages are taken to reach {100 * constants.nic_efficiency:.0f} %"
 
 
-def refusal(found: Rejected, batch: int) -> str:
-    """Why one configuration is no candidate."""
+def refusal(found: Rejected, batch: int, planner: Planner) -> str:
+    """Why one configuration is no candidate, with the memory of one that does not fit."""
     problem = "does not fit" if found.code == "memory" else "not legal"
-    return f"{found.example}, global batch {batch}: {problem}: {found.detail}; {found.fix}"
+    line = f"{found.example}, global batch {batch}: {problem}: {found.detail}; {found.fix}"
+    if found.code != "memory":
+        return line
+    return "\n".join([line, *_memory_lines(planner.priced(found.example).prediction)])
+
+
+def _memory_lines(p: Prediction) -> list[str]:
+    """The bytes of some stages by kind."""
+    lines = [
+        f"memory: peak {p.peak_bytes / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB on stage "
+        f"{p.worst_stage}, fits with probability {100 * p.fit_probability:.0f} %"
+    ]
+    names = list(p.stage_bytes[0])
+    lines.append("  GiB    " + "".join(f"{name:>14s}" for name in names))
+    shown = sorted({0, 1, p.worst_stage, len(p.stage_bytes) - 1} & set(range(len(p.stage_bytes))))
+    for stage in shown:
+        values = "".join(f"{p.stage_bytes[stage][n] / GIB:14.2f}" for n in names)
+        lines.append(f"  stage {stage:<2d}{values[1:]}")
+    return lines
 
 
 def breakdown(answer: Ranked, flags: Sequence[str]) -> str:
@@ -328,16 +349,7 @@ def breakdown(answer: Ranked, flags: Sequence[str]) -> str:
     for name, seconds in p.time_s.items():
         share = f"{100 * seconds / p.step_s:5.1f} %"
         lines.append(f"  {name:10s} {seconds:10.4f} s  {share}  {_PARTS[name]}")
-    lines.append(
-        f"memory: peak {p.peak_bytes / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB on stage "
-        f"{p.worst_stage}, fits with probability {100 * p.fit_probability:.0f} %"
-    )
-    names = list(p.stage_bytes[0])
-    lines.append("  GiB    " + "".join(f"{name:>14s}" for name in names))
-    shown = sorted({0, 1, p.worst_stage, len(p.stage_bytes) - 1} & set(range(len(p.stage_bytes))))
-    for stage in shown:
-        values = "".join(f"{p.stage_bytes[stage][n] / GIB:14.2f}" for n in names)
-        lines.append(f"  stage {stage:<2d}{values[1:]}")
+    lines += _memory_lines(p)
     if answer.addition is not None:
         text = io.StringIO()
         answer.addition.show(console_for(text))

@@ -90,22 +90,33 @@ def otherwise(planner: Planner, plan: Plan, assumed: list[Assumption]) -> dict[s
     }
 
 
-def fits_better(planner: Planner, assumed: list[Assumption]) -> list[str]:
+def fits_better(args: argparse.Namespace, planner: Planner, assumed: list[Assumption]) -> list[str]:
     """What measured peaks, and runs that ran out of memory, say of the assumptions: a line for each
     that would explain them better the other way."""
-    lines, now = [], _log_likelihood(planner, planner.model)
-    for flag, fields in (a.otherwise for a in assumed if a.otherwise is not None):
-        more = _log_likelihood(planner, replace(planner.model, **fields)) - now
-        if more >= math.log(_TELLING):
+    now = _log_likelihood(planner, planner.model)
+    found = [
+        (flag, "give it", _log_likelihood(planner, replace(planner.model, **fields)))
+        for flag, fields in (a.otherwise for a in assumed if a.otherwise is not None)
+    ]
+    told = [x for x in args.measured if ":" in x]
+    # Without a word in CONFIG the optimizer's state was taken to be split.
+    if told and len(told) == len(args.measured) and not any("zero=" in x for x in told):
+        whole = _log_likelihood(planner, planner.model, use_distributed_optimizer=False)
+        fix = "if the run had none, write zero=0 in its CONFIG"
+        found.append(("no distributed optimizer", fix, whole))
+    lines = []
+    for what, fix, then in found:
+        if (more := then - now) >= math.log(_TELLING):
             times = f"{math.exp(more):.0f}" if more < math.log(1000.0) else "over 1000"
-            lines.append(f"the memory measured is {times} times as likely with {flag}; give it")
+            lines.append(f"the memory measured is {times} times as likely with {what}; {fix}")
     return lines
 
 
-def _log_likelihood(planner: Planner, model: ModelSpec) -> float:
-    """Of the measured memory, if the model is implemented so."""
+def _log_likelihood(planner: Planner, model: ModelSpec, **options: bool) -> float:
+    """Of the measured memory, if the model is implemented so, and the runs had these options."""
     peaked = [t for t in planner.timings if t.peak_bytes is not None]
     some = [*(t.configuration for t in peaked), *planner.too_large]
+    some = [replace(c, **options) for c in some]
     if not some:
         return 0.0
     peak, sd = peaks(to_config_batch(model, planner.cluster, points_of(some)))

@@ -87,9 +87,9 @@ def test_the_habitual_batch_costs_what_a_run_of_it_takes() -> None:
         assert share == pytest.approx(ratio - 1.0, abs=0.01)
     assert f"4M tokens (2,048) would take about {100 * cost.likely:.0f} %" in found.of_a_plan()
     level = replace(found, habitual_cost=replace(cost, low=-0.06, likely=-0.02, high=0.1))
-    assert "would take about as long (-6 to 10 %)" in level.of_a_plan()
+    assert "would take about as long (-6 to 10 % more by" in level.of_a_plan()
     level = replace(found, habitual_cost=replace(cost, low=-0.001, likely=0.2, high=0.9))
-    assert "about 20 % more time (0 to 90)" in level.of_a_plan()
+    assert "about 20 % more time (0 to 90 by the critical" in level.of_a_plan()
 
 
 def test_the_fastest_layout_of_each_batch_counts_and_no_assumed_speed() -> None:

@@ -56,6 +56,8 @@ def test_a_command_says_model_ranks_batch_and_layout(capsys: pytest.CaptureFixtu
     _, text, err = run(capsys, command, "--cluster a100-80g --top 3")
     assert f"s, {100 * slower:.0f} % longer than row 1" in text and "the search finds" not in err
     assert "\nyour command: tp4.pp2.vpp2.dp2,micro_batch=1" in text.partition("\n 1")[0]
+    peak = record["present"]["prediction"]["memory"]["peak_bytes"] / 2**30
+    assert f"longer than row 1; its {peak:.1f} GiB fit with probability 1.00\n" in text
 
 
 def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(

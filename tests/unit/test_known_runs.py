@@ -28,7 +28,10 @@ WHERE = "--model llama-2-13b --cluster a100-80g:8 --global-batch-size 16 --top 1
     [
         ("tp1.pp3,micro_batch=1", "tp x pp x dp is not 8 GPUs"),
         ("pp=8,vpp=3", "5 layers of a stage are not divisible by vpp=3; legal: 1, 5"),
-        ("micro_batch=3", "micro-batch 3 does not divide global batch 16; nearest legal: 24"),
+        (
+            "micro_batch=3",
+            "micro-batch 3 does not divide global batch 16; use a global batch of at least 24",
+        ),
         ("pp=8,recompute=block:5", "a chunk has 5 layers; use 1 to 4"),
         ("ep=2", "llama-2-13b has no experts; drop ep and etp"),
     ],
@@ -61,6 +64,19 @@ def test_a_time_without_a_configuration_is_refused_or_that_of_the_command() -> N
     assert measured_of(["OOM"], 16, MODEL, CLUSTER, Limits(), lambda: now) == ([], [now])
     with pytest.raises(UsageProblem, match="names no configuration"):
         measured_of(["oom"], 16, MODEL, CLUSTER, Limits())
+
+
+def test_an_unsplit_optimizer_is_named_where_it_would_explain_what_ran_out_of_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = "--model llama-2-13b --cluster a100-80g:32 --global-batch-size 64 --top 1"
+    words = "with no distributed optimizer; if the run had none, write zero=0 in its CONFIG"
+    assert plan.main(shlex.split(f"{where} --measured 'tp2.pp2: oom'")) == 0
+    assert words in capsys.readouterr().out
+    # It is not in doubt where CONFIG says it, nor where it takes too few bytes.
+    for told in ("tp2.pp2,zero=1: oom", "tp8.pp4: oom"):
+        plan.main(shlex.split(f"{where} --measured '{told}'"))
+        assert "distributed optimizer; if" not in capsys.readouterr().out
 
 
 def test_a_time_is_of_the_kind_of_run_that_is_searched() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from copus_ext.commands import profile_layouts
+from copus_ext.commands import plan, profile_layouts
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import head_bytes, peaks
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.equals import grouped
 from copus_ext.planner.explain import timing_line
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import Timing
@@ -172,3 +175,55 @@ def test_commands_to_time_name_what_is_priced(cluster: ClusterSpec) -> None:
     count = cluster.world_size
     started = f"torchrun --nproc-per-node {count} -m copus_ext.commands.main profile-layouts "
     assert count > 1 and text.count(started) == 2
+
+
+def test_what_does_not_fit_is_shown_with_the_cheapest_change_that_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = ["--model", "llama-2-13b", "--cluster", "h100-80g:16", "--global-batch-size", "64"]
+    assert plan.main(["explain", "tp4.pp1,micro_batch=16", *where]) == 4
+    text = capsys.readouterr().out
+    assert "GiB too much; the cheapest change that fits is micro_batch=4, with " in text
+    assert "use more GPUs" not in text
+    assert "\nmemory: peak " in text and "\n  stage 0 " in text
+    # Of all kinds of recomputation a part of the layers costs least.
+    assert plan.main(["explain", "tp1.pp2", *where]) == 4
+    changed = re.search(r"fits is (recompute=block:\d+), with (\S+) s", capsys.readouterr().out)
+    assert changed is not None
+    assert plan.main(["explain", f"tp1.pp2,{changed[1]}", *where]) == 0
+    assert f"step {changed[2]} s" in capsys.readouterr().out
+    assert plan.main(["explain", "tp1.pp2,recompute=full", *where, "--json"]) == 0
+    (full,) = json.loads(capsys.readouterr().out)["explained"]
+    assert full["prediction"]["step_s"] > float(changed[2])
+    # Nothing helps 175 billion parameters on one rank.
+    huge = ["--model", "gpt3-175b", "--cluster", "h100-80g:8", "--global-batch-size", "8"]
+    assert plan.main(["explain", "tp1.pp1", *huge]) == 4
+    assert "use more GPUs or memory" in capsys.readouterr().out
+
+
+def test_a_single_copy_has_no_second_row_for_how_its_optimizer_is_split() -> None:
+    planner = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16"))
+    name = "tp2.pp8.vpp{},micro_batch=1,zero={}"
+    some = [
+        planner.priced(configuration_of(text, global_batch_size=64, world_size=16))
+        for text in (name.format(1, 1), name.format(5, 1), name.format(5, 0))
+    ]
+    # All take as long, so that the first stands for the others.
+    alike = [replace(x, prediction=some[0].prediction) for x in some]
+    (row,) = grouped(alike, 3)
+    assert [x.configuration for x in row.equals] == [some[1].configuration]
+
+
+def test_a_batch_that_is_too_small_is_told_by_what_comes_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    many = [
+        "--model",
+        "llama-2-13b",
+        "--cluster",
+        "h100-80g:1000000",
+        "--global-batch-size",
+        "1536",
+    ]
+    assert plan.main(many) == 3
+    assert "use a global batch of at least 3125, or fewer replicas" in capsys.readouterr().err
