@@ -6,7 +6,9 @@ import re
 import shlex
 from collections.abc import Sequence
 
-_REMARK = re.compile(r"^[ \t]*#(?!SBATCH).*$", re.MULTILINE)
+_REMARK = re.compile(
+    r"""^((?:[^'"\n]|"[^"\n]*"|'[^'\n]*')*?(?<!\S))\#(?!SBATCH).*$""", re.MULTILINE
+)
 _ASSIGNED = re.compile(
     r"""^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=
     (?:"((?:[^"\\]|\\.)*)"|'([^']*)'|\(([^)]*)\)|((?:\$\([^\n]*\)|`[^`\n]*`|[^\s;&|"'()])*))
@@ -28,7 +30,7 @@ def words_of(text: str) -> list[str]:
     Raises:
         ValueError: a quotation that does not close.
     """
-    text = _REMARK.sub("", text.replace("\\\n", " "))
+    text = _REMARK.sub(r"\1", text).replace("\\\n", " ")
     values: dict[str, str] = {}
     for found in _ASSIGNED.finditer(text):
         name, *forms = found.groups()

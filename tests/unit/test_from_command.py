@@ -245,7 +245,7 @@ NUM_NODES=${{SLURM_NNODES:-2}}
 MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
 CHECKPOINT_PATH=$1
 DISTRIBUTED_ARGS=(
-    --nproc_per_node $GPUS_PER_NODE
+    --nproc_per_node $GPUS_PER_NODE   # (8 of a node's)
     --nnodes $NUM_NODES --master_addr $MASTER_ADDR --node_rank $(hostname -i)
 )
 export BATCH='64'
@@ -255,7 +255,7 @@ SIZES="
 "
 cd $HOME/megatron
 torchrun ${{DISTRIBUTED_ARGS[@]}} pretrain_gpt.py {" ".join(SHAPE.split())} \\
-    $SIZES --tensor-model-parallel-size 4 --save "$CHECKPOINT_PATH" \\
+    $SIZES --wandb-exp-name "run # 2" --tensor-model-parallel-size 4 --save "$CHECKPOINT_PATH" \\
     --data-path 1 $DATA/a 2 $DATA/b 2>&1 | tee $LOG
 """
     record = json_of(capsys, script.replace("\\\\", "\\"), "--gpu A100-80GB --top 1")
@@ -266,5 +266,6 @@ torchrun ${{DISTRIBUTED_ARGS[@]}} pretrain_gpt.py {" ".join(SHAPE.split())} \\
     whole = script.replace("${DISTRIBUTED_ARGS[@]}", '"${DISTRIBUTED_ARGS[@]}"')
     args = plan.parse(["--from-command", whole])
     assert args.launched[:2] == (2, 8) and args.megatron_args.endswith("1 '$DATA/a' 2 '$DATA/b'")
+    assert "--wandb-exp-name 'run # 2' " in args.megatron_args
     _, _, err = run(capsys, script.replace("NUM_NODES=", "N="), "--gpu A100-80GB")
     assert "has $NUM_NODES, which only a shell knows" in err
