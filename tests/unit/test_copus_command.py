@@ -91,6 +91,7 @@ def test_every_command_has_a_script_and_a_module() -> None:
         "__init__",
         "main",
         "plan_run",  # a part of plan
+        "plan_answer",  # the same
         "plan_jobs",  # the same
     }
 
