@@ -304,8 +304,8 @@ class LeaderNode(Node):
         Raises:
             UsageError: another run lives in the directory; nothing of it was touched.
         """
+        self._refuse_second_run()  # may wait two minutes, which a signal ends at once
         self.stops.install()
-        self._refuse_second_run()
         code = FAILED
         try:
             self._number = next_number(self._prefix, metrics.previous_launches(self.run_dir))
