@@ -213,7 +213,7 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
         run.journal.append(kind, **fields)
     report = report_of(RunReader(tmp_path))
     assert batches_made(report) == [16]
-    assert "COPUS changed the layout once, " in report.verdict
+    assert "COPUS changed the batch once and the layout once, " in report.verdict
     told = {line.iteration: line for line in report.journal if line.group == "change"}
     for number, (_, _, reason) in enumerate(ends):
         assert reason in told[10 + number].outcome
