@@ -47,6 +47,9 @@ def assumptions(args: argparse.Namespace, planner: Planner) -> list[Assumption]:
     if args.megatron_args is not None:
         backend = megatron_flag(args, "attention_backend")
         text = _KERNELS[model.fused_attention]
+        if model.precision == "fp32" and model.fused_attention:
+            text = "fp32 with flash attention, which GPUs have in half precision alone"
+            return [Assumption(text=text, flag="--bf16 or --attention-backend unfused")]
         return [] if backend else [Assumption(text=text, flag="--attention-backend")]
     found = []
     if args.gradient_bytes is None and model.precision != "fp32":

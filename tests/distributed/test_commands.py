@@ -133,8 +133,8 @@ def test_llama_style_trains(tmp_path: Path) -> None:
 def test_the_readme_commands_run(tmp_path: Path) -> None:
     """Preprocess and train, as printed, with fewer steps; a second time under other layouts."""
     readme = (ROOT / "README.md").read_text()
-    commands = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
-    joined = [" ".join(c.replace("\\\n", " ").split()) for c in commands]
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", readme, re.DOTALL))
+    joined = [line.partition(" #")[0] for line in blocks.replace("\\\n", " ").splitlines()]
     preprocess = next(c for c in joined if c.startswith("copus preprocess-data"))
     run = next(c for c in joined if c.startswith("torchrun"))
     texts = tmp_path / "my_texts"

@@ -60,6 +60,13 @@ def test_a_command_says_model_ranks_batch_and_layout(capsys: pytest.CaptureFixtu
     assert f"longer than row 1; its {peak:.1f} GiB fit with probability 1.00\n" in text
 
 
+def test_fp32_with_flash_attention_is_said_to_be_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "assumed: fp32 with flash attention"
+    for shape, is_told in ((SHAPE.replace(" --bf16", ""), True), (SHAPE, False)):
+        _, text, _ = run(capsys, f"{TORCHRUN} {shape} {NOW}", "--cluster a100-80g --top 1")
+        assert (told in text) == is_told
+
+
 def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
