@@ -115,6 +115,8 @@ def measured_of(
         else:
             how = f"write 'CONFIG: {told.strip()}' with CONFIG as an answer prints it, for example"
             raise UsageProblem(f"--measured {text} names no configuration; {how} tp2.pp4")
+        if limits.round_down:
+            c = _rounded_down(c)
         if problem := _why_illegal(model, cluster, c):
             raise UsageProblem(f"--measured {text}: {problem}")
         if told.strip().lower() == "oom":
@@ -142,6 +144,13 @@ def measured_of(
     for c in {timing.configuration for timing in ran} & {*lacked}:
         raise UsageProblem(f"--measured {c}: it ran, and it ran out of memory; drop one")
     return ran, lacked
+
+
+def _rounded_down(c: Configuration) -> Configuration:
+    """With the batch that the trainer takes under --decrease-batch-size-if-needed."""
+    unit = c.layout.batch_unit * c.micro_batch_size
+    batch = c.global_batch_size // unit * unit
+    return dataclasses.replace(c, global_batch_size=batch) if batch else c
 
 
 def _mfu(model: ModelSpec, cluster: ClusterSpec, batch: int, step_s: float) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,12 @@ def write_change(
     decision = {"kind": kind, "to": row, "reason": f"for {batch}", "gain": 0.5, "candidates": []}
     where = {"number": number, "iteration": iteration, "consumed_samples": 8 * iteration}
     journal.append("decision", **where, applied=True, situation={}, decision=decision)
+
+
+def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    """Writes other records in place of those of a file of a run."""
+    records = change([json.loads(line) for line in path.read_text().splitlines()])
+    path.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in records))
 
 
 class WrittenRun:

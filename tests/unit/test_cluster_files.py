@@ -70,7 +70,7 @@ def test_both_engines_of_kubernetes_treat_a_pod_alike() -> None:
     assert words == train_job["spec"]["trainer"]["args"]
 
 
-def test_skypilot_knows_every_field() -> None:
+def test_the_file_for_skypilot_has_no_other_field_and_restarts_at_85() -> None:
     (task,) = documents("skypilot.yaml")
     names = {"name", "workdir", "num_nodes", "resources", "volumes", "envs", "setup", "run"}
     assert set(task) == names

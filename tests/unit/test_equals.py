@@ -183,3 +183,16 @@ def test_runs_measured_by_hand_correct_and_tell_the_software(
     for wrong in (*soon, f"{name}: 1 s, 0 GiB", f"{name}: 1 s, 62"):
         assert plan.main(shlex.split(f"--model llama-2-13b {where} --measured '{wrong}'")) == 2
         assert "write CONFIG: 18.2 s" in capsys.readouterr().err
+
+
+def test_a_timed_run_has_the_batch_that_the_trainer_rounds_down_to(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Batch 66 on two replicas with micro-batches of 4 trains as 64."""
+    about = "--model llama-2-7b --cluster a100-80g:8 --global-batch-size 66 --top 1 --json"
+    timed = "--measured 'tp4.pp1.dp2,micro_batch=4,recompute=full: 30 s'"
+    assert plan.main(shlex.split(f"{about} {timed}")) == 2
+    assert "66" in capsys.readouterr().err
+    assert plan.main(shlex.split(f"{about} {timed} --decrease-batch-size-if-needed")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plans"][0]["ranked"][0]["prediction"]["source"] == "corrected"

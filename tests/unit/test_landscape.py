@@ -13,7 +13,7 @@ from copus_ext.monitor.report import render, report_of
 from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.values import rows
 from tests.helpers.launch import ROOT
-from tests.helpers.written_runs import WrittenRun
+from tests.helpers.written_runs import WrittenRun, rewrite
 
 RECORDED = ROOT / "docs" / "results" / "act_run.journal.jsonl"
 
@@ -79,12 +79,14 @@ def test_without_a_critical_batch_size_nothing_is_drawn(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path)
     run.step(20)
     run.decide()
-    path = tmp_path / "journal.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == "decision":
-            line["decision"]["critical_batch_size"] = None
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def forget(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for line in lines:
+            if line["kind"] == "decision":
+                line["decision"]["critical_batch_size"] = None
+        return lines
+
+    rewrite(tmp_path / "journal.jsonl", forget)
     report = report_of(RunReader(tmp_path))
     assert report.landscape is None and 'class="cells"' not in render(report)
 

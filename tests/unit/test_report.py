@@ -40,7 +40,7 @@ from megatron.trainer.common.control import LOCK_FILE, PAUSE_FILE
 from megatron.trainer.logging.metrics import read_metrics
 from megatron.trainer.logging.tail_reader import Tail
 from tests.helpers.recorded import hold, record_decisions, record_run
-from tests.helpers.written_runs import WrittenRun, usual_run
+from tests.helpers.written_runs import WrittenRun, rewrite, usual_run
 
 HOSTILE = "</title></script><script>alert(1)</script><!-- <b onmouseover=x> & \u2028 {{ x }} \ud800"
 
@@ -92,13 +92,15 @@ def test_where_no_interval_is_known_the_picture_and_its_caption_say_so(tmp_path:
     run = WrittenRun(tmp_path)
     run.step(12)
     run.decide()
-    path = tmp_path / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    for record in records:
-        if record["kind"] == "step" and record["iteration"] <= 3:
-            ends = ("phi_samples", "low_samples", "high_samples")
-            record["noise"] |= {"status": "none", **dict.fromkeys(ends)}
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def blind(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for record in records:
+            if record["kind"] == "step" and record["iteration"] <= 3:
+                ends = ("phi_samples", "low_samples", "high_samples")
+                record["noise"] |= {"status": "none", **dict.fromkeys(ends)}
+        return records
+
+    rewrite(tmp_path / "metrics.jsonl", blind)
     report = report_of(RunReader(tmp_path))
     assert series_of(report, "Gradient noise scale")["no upper end"].y[:3] == [0.0] * 3
     (chart,) = [chart for chart in report.charts if chart.title == "Gradient noise scale"]
@@ -152,12 +154,14 @@ def test_a_run_that_measured_nothing_does_not_claim_to_have_followed_it(tmp_path
     run = WrittenRun(tmp_path)
     run.step(12)
     run.decide()
-    path = tmp_path / "journal.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if line["kind"] == "decision":
-            line["situation"]["looks"] = []
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def forget(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for line in lines:
+            if line["kind"] == "decision":
+                line["situation"]["looks"] = []
+        return lines
+
+    rewrite(tmp_path / "journal.jsonl", forget)
     charts = {chart.title: chart for chart in report_of(RunReader(tmp_path)).charts}
     caption = charts["Gradient noise scale"].caption
     assert "by the law alone" in caption and "No noise scale was good enough" in caption
@@ -301,11 +305,13 @@ def test_time_that_a_crash_has_wasted_is_told_from_time_between_launches(tmp_pat
     run.relaunch("job.0.1", iteration=50, samples=400)
     run.step(10)
     run.end()
-    path = tmp_path / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    for i, record in enumerate(records):  # a second each, and ten minutes between the launches
-        record["t"] = 1e9 + i + (600 if record["launch"] == "job.0.1" else 0)
-    path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+
+    def timed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for i, record in enumerate(records):  # a second each, and ten minutes between the launches
+            record["t"] = 1e9 + i + (600 if record["launch"] == "job.0.1" else 0)
+        return records
+
+    rewrite(tmp_path / "metrics.jsonl", timed)
     reader = RunReader(tmp_path)
     facts = report_of(reader).facts
     launches = [(x.name, x.iteration) for x in reader.history().launches]
@@ -313,7 +319,10 @@ def test_time_that_a_crash_has_wasted_is_told_from_time_between_launches(tmp_pat
     assert facts["step"].startswith("60 of 1,000,"), "of what the last step expects"
     parts = [part.partition(" s ") for part in facts["of this"].split("; ")]
     spent = {what: time for time, _, what in parts}
-    seconds = {r["iteration"]: r["elapsed_per_iteration_ms"] / 1000 for r in lines_of(path, "step")}
+    seconds = {
+        r["iteration"]: r["elapsed_per_iteration_ms"] / 1000
+        for r in lines_of(tmp_path / "metrics.jsonl", "step")
+    }
     assert float(spent["steps that a restart did again"]) == pytest.approx(
         sum(seconds[i] for i in range(51, 91)), rel=0.01
     )

@@ -25,6 +25,7 @@ from copus_ext.monitor.time_saved import Segment, segments_of, so_far, time_save
 from megatron.trainer.logging.log_line import StepReport
 from megatron.trainer.logging.tracker import Tracker
 from tests.helpers.recorded import noise, row, situation
+from tests.helpers.written_runs import rewrite
 
 LAYOUT, LENGTH = "tp1.pp1.dp2", 128
 FIRST = f"batch 4 in micro-batches of 2 on {LAYOUT}"
@@ -651,10 +652,10 @@ def test_of_files_whose_beginning_was_not_read_nothing_is_claimed(
 
 def test_steps_whose_record_is_lost_are_counted(tmp_path: Path) -> None:
     run = grown(tmp_path)
-    path = tmp_path / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    kept = [r for r in records if r.get("iteration") != 21]
-    path.write_text("".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept))
+    rewrite(
+        tmp_path / "metrics.jsonl",
+        lambda records: [r for r in records if r.get("iteration") != 21],
+    )
     assert sum(s.samples for s in segments_of(run.history)) == 344.0
     assert run.line.endswith("; of 29 of 30 steps")
 
