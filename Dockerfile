@@ -10,11 +10,17 @@ ARG BASE=nvcr.io/nvidia/pytorch:25.11-py3
 FROM ${BASE}
 ARG CORE=0.16.1
 
-# --no-deps: pip would otherwise be free to exchange the container's torch.
-RUN pip install --no-cache-dir --no-deps megatron-core==${CORE} \
-    && pip install --no-cache-dir psutil pyyaml rich tqdm packaging tensorboard jinja2
-
 WORKDIR /workspace/copus
+COPY requirements/container requirements/container
+# pip checks every file by its hash, and takes no dependency that is not listed. The folder /opt/copus
+# comes last on Python's path, so that it only adds what the container lacks. The container's own
+# constraints do not hold for it.
+RUN export PIP_CONSTRAINT= PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: \
+    && pip install --require-hashes --no-deps -r requirements/container/megatron-core-${CORE}.txt \
+    && pip install --require-hashes --no-deps --target /opt/copus -r requirements/container/others.txt \
+    && python -c "import site; open(site.getsitepackages()[0] + '/copus.pth', 'w').write('/opt/copus\n')" \
+    && python -c "import jinja2, packaging, psutil, rich, tensorboard.compat.proto.event_pb2, tqdm, yaml"
+
 COPY . .
 RUN chmod -R a+rX .
 
