@@ -98,8 +98,16 @@ def ray(node: int, use: Use) -> Start:
     env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": _HERE, "MASTER_PORT": "1"}  # Ray's own, and taken
     script, config = str(_SCRIPTS / "ray_train.py"), {"flags": flags, "port": use.port}
-    call = f"import runpy; runpy.run_path({script!r})['train_node']({config!r})"
-    return [sys.executable, "-c", call], env
+    return [sys.executable, "-c", _WORKER.format(script=script, config=config)], env
+
+
+_WORKER = """
+import runpy
+script = runpy.run_path({script!r})
+script["train_node"].__globals__["said"] = lambda method, *words: method(*words)
+script["train_node"]({config!r} | {{"refused": script["Refused"]()}})
+"""
+"""A worker whose actor is an object of its own."""
 
 
 def _in_container(words: Sequence[str], env: dict[str, str], use: Use) -> Start:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +88,73 @@ def test_the_script_for_ray_says_what_it_takes_without_ray() -> None:
         check=True,
     )
     assert "--num-nodes" in shown.stdout and "starts a worker on each node" in shown.stdout
+
+
+RAY = {
+    "ray/__init__.py": """
+class Handle:
+    def __init__(self, own):
+        self.own = own
+    def __getattr__(self, name):
+        return Method(getattr(self.own, name))
+class Method:
+    def __init__(self, call):
+        self.remote = call
+def init(**options): pass
+def get(value): return value
+def remote(**options): return lambda cls: Method(lambda: Handle(cls()))
+""",
+    "ray/train/__init__.py": """
+from types import SimpleNamespace
+FailureConfig = RunConfig = ScalingConfig = SimpleNamespace
+""",
+    "ray/train/torch.py": """
+import os
+from types import SimpleNamespace
+TorchConfig = SimpleNamespace
+class TorchTrainer:
+    def __init__(self, node, *, train_loop_config, scaling_config, run_config, torch_config):
+        self.node, self.config, self.num = node, train_loop_config, scaling_config.num_workers
+        self.starts = 1 + run_config.failure_config.max_failures
+    def fit(self):
+        os.environ |= {"WORLD_SIZE": str(self.num), "MASTER_ADDR": "127.0.0.1"}
+        for start in range(self.starts):
+            print(f"start {start}", flush=True)
+            try:
+                for rank in range(self.num):
+                    os.environ["RANK"] = str(rank)
+                    self.node(self.config)
+                return
+            except RuntimeError as error:
+                last = error
+        raise last
+""",
+}
+"""As much of Ray as the script uses: a failed worker has all of them started again."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "starts", "code"),
+    [
+        pytest.param(["--no-such-flag"], 1, 2, id="refused"),
+        pytest.param(["--run-dir", "/dev/null/x", "--lr", "1e-3"], 3, 1, id="failed"),
+    ],
+)
+def test_ray_starts_refused_flags_once(
+    tmp_path: Path, flags: list[str], starts: int, code: int
+) -> None:
+    for name, text in RAY.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    own = ["--num-nodes", "1", "--gpus-per-node", "0", "--max-failures", "2"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/ray_train.py"), *own, "--", *flags],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (done.stdout.count("start "), done.returncode) == (starts, code), done.stderr
+    refused = done.stderr.partition("refused, so it is not started again:\n")[2]
+    assert bool(refused) == (code == 2), done.stderr
+    assert "--no-such-flag" in refused or code == 1
