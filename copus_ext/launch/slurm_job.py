@@ -7,7 +7,8 @@ have left, the batch script asks whether the job goes back into the queue:
 python -m copus_ext.launch.slurm_job RUN SAVE CODE
 
 RUN is the run's directory, SAVE the folder of its checkpoints, CODE the exit code of srun. The
-answer is exit code 0 to requeue and 1 not to, with one line that says why.
+answer is exit code 0 to requeue and 1 not to, with one line that says why. Beside a container the
+Python that it asks may have no packages, so what the supervisor alone needs is imported late.
 
     <run>/control/requeues.json    requeues without a new checkpoint; replaced atomically
 """
@@ -28,8 +29,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from copus_ext.controller.decision_log import NAME as JOURNAL
-from copus_ext.goodput import costs
 from copus_ext.launch import slurm
 from copus_ext.reshard.checked import MAX_NUMBER, check_fields, check_number, read_value
 from copus_ext.reshard.relaunch import REQUEST_FILE, Request, read_request
@@ -100,7 +99,7 @@ class RunFacts:
             changes = config.get("copus") and config.get("copus_mode") == "act"
             changes = changes and config.get("copus_layouts") == "all"
             in_process = changes and config.get("copus_relayout") == "inprocess"
-            self.relayout_s = costs.timeout_s(0.0) if in_process else 0.0
+            self.relayout_s = _timeout_s(0.0) if in_process else 0.0
             self.steps_s.clear()
         elif kind == "layout":
             self.layout = str(record.get("layout", ""))
@@ -117,11 +116,18 @@ class RunFacts:
         if _seconds_of_date(record.get("time")) < self.started_at:
             return
         if record.get("kind") == "relayout.requested" and self.relayout_s:
-            wanted = costs.timeout_s(_positive(record.get("predicted_s")))
+            wanted = _timeout_s(_positive(record.get("predicted_s")))
             self.relayout_s = max(self.relayout_s, wanted)
         moved = isinstance(outcome, dict) and outcome.get("kind") == "moved"
         if record.get("kind") == "relayout" and moved:
             self.layout = str(record.get("to", ""))
+
+
+def _timeout_s(predicted_s: float) -> float:
+    """Seconds after which a change of layout has failed."""
+    from copus_ext.goodput.costs import timeout_s
+
+    return timeout_s(predicted_s)
 
 
 def _positive(value: Any) -> float:
@@ -157,12 +163,14 @@ class SlurmWatch:
         say: Callable[[str], None] = lambda line: tell("supervisor", line),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        from copus_ext.controller.decision_log import NAME
+
         self.facts = RunFacts(steps_s=deque(maxlen=_RECENT_STEPS))
         self.is_ending = False
         """The job's time is up: no launch should follow."""
         self._job, self._run_dir, self._granted_s = job, run_dir, granted_s
         self._say, self._clock = say, clock
-        self._metrics, self._journal = Tail(run_dir / METRICS_FILE), Tail(run_dir / JOURNAL)
+        self._metrics, self._journal = Tail(run_dir / METRICS_FILE), Tail(run_dir / NAME)
         self._next_look_s = self._next_ask_s = self._next_comment_s = -math.inf
         self._ends_s: float | None = None
         self._max_lead_s = math.inf
