@@ -136,12 +136,11 @@ class Belief:
         span = f"{amount_words(low)} to {amount_words(high)}"
         head = f"critical batch size about {amount_words(likely)} samples ({span})"
         if not self.looks:
-            return f"{head}, by the law alone"
+            return f"{head}, by the published law alone"
         law = self.law * math.exp(EXPONENT * float(self._x(self.looks[-1].samples)))
         ratio = self.multiplier * self.looks[-1].noise_scale / law
-        agrees = "more" if ratio > _AGREES else "less" if ratio < 1 / _AGREES else ""
-        says = f"asks for {agrees}" if agrees else "agrees"
-        return f"{head}, by the law and the noise scale, which {says}"
+        says = "is higher" if ratio > _AGREES else "is lower" if ratio < 1 / _AGREES else "agrees"
+        return f"{head}, by the published law and the measured noise scale, which {says}"
 
     def log_samples(self, batches: Sequence[int], samples: Any) -> Any:
         """[batches, points] ln of the samples that a unit of progress takes, E ln(1 + B / B_crit).

@@ -14,8 +14,6 @@ from copus_ext.goodput import constraints, policies
 from copus_ext.goodput.inputs import Candidate, Decision, DecisionInputs
 from copus_ext.goodput.policy import Weighed
 
-PREDICTED = "predicted to gain"
-"""How the words of a predicted gain begin."""
 _KEPT = 12
 """Candidates that a decision keeps."""
 
@@ -71,14 +69,33 @@ def best_alternative(s: DecisionInputs, candidates: Sequence[Candidate]) -> Cand
 
 
 def gain_words(c: Candidate) -> str:
-    """What a change is predicted to gain, with one standard deviation of that, and from where on it
-    is worth it."""
+    """What a change is predicted to gain, with one standard deviation of that where its speed is
+    uncertain, and whether that is enough."""
     assert c.gain is not None
     doubt = f" +- {100 * (1.0 + c.gain) * c.gain_sd:.1f}" if c.gain_sd else ""
-    words = f"{PREDICTED} {100 * c.gain:.1f}{doubt} %"
+    words = f"predicted to {'lose' if c.gain < 0 else 'gain'} {100 * abs(c.gain):.1f}{doubt} %"
     if c.needed is None:
         return words
-    return f"{words}, {'worth a trial above' if c.gain_sd else 'needs'} {100 * c.needed:.1f} %"
+    is_enough, needed = not c.blocked_reason, f"{100 * abs(c.needed):.1f}"
+    if not c.gain_sd:
+        return f"{words}, {'enough' if is_enough else 'too little'} (it needs {needed} %)"
+    kind = "gain" if c.needed > 0 else "loss"
+    limit = f"the limit is a {kind} of {needed} %"
+    return f"{words}, {'' if is_enough else 'not '}worth a short trial ({limit})"
+
+
+def aim_words(target: float | None, *, now: int, to: int) -> str:
+    """Where a policy wants to go in the end, if that is not where it goes now; else empty.
+
+    Args:
+        target: the batch that it wants, samples; None if it names none.
+        now: the present batch.
+        to: the next one.
+    """
+    if target is None or round(target) == to:
+        return ""
+    is_ahead = (target - to) * (to - now) >= 0
+    return f"aims at batch {target:.0f}" if is_ahead else f"batch {target:.0f} is predicted best"
 
 
 def _reason_to_stay(s: DecisionInputs, found: Weighed) -> str:
@@ -106,8 +123,8 @@ def _reason_to_change(s: DecisionInputs, found: Weighed, chosen: Candidate) -> s
         speed = f"{to.samples_per_s:.3g} samples/s ({to.source})"
         parts.append(f"{found.unknown}, so the run takes the fastest one where it can: {speed}")
     parts += [found.goes_by] if found.goes_by else []
-    if found.target_batch is not None:
-        parts.append(f"target batch {found.target_batch:.0f}")
+    aim = aim_words(found.target_batch, now=now.global_batch_size, to=to.global_batch_size)
+    parts += [aim] if aim else []
     if s.annealing_batch > now.global_batch_size:
-        parts.append(f"annealing asks for {s.annealing_batch:.0f}")
+        parts.append(f"annealing at the end asks for batch {s.annealing_batch:.0f}")
     return "; ".join(parts)

@@ -163,14 +163,15 @@ class Headroom:
             why = f"from here on another batch {can} at most {most} %{cost}"
             more = f": {', '.join(others)}" if others else ""
             return f"{why}; only layout and micro-batch {are} worth changing{more}"
-        over = f"over the best fixed one, {self.best_batch}{cost}"
+        over = f"over the best fixed batch, {self.best_batch}{cost}"
         parts = [f"adapting the batch {can} {self.adapting} {over}"]
         if self.batch.likely - self.adapting.likely >= _SHOWN:
             parts[0] += f", and {self.batch} over the present one"
         if others:
             parts += [*others, f"all together {self.together}"]
-        known = "the law and the noise scale" if self.source == "measured" else "the law alone"
-        return "; ".join([*parts, f"this {takes} the critical batch size by {known}"])
+        noise = "and the measured noise scale" if self.source == "measured" else "alone"
+        known = f"by the published law {noise}"
+        return "; ".join([*parts, f"this {takes} the critical batch size {known}"])
 
     def of_a_plan(self) -> str:
         """The same before a run, over its best fixed configuration."""
@@ -189,7 +190,8 @@ class Headroom:
     def _cost_words(self, be: str) -> str:
         if self.fixed_cost_samples is None:
             return ""
-        return f" (a step's fixed cost {be} worth {amount_words(self.fixed_cost_samples)} samples)"
+        samples = amount_words(self.fixed_cost_samples)
+        return f" (a step's fixed cost {be} the time of {samples} samples)"
 
     def _other_words(self, be: str) -> list[str]:
         words = []

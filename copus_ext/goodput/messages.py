@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from copus_ext.cost_model.conditions import is_small
 from copus_ext.goodput.config_change import ConfigChange
-from copus_ext.goodput.decide import best_alternative
+from copus_ext.goodput.decide import aim_words, best_alternative
 from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.state import WINDOW_STEPS
 from megatron.trainer.common.errors import counted
@@ -19,8 +19,9 @@ def decision_line(decision: Decision) -> str:
     """The line that a log shows of a decision that changes nothing."""
     if decision.kind != "stay":
         return f" copus: would change {decision.reason} |"
-    target = "" if decision.target_batch is None else f" target batch {decision.target_batch:.0f} |"
-    return f" copus: batch {decision.to.global_batch_size} stays |{target} {decision.reason} |"
+    batch = decision.to.global_batch_size
+    aim = aim_words(decision.target_batch, now=batch, to=batch)
+    return f" copus: batch {batch} stays |{f' {aim} |' if aim else ''} {decision.reason} |"
 
 
 def length_line(total_samples: int, *, before: int, after: int) -> str:

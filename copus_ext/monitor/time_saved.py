@@ -400,7 +400,7 @@ def _doubt(found: TimeSaved) -> str:
         return ""
     reasons = ["the critical batch size"] * found.by_batch
     reasons += ["the predicted speed"] * found.by_prediction
-    return f" ({span}, by {' and '.join(reasons)})"
+    return f" ({span}, depending on {' and '.join(reasons)})"
 
 
 def _lost_steps(found: TimeSaved) -> str:

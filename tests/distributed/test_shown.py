@@ -202,7 +202,7 @@ def test_a_gain_is_a_ratio_of_outcomes_or_a_prediction_with_its_doubt(
     for text in shown:
         assert "gains " not in text
         flat = " ".join(text.split())
-        for gain in re.findall(r"(?:predicted to gain|predicted goodput) [^%]*%", flat):
+        for gain in re.findall(r"(?:predicted to (?:gain|lose)|predicted goodput) [^%]*%", flat):
             assert re.fullmatch(r".* [+-]?[\d.]+(?: \+- [\d.]+)? %", gain), gain
     for decided in record.of("decision"):
         decision, situation = decided["decision"], decided["situation"]
@@ -210,7 +210,7 @@ def test_a_gain_is_a_ratio_of_outcomes_or_a_prediction_with_its_doubt(
             continue
         assert decision["gain_sd"] is not None
         doubt = " +-" if decision["gain_sd"] else " %"
-        assert f"{100 * decision['gain']:.1f}{doubt}" in decision["reason"]
+        assert f"{100 * abs(decision['gain']):.1f}{doubt}" in decision["reason"]
         now = situation["rows"][situation["current"]]
         assert decision["is_scaled"] == ("measured" in (now["source"], decision["to"]["source"]))
     for outcome in record.of("outcome"):

@@ -17,15 +17,18 @@ SMALLER = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attenti
 --seq-length 32 --max-position-embeddings 32 --train-iters 60 --eval-iters 1"""
 NUMBER, LAYOUT = r"[-+]?\d+(?:\.\d+)?", r"tp\d+\.pp\d+(?:\.vpp\d+)?\.dp\d+"
 CHANGE = rf"(?:(?:, )?(?:batch|micro-batch) {NUMBER} -> {NUMBER})+"
-GAIN = rf"predicted to gain {NUMBER}(?: \+- {NUMBER})? %, (?:needs|worth a trial above) {NUMBER} %"
+GAIN = (
+    rf"predicted to (?:gain|lose) {NUMBER}(?: \+- {NUMBER})? %, (?:enough \(it needs {NUMBER} %\)"
+    rf"|worth a short trial \(the limit is a (?:gain|loss) of {NUMBER} %\))"
+)
 CRITICAL = (
-    rf"critical batch size about {NUMBER} samples \({NUMBER} to {NUMBER}\), by the law "
-    r"(?:alone|and the noise scale, which (?:agrees|asks for more|asks for less))"
+    rf"critical batch size about {NUMBER} samples \({NUMBER} to {NUMBER}\), by the published "
+    r"law (?:alone|and the measured noise scale, which (?:agrees|is higher|is lower))"
 )
 STAYS = rf"batch {NUMBER} in micro-batches of {NUMBER} on {LAYOUT}: .+|the learning rate .+"
 LINE = re.compile(
     rf" +\d+  step +\d+  same +(?:(?:batch) +{CHANGE}; (?:{GAIN}); {CRITICAL}"
-    rf"; target batch {NUMBER}|stay +(?:{STAYS}))"
+    rf"(?:; aims at batch {NUMBER}|; batch {NUMBER} is predicted best)?|stay +(?:{STAYS}))"
 )
 LAST = re.compile(r"(\d+) decisions the same, 0 different")
 

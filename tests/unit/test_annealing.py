@@ -39,7 +39,7 @@ def test_the_batch_grows_as_a_rate_that_falls_to_zero_would_have_it(left: float,
     assert s.annealing_batch == pytest.approx(32 * times, rel=1e-4)
     asked, decision = min(32 * times, GRID[-1]), decide(s)
     assert decision.to.global_batch_size == asked, "also more than fourfold at once"
-    assert (f"annealing asks for {32 * times}" in decision.reason) == (times > 1)
+    assert (f"annealing at the end asks for batch {32 * times}" in decision.reason) == (times > 1)
     before = dataclasses.replace(s, annealing_from=None)
     assert before.annealing_batch == 0.0 and decide(before).to.global_batch_size <= 32
 

@@ -123,10 +123,10 @@ def test_noise_moves_the_belief_as_far_as_it_is_sure() -> None:
 @pytest.mark.parametrize(
     ("looks", "words"),
     [
-        ((), "about 200 samples (50 to 800), by the law alone"),
+        ((), "about 200 samples (50 to 800), by the published law alone"),
         ((Look(samples=END, noise_scale=25.0, log_variance=0.01),), "which agrees"),
-        ((Look(samples=END, noise_scale=250.0, log_variance=0.01),), "which asks for more"),
-        ((Look(samples=END, noise_scale=2.5, log_variance=0.01),), "which asks for less"),
+        ((Look(samples=END, noise_scale=250.0, log_variance=0.01),), "which is higher"),
+        ((Look(samples=END, noise_scale=2.5, log_variance=0.01),), "which is lower"),
     ],
 )
 def test_words(looks: tuple[Look, ...], words: str) -> None:

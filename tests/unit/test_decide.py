@@ -115,7 +115,7 @@ def test_the_law_alone_decides_before_the_noise_is_seen_and_early_it_asks_for_le
     for consumed in (1_000, 100_000, 900_000):
         s = situation(16, None, consumed_samples=consumed)
         sizes.append(decide(s).target_batch)
-        assert "by the law alone" in s.critical_batch_size_words
+        assert "by the published law alone" in s.critical_batch_size_words
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
@@ -226,7 +226,7 @@ def test_a_micro_batch_that_nobody_timed_is_tried() -> None:
     now = row(16, 10.0)
     untimed = dataclasses.replace(row(16, 9.8, micro=8, sd=0.15), source="predicted")
     s = situation(16, rows=[now, untimed])
-    assert decide(s).to == untimed and "worth a trial" in decide(s).reason
+    assert decide(s).to == untimed and ", worth a short trial (the limit" in decide(s).reason
     for stays in (
         dataclasses.replace(untimed, samples_per_s=6.0),
         dataclasses.replace(untimed, relative_sd=0.02),
@@ -242,7 +242,7 @@ def test_a_layout_that_nobody_timed_is_tried_once_the_present_one_is_known() -> 
     now = row(16, 10.0)
     untimed = dataclasses.replace(row(16, 9.8, dp=1, micro=8, sd=0.2), source="predicted")
     s = situation(16, rows=[now, untimed], flags={"copus_layouts": "all"})
-    assert decide(s).to == untimed and "worth a trial" in decide(s).reason
+    assert decide(s).to == untimed and ", worth a short trial (the limit" in decide(s).reason
     guess = dataclasses.replace(now, source="predicted")
     early = decide(dataclasses.replace(s, rows=(guess, untimed)))
     assert early.kind == "stay" and "not timed yet" in early.reason

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from copus_ext.commands import replay
 from copus_ext.commands.main import module_of
 from copus_ext.commands.pretrain import resolve_run
 from copus_ext.controller import rules
@@ -170,6 +171,13 @@ def test_the_python_of_the_tutorial_reads_a_journal(
     decisions = [r for r in read_journal(JOURNAL) if r["kind"] == "decision"]
     rows = sum(len(d["situation"]["rows"]) for d in decisions)
     assert len(capsys.readouterr().out.splitlines()) == 2 * len(decisions) + rows
+
+
+def test_the_tutorial_quotes_what_replay_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (quoted,) = re.findall(r"```text\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
+    assert replay.main([str(JOURNAL), "--all"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in quoted.splitlines() if line not in said] == []
 
 
 def test_the_pictures_can_be_drawn_again(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_it_survives_json_and_says_what_is_worth_it() -> None:
     h = of_rows([*s.rows, *other], s.current, believed(600.0, 1e6), start=5e5)
     assert h is not None and h.batch_is_worth_it
     assert Headroom.from_json(json.loads(json.dumps(h.to_json()))) == h
-    assert "over the best fixed one" in str(h) and "24 samples" in str(h)
+    assert "over the best fixed batch" in str(h) and "24 samples" in str(h)
     assert "the layout 17 +- 2.5 %" in str(h) and h.layout == pytest.approx(1 / 6)
     known = believed(2000.0, 10_000)
     # Compute-bound: a step's cost is that of its samples, and the batch is small already.

@@ -320,8 +320,8 @@ def test_a_run_that_grew_has_saved_what_the_race_says(tmp_path: Path) -> None:
     staying = [10.0 + 80.0 * (1 + 4 / phi) / (1 + 16 / phi) for phi in (4.0, 16.0)]
     low, high = (100 * (1.0 - 40.0 / s) for s in staying)
     assert run.line == (
-        f"20 % less time than staying at {FIRST} ({low:.1f} to {high:.0f} %, by the "
-        "critical batch size)"
+        f"20 % less time than staying at {FIRST} ({low:.1f} to {high:.0f} %, "
+        "depending on the critical batch size)"
     )
 
 
@@ -333,7 +333,7 @@ def test_a_loss_is_said_as_plainly(tmp_path: Path) -> None:
     run.step(20, 6.0)
     # 10 s and 40 s of staying; 10 s and 120 s were taken.
     assert run.line.startswith(f"160 % more time than staying at {FIRST} (")
-    assert run.line.endswith(" %, by the critical batch size)")
+    assert run.line.endswith(" %, depending on the critical batch size)")
     assert "less" not in run.line
 
 
@@ -346,7 +346,10 @@ def test_gain_and_loss_are_told_apart_in_the_range(tmp_path: Path) -> None:
     share = {phi: 1.0 - 44.0 / (10.0 + 80.0 * (1 + 4 / phi) / (1 + 16 / phi)) for phi in (4, 16)}
     more, less = -100 * share[4], 100 * share[16]
     assert more > 0 and less > 0
-    assert f"({more:.1f} % more to {less:.0f} % less, by the critical batch size)" in run.line
+    assert (
+        f"({more:.1f} % more to {less:.0f} % less, depending on the critical batch size)"
+        in run.line
+    )
 
 
 def test_pauses_and_decisions_count(tmp_path: Path) -> None:
@@ -491,7 +494,7 @@ def test_a_layout_that_the_user_changed_is_no_gain(tmp_path: Path) -> None:
     last = segments_of(run.history)[-1]
     assert last.first_samples_per_s == 3.0 and not last.is_first
     assert "staying at batch 4 in micro-batches of 2 on tp1.pp2.dp1" in run.line
-    assert "by the critical batch size and the predicted speed" in run.line
+    assert "depending on the critical batch size and the predicted speed" in run.line
 
 
 def test_steps_before_a_launch_elsewhere_keep_the_layout_that_they_ran_on(tmp_path: Path) -> None:
@@ -537,7 +540,7 @@ def test_what_others_tell_of_a_speed_counts_if_they_agree(
         run.speeds[4] = speed, "corrected"
         run.step(10, 1.5)
         run.decide()
-    assert ("by the critical batch size and the predicted speed" in run.line) == known
+    assert ("depending on the critical batch size and the predicted speed" in run.line) == known
     assert ("is not sure enough" in run.line) != known
     if known:
         _, *others = segments_of(run.history)
