@@ -7,6 +7,7 @@ One process per GPU (or per CPU rank), started by torchrun, by srun or alone.
 """
 
 import argparse
+import contextlib
 import functools
 import logging
 import os
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             train = functools.partial(_train_from, started_s=started_s)
             return runner(sys.argv[1:] if argv is None else argv, train)
         adopt_srun()
-        return _train(argv, started_s=started_s)
+        return _train(argv, started_s=started_s, start_fields={"launched_t": _launched_t()})
     except (UsageError, TrainingFailure) as error:
         return _fail(error, error.exit_code)
     except Exception as error:
@@ -144,6 +145,18 @@ def _train(
     if os.environ.get("RANK", "0") == "0" and args.copus and args.copus_mode == "act":
         tell_time_saved(outcome, code)
     return code
+
+
+def _launched_t() -> float:
+    """When this launch began, seconds since the epoch: with this process, or with torchrun if this
+    is its first attempt."""
+    import psutil
+
+    own = psutil.Process()
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(os.getppid()).create_time()
+    return own.create_time()
 
 
 def _stored_arguments(args: argparse.Namespace, stored: "Stored | None") -> "Mapping[str, Any]":

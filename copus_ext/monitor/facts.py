@@ -16,13 +16,22 @@ from copus_ext.monitor.explain import (
     result,
     seconds,
 )
-from copus_ext.monitor.journal import ABANDONED, CALLED_OFF, DecisionRecord, sizes_of
-from copus_ext.monitor.run_files import QUIET_EVENTS, Launch, RunHistory
+from copus_ext.monitor.journal import (
+    ABANDONED,
+    CALLED_OFF,
+    SEGMENT,
+    DecisionRecord,
+    phase_words,
+    sizes_of,
+)
+from copus_ext.monitor.run_files import QUIET_EVENTS, Launch, RunHistory, first_step
 from copus_ext.monitor.run_status import RunStatus
 from copus_ext.monitor.terminal import alarms, rows
 from copus_ext.monitor.values import number, table, text
 from copus_ext.monitor.values import rows as objects
 
+_NAMED = 0.01
+"""Share of the time from which it is named though nothing is recorded of it."""
 _TROUBLE = (
     "alert",
     "fault",
@@ -76,12 +85,31 @@ def _time_spent(run: RunHistory) -> list[str]:
     parts = [
         (f"steps{share}", in_steps),
         ("steps that a restart did again", run.undone_s),
-        ("changes of layout", sum(s.pause_s or 0.0 for s in run.decisions.relayouts)),
+        ("evaluations", _evaluating_s(run)),
+        ("changes of layout", sum(s.pause_s or 0.0 for s in run.relayouts)),
         ("checkpoints (part of it beside the steps if saved asynchronously)", sum(run.saves_s)),
+        ("building data and model", _building_s(run)),
         ("between launches", sum(_gaps(run.launches, goes_on=False))),
         ("recoveries and joins", sum(_gaps(run.launches, goes_on=True))),
     ]
+    other = 0.0 if whole is None else whole - sum(value for _, value in parts)
+    if whole and other > _NAMED * whole:
+        parts.append(("other (deciding, measuring, records)", other))
     return [f"{seconds(value)} {name}" for name, value in parts if value > 0]
+
+
+def _evaluating_s(run: RunHistory) -> float:
+    """Seconds of evaluations, each since the record before it."""
+    known = [*run.steps, *run.evaluations, *run.events]
+    times = sorted({x.t for x in known if x.t is not None})
+    before = dict(zip(times[1:], times))
+    return sum(e.t - before.get(e.t, e.t) for e in run.evaluations if e.t is not None)
+
+
+def _building_s(run: RunHistory) -> float:
+    """Seconds from the begin of each launch's record to its first step."""
+    begun = ((launch.t, first_step(run, launch)[0]) for launch in run.launches)
+    return sum(max(b - a, 0.0) for a, b in begun if a is not None and b is not None)
 
 
 def _ranks(run: RunHistory) -> list[str]:
@@ -169,17 +197,24 @@ def journal(run: RunHistory) -> list[JournalLine]:
     decisions = run.decisions
     lines = [_decision_line(d) for d in decisions.decided]
     tried = {d.relayout.number for d in decisions.decided if d.relayout is not None}
-    for s in decisions.relayouts:
+    for s in run.relayouts:
         if s.number not in tried and s.kind not in (CALLED_OFF, ABANDONED):  # these have a note
             what = f"Change of layout {s.start} to {s.to}"
-            lines.append(JournalLine(s.t, s.iteration, "change", what, outcome=relayout_result(s)))
+            why = "as --layout-schedule says" if s.number is None else ""
+            where = s.t, s.iteration, "change"
+            lines.append(JournalLine(*where, what, why, outcome=relayout_result(s)))
+    told = {event.iteration for event in run.events if event.kind == "phase"}
     for note in decisions.notes:
+        if note.kind == SEGMENT and note.iteration in told:
+            continue
         what = note.line[:1].upper() + note.line[1:]
         lines.append(JournalLine(note.t, note.iteration, _group(note.kind), what))
     for event in run.events:
         if event.kind not in QUIET_EVENTS:
             where = event.t, event.iteration, _group(event.kind)
-            lines.append(JournalLine(*where, event.kind.capitalize(), event.line))
+            what = phase_words(event.about) if event.kind == "phase" else event.kind
+            what = f"{what[:1].upper()}{what[1:]}".replace(".", " ")
+            lines.append(JournalLine(*where, what, event.line))
     for launch in run.launches:
         what = f"Launch {launch.name} started" + (f" on {launch.layout}" if launch.layout else "")
         why = f"went on from {launch.loaded}" if launch.loaded else ""

@@ -8,7 +8,16 @@ from typing import Any
 
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.messages import conditions_line
-from copus_ext.monitor.values import FOREIGN, number, rows, seconds_of, table, text, whole
+from copus_ext.monitor.values import (
+    FOREIGN,
+    number,
+    rows,
+    seconds_of,
+    table,
+    text,
+    whole,
+    written,
+)
 from megatron.trainer.common.errors import counted
 from megatron.trainer.config.layout import Layout
 
@@ -16,6 +25,8 @@ MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
 """How a change of layout ends: it was made; the run ended before it began; the run left to start
 again."""
 _GIVEN_UP = {"relayout.cancelled": CALLED_OFF, "relayout.abandoned": ABANDONED}
+SEGMENT = "segment"
+"""What a controller notes where a phase begins, which the record of steps tells as well."""
 _MAX_RATIO = 1 << 20
 _COUNTS, _TEXTS = ("best_batch", "num_layouts"), ("best_layout", "source")
 _NO_NOTE = (
@@ -324,7 +335,7 @@ class DecisionHistory:
         requested, predicted_s = self.requested
         own = whole(record.get("number"))
         about = own if own is not None or kind == "relayout" else requested
-        relayout = _relayout(record, kind, predicted_s if about == requested else None)
+        relayout = relayout_of(record, kind, predicted_s if about == requested else None)
         relayout.number = about
         if (decided := self._find(about)) is not None:
             if relayout.iteration is None:
@@ -469,13 +480,14 @@ def _candidate(
     return next(iter(within or others), {})
 
 
-def _relayout(record: dict[str, Any], kind: str, predicted_s: float | None) -> RelayoutRecord:
+def relayout_of(record: dict[str, Any], kind: str, predicted_s: float | None) -> RelayoutRecord:
+    """A change of layout of a journal, or of a record of steps."""
     outcome = table(record.get("outcome"))
     took = {text(name, 60): number(value) for name, value in table(outcome.get("phases")).items()}
     return RelayoutRecord(
         number=whole(record.get("number")),
         iteration=whole(record.get("iteration")),
-        t=seconds_of(record.get("time")),
+        t=written(record),
         start=text(record.get("start"), 100),
         to=text(record.get("to"), 100),
         kind=_GIVEN_UP.get(kind) or text(outcome.get("kind"), 20),
@@ -535,10 +547,24 @@ def _spike(record: dict[str, Any]) -> str:
     return f"the loss spiked after the batch {after}; no {what} until sample {until}"
 
 
+def phase_words(record: dict[str, Any]) -> str:
+    """The phase of a schedule that begins, from its record or from the controller's."""
+    known = {
+        name: whole(record.get(name))
+        for name in ("phase", "global_batch_size", "micro_batch_size", "seq_length")
+    }
+    name = "the next phase" if known["phase"] is None else f"phase {known['phase']}"
+    return (
+        f"{name} of the schedule begins: batch {known['global_batch_size']} in micro-batches of "
+        f"{known['micro_batch_size']}, samples of {known['seq_length']} tokens"
+    )
+
+
 def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
     kind = text(kind, 60)
     made = counted(whole(record.get("changes")) or 0, "change")
     lines = {
+        SEGMENT: phase_words(record),
         "start": f"the controller started in mode {text(record.get('mode'), 20)}",
         "end": f"the controller ended after {made}",
         "paused": "an operator paused the controller",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from copus_ext.controller.decision_log import NAME as JOURNAL
 from copus_ext.controller.decision_log import read_journal, version_problem
-from copus_ext.monitor.journal import DecisionHistory
+from copus_ext.monitor.journal import DecisionHistory, RelayoutRecord, relayout_of
 from copus_ext.monitor.values import measured, number, table, text, whole, written
 from copus_ext.reshard.checked import read_value
 from megatron.trainer.common.control import PAUSE_FILE, STOP_FILE
@@ -37,6 +37,9 @@ QUIET_EVENTS = (
     "checkpoint.commit",
     "layout",
     "numbers",
+    "relayout",
+    "relayout.begin",
+    "relayout.commit",
     "run.start",
     "run.end",
 )
@@ -132,6 +135,8 @@ class Launch:
     why: str = ""
     """How it ended; empty if no end is recorded."""
     last_t: float | None = None
+    launched_t: float | None = None
+    """When its first process began, seconds since the epoch."""
     ranks: int | None = None
     """Of a launch whose ranks change."""
     entered: str = ""
@@ -172,6 +177,8 @@ class RunHistory:
     layouts: list[tuple[int, str]] = field(default_factory=list)
     """Steps done and the layout from there on; each differs from the one before."""
     events: list[Event] = field(default_factory=list)
+    relayouts: list[RelayoutRecord] = field(default_factory=list)
+    """Changes of layout, those of the journal first: a schedule makes some without a controller."""
     undone_s: float = 0.0
     """Seconds of steps that a later launch did again."""
     saves_s: list[float] = field(default_factory=list)
@@ -283,6 +290,8 @@ class RunReader:
         committed = committed_history(self._records)
         for record in committed:
             _add(found, record["value"])
+        planned = [relayout_of(e.about, e.kind, None) for e in found.events if e.kind == "relayout"]
+        found.relayouts = [*self._decisions.relayouts, *planned]
         for launch in found.launches:
             launch.last_t = self._launch_ends.get(launch.name)
         found.undone_s = _seconds_of(self._records) - _seconds_of(committed)
@@ -403,6 +412,7 @@ def _add(run: RunHistory, value: Step | Evaluation | Event) -> None:
                 samples=whole(about.get("consumed_samples")) or 0,
                 layout=text(about.get("layout"), 100),
                 loaded=text(about.get("loaded"), 300),
+                launched_t=number(about.get("launched_t")),
                 ranks=len(members) if isinstance(members, list) else None,
                 entered=entered if entered in GOES_ON else "",
             )
@@ -421,6 +431,16 @@ def _enter_layout(layouts: list[tuple[int, str]], iteration: int, layout: str) -
         layouts.pop()
     if layout and (not layouts or layouts[-1][1] != layout):
         layouts.append((iteration, layout))
+
+
+def first_step(run: RunHistory, launch: Launch) -> tuple[float | None, Step | None]:
+    """When the first step of a launch began, seconds since the epoch, and that step; None where
+    they are not recorded."""
+    own = (s for s in run.steps if s.launch == launch.name and s.iteration == launch.iteration + 1)
+    first = next(own, None)
+    if first is None or first.t is None:
+        return None, first
+    return first.t - (first.seconds or 0.0), first
 
 
 def _asked(run: Path) -> list[str]:

@@ -17,7 +17,14 @@ from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import DecisionInputs
 from copus_ext.monitor.journal import MOVED, DecisionRecord
 from copus_ext.monitor.liveness import OVER, RunLiveness, State, is_paused, liveness
-from copus_ext.monitor.run_files import END_BYTES, GOES_ON, RunHistory, RunReader, Step
+from copus_ext.monitor.run_files import (
+    END_BYTES,
+    GOES_ON,
+    RunHistory,
+    RunReader,
+    Step,
+    first_step,
+)
 from copus_ext.monitor.time_saved import TimeSaved, so_far
 from copus_ext.monitor.values import FOREIGN, LINE, text, whole
 from copus_ext.monitor.verdict import verdict
@@ -29,7 +36,8 @@ SLOW_STEPS = 10
 _STEPS = 100
 """Last steps that are looked at."""
 _ALARMS = 5
-_CHANGES = 3
+_CHANGES = 8
+"""Last changes that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +52,17 @@ class Noise:
     """None while it is unbounded."""
     measured_at: int | None
     """The last step that was measured; None: none of the record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """From the begin of the last launch to the end of its first step, seconds."""
+
+    processes_s: float
+    """For processes, imports and rendezvous, until the record began."""
+    building_s: float
+    """For data, model and checkpoint."""
+    step_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +129,9 @@ class ControllerStatus:
     """What was gained so far against staying at the start, or why that is not known."""
     time_saved: TimeSaved | None = None
     changes: tuple[ChangeStatus, ...] = ()
-    """The last three, newest last."""
+    """The last eight, newest last."""
+    num_changes: int = 0
+    """Of the whole run, as far as it was read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +150,8 @@ class RunStatus:
     launches: int
     launches_at_least: bool
     """Whether there may be more, before what was read of the record."""
+    start: Start | None
+    """Of the last launch; None before its first step, or where the record does not tell."""
     crashes: int
     """Launches that recorded no end and were followed by another."""
     losses: int
@@ -219,6 +242,7 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         launch=run.launch,
         launches=sum(not launch.entered for launch in run.launches),
         launches_at_least=not run.is_whole,
+        start=_start(run),
         crashes=_crashes(run),
         losses=sum(launch.entered == "loss" for launch in run.launches),
         iteration=source and source.iteration,
@@ -274,6 +298,20 @@ def _regular(run: RunHistory, steps: list[Step]) -> list[Step]:
     return steps[:-1] if is_rest else steps
 
 
+def _start(run: RunHistory) -> Start | None:
+    launch = run.launches[-1] if run.launches else None
+    if launch is None or launch.t is None or launch.launched_t is None:
+        return None
+    built_t, first = first_step(run, launch)
+    if built_t is None or first is None:
+        return None
+    return Start(
+        processes_s=max(launch.t - launch.launched_t, 0.0),
+        building_s=max(built_t - launch.t, 0.0),
+        step_s=first.seconds or 0.0,
+    )
+
+
 def _noise(step: Step, steps: Sequence[Step]) -> Noise:
     return Noise(
         status=step.noise_status or "",
@@ -292,7 +330,7 @@ def _layout(run: RunHistory) -> tuple[float, str]:
         for event in run.since_start
         if event.kind in ("run.start", "layout")
     ]
-    known += [(s.t or 0.0, s.to) for s in run.decisions.relayouts if s.kind == MOVED]
+    known += [(s.t or 0.0, s.to) for s in run.relayouts if s.kind == MOVED]
     if known:
         return max(known)
     standing = run.decisions.standing
@@ -400,6 +438,7 @@ def _controller(
     decisions, standing = run.decisions, run.decisions.standing
     if decisions.is_empty:
         return None
+    changes = changes_of(run, is_alive=signs.is_alive)
     known: dict[str, Any] = {}
     if standing:
         try:
@@ -417,7 +456,8 @@ def _controller(
         mode=mode or "act",
         policy=policy,
         headroom=decisions.headroom,
-        changes=tuple(changes_of(run, is_alive=signs.is_alive))[-_CHANGES:],
+        changes=tuple(changes[-_CHANGES:]),
+        num_changes=len(changes),
         **known,
     )
 

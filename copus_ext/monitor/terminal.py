@@ -13,7 +13,7 @@ from copus_ext.monitor.explain import gain as expected
 from copus_ext.monitor.explain import seconds, time_left
 from copus_ext.monitor.liveness import State
 from copus_ext.monitor.run_files import unread_words
-from copus_ext.monitor.run_status import ChangeStatus, ControllerStatus, RunStatus
+from copus_ext.monitor.run_status import ChangeStatus, ControllerStatus, RunStatus, Start
 from megatron.trainer.common.errors import counted
 
 _STYLES: dict[State, str] = {
@@ -44,6 +44,10 @@ def screen(status: RunStatus) -> RenderableType:
     parts: list[RenderableType] = [grid]
     if status.controller is not None and status.controller.changes:
         parts.append(_changes(status.controller))
+        shown, total = len(status.controller.changes), status.controller.num_changes
+        if shown < total:
+            where = f"the last {shown} of {total} changes; copus report {status.run} shows all"
+            parts.append(Text(where, style=_LABEL))
     parts += [Text(f"! {line}", style="red") for line in alarms(status)]
     return Group(*parts)
 
@@ -63,6 +67,8 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield label, f"{seconds(status.silent_s)} ago"
     if status.launch:
         yield "launch", _launches(status)
+    if status.start is not None:
+        yield "start", _start(status.start)
     if status.iteration is not None:
         yield "step", _step(status)
     if status.left_s is not None:
@@ -95,6 +101,15 @@ def _launches(status: RunStatus) -> str:
     again = counted(max(status.launches - 1, 0), "restart")
     lost = f", ranks were lost {counted(status.losses, 'time')}" if status.losses else ""
     return f"{status.launch}, {least}{again}, {crashes}{lost}"
+
+
+def _start(start: Start) -> str:
+    whole = start.processes_s + start.building_s + start.step_s
+    return (
+        f"{seconds(whole)} to the end of the first step: {seconds(start.processes_s)} for "
+        f"processes and imports, {seconds(start.building_s)} for data and model, "
+        f"{seconds(start.step_s)} for the step"
+    )
 
 
 def _step(status: RunStatus) -> str:

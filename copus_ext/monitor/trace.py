@@ -64,7 +64,7 @@ def timeline(run: Path) -> dict[str, Any] | None:
         args |= {"gain needed": needed, "outcome": line.outcome}
         track = "decisions" if line.group in ("change", "stay") else "events"
         events += _event(track, line.what, line.t, base_ns, args, ph="i", s="t")
-    for relayout in history.decisions.relayouts:
+    for relayout in history.relayouts:
         events += _phases(relayout, base_ns)
     return {"displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns, "traceEvents": events}
 

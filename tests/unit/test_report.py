@@ -164,7 +164,7 @@ def test_a_run_that_measured_nothing_does_not_claim_to_have_followed_it(tmp_path
     rewrite(tmp_path / "journal.jsonl", forget)
     charts = {chart.title: chart for chart in report_of(RunReader(tmp_path)).charts}
     caption = charts["Gradient noise scale"].caption
-    assert "by the law alone" in caption and "No noise scale was good enough" in caption
+    assert "by the published law alone" in caption and "No noise scale was good enough" in caption
     assert "It followed" not in caption
 
 
@@ -246,6 +246,67 @@ def test_candidates_are_those_that_the_last_decision_compared(run: Path, shown: 
         assert line[7] == candidate["blocked_reason"] or "allowed"
     assert shown.decision.startswith(f"Decision 6 after step {last['iteration']}. ")
     assert last["decision"]["reason"] in shown.decision
+
+
+def test_a_move_of_a_schedule_is_one_row_in_plain_words(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path)
+    run.step(12)
+    sizes: dict[str, Any] = {"seq_length": 128, "global_batch_size": 8, "micro_batch_size": 2}
+    where, to = (run.iteration, run.samples), "tp1.pp2.dp2"
+    run.tracker.event("phase", *where, phase=1, rotary_base=10000, **sizes)
+    run.journal.append("segment", iteration=12, consumed_samples=96, **sizes)
+    run.tracker.event("relayout.begin", *where, to=to)
+    run.tracker.event("relayout.commit", *where, to=to)
+    run.tracker.event("layout", *where, layout=to)
+    outcome = {"kind": "moved", "reason": "", "phases": {"copy": 0.25}, "pause_s": 0.25}
+    about: dict[str, Any] = {"number": None, "start": "tp1.pp1.dp4", "to": to, "outcome": outcome}
+    run.tracker.event("relayout", *where, **about)
+    run.step(3)
+    report = report_of(RunReader(tmp_path))
+    begins = "of the schedule begins: batch 8 in micro-batches of 2, samples of 128 tokens"
+    rows = [(x.what, x.why, x.outcome) for x in report.journal if x.iteration == 12]
+    assert rows == [
+        (f"Phase 1 {begins}", "", ""),
+        (
+            "Change of layout tp1.pp1.dp4 to tp1.pp2.dp2",
+            "as --layout-schedule says",
+            "the change took 0.25 s",
+        ),
+    ]
+    assert "0.25 s changes of layout" in report.facts["of this"]
+    alone = report_of(RunReader(tmp_path / "journal.jsonl"))
+    assert f"The next phase {begins}" in [x.what for x in alone.journal]
+
+
+def test_the_time_of_a_launch_is_told_to_its_last_second(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path)
+    run.step(4)
+    run.evaluate(2.5)
+    run.step(1)
+    run.end()
+    # The record begins at 1000 s, steps are of 2 s, the evaluation of 3 s, and 10 s are of nothing.
+    times = iter([1000.0, 1007.0, 1009.0, 1011.0, 1013.0, 1016.0, 1018.0, 1028.0])
+
+    def timed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for record, t in zip(records, times, strict=True):
+            record |= {"t": t, **({"launched_t": 990.0} if t == 1000.0 else {})}
+            if record["kind"] == "step":
+                record["elapsed_per_iteration_ms"] = 2000.0
+        return records
+
+    rewrite(tmp_path / "metrics.jsonl", timed)
+    facts = report_of(RunReader(tmp_path)).facts
+    assert facts["start"] == (
+        "17 s to the end of the first step: 10 s for processes and imports, 5 s for data and "
+        "model, 2 s for the step"
+    )
+    parts = facts["of this"].split("; ")
+    assert parts == [
+        "10 s steps (35.7 %)",
+        "3 s evaluations",
+        "5 s building data and model",
+        "10 s other (deciding, measuring, records)",
+    ]
 
 
 def test_of_what_a_crash_had_done_again_the_newer_counts(tmp_path: Path) -> None:

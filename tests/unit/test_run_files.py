@@ -219,7 +219,7 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
         assert reason in told[10 + number].outcome
     assert "the change took 2 s" in told[15].outcome
     states = [state for _, state in changes_of(tmp_path)]
-    assert states == ["not done: ended", "under way", "being measured"]
+    assert states[-3:] == ["not done: ended", "under way", "being measured"]
 
 
 def test_a_recorded_journal_is_read(capsys: pytest.CaptureFixture[str]) -> None:

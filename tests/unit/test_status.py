@@ -298,7 +298,15 @@ def test_what_to_look_at(tmp_path: Path) -> None:
     assert [a.name for a in now.alarms] == ["save failed", "no step"]
     assert now.paused and "paused" in shown(now)
     assert now.controller is not None
-    assert [c.state for c in now.controller.changes] == ["being measured"] * 3
+    assert [c.state for c in now.controller.changes[-4:]] == ["being measured"] * 4
+    assert "changes; copus report" not in shown(now), "few are all shown"
+    for number in range(7, 15):
+        write_change(journal, number, 20, to=LAYOUTS[1])
+    now = read_status(tmp_path)
+    assert now.controller is not None
+    total = now.controller.num_changes
+    assert len(now.controller.changes) == 8 < total
+    assert f"the last 8 of {total} changes; copus report" in " ".join(shown(now).split())
 
 
 def test_crashes_count_and_later_launches_win(tmp_path: Path) -> None:
