@@ -53,9 +53,13 @@ if command -v flock >/dev/null && ! flock -n 9; then
     exit 2
 fi
 find "$run" -mindepth 1 ! -path "$mark" -delete
+log=$run/log.txt
+: >"$log"
 
+echo "This takes about two minutes. What is left out here is in $log"
 echo "== 1. data: the standard library's sources, byte by byte"
-"$python" tools/preprocess_data.py --python-stdlib --output-prefix "$run/data/stdlib" --append-eod
+"$python" tools/preprocess_data.py --python-stdlib --output-prefix "$run/data/stdlib" --append-eod |
+    tee -a "$log" | grep -F ' tokens, '
 
 flags=(
     --num-layers 4 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4
@@ -83,9 +87,30 @@ if [ -n "$is_moe" ]; then
     move="90%:tp1.pp1.ep2.dp2"
     told="each rank takes half of the experts (expert parallelism)"
 fi
+course() { # of what a run prints: held-out losses as they come, changes without reasons, alerts
+    local line open= LC_ALL=C
+    while IFS= read -r line; do
+        case $line in
+        *" on test set "*) ;;
+        " validation loss at iteration "*)
+            line=${line#*lm loss value: }
+            [ -n "$open" ] || printf '   held-out loss:'
+            printf ' %.2f' "${line%% *}"
+            open=1
+            ;;
+        "copus: "*" -> "* | "copus: "[0-9]*" change"* | "copus: nothing was changed"* | \
+            "copus: controller disabled"* | "the layout "* | ALERT*)
+            [ -z "$open" ] || echo
+            open=
+            echo "   ${line%%;*}"
+            ;;
+        esac
+    done
+    [ -z "$open" ] || echo
+}
 train() {
     "$python" -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
-        "${flags[@]}" "$@" | grep -v '^  [a-z_0-9]* \.\.'
+        "${flags[@]}" "$@" | tee -a "$log" | course
 }
 
 echo "== 2. train on two ranks, each with a copy of the model, as the flags say: batch $batch"
@@ -94,13 +119,13 @@ train --run-dir "$run/plain"
 echo "== 3. the same with --copus; after 90 % of its samples --layout-schedule moves it: $told"
 train --copus --layout-schedule "$move" --save "$run/checkpoints" --run-dir "$run"
 
-"$python" tools/report.py "$run" -o "$run/report.html"
+"$python" tools/report.py "$run" -o "$run/report.html" >>"$log"
 echo "== 4. what the model of the last checkpoint writes"
 "$python" tools/generate.py --load "$run/checkpoints" --prompt "def " "class " "import " \
-    --num-tokens-to-generate 60 --temperature 0.5 --one-line
+    --num-tokens-to-generate 60 --temperature 0.5 --one-line | tee -a "$log"
 
 echo "== 5. what --copus changed"
-"$python" scripts/compare_runs.py "$run/plain" "$run"
+"$python" scripts/compare_runs.py "$run/plain" "$run" | tee -a "$log"
 page=$(cd "$run" && pwd)/report.html
 echo "each decision and why: file://$page in a browser, or: $(dirname "$python")/copus status $run"
 echo "(the time saved that they name is an estimate of the run itself; the line above was measured)"

@@ -52,8 +52,18 @@ def test_it_does_what_its_page_says(
     end = done.stdout.splitlines()[-3:]
     line = r"held-out loss [\d.]+ with --copus after \d+ s, [\d.]+ without after \d+ s; .+"
     assert re.fullmatch(line, end[0]) and "why: file://" in end[1], end
-    assert re.search(r"^copus: (\d+ change|nothing was changed)", done.stdout, re.MULTILINE)
+    assert re.search(r"^   copus: (\d+ change|nothing was changed)", done.stdout, re.MULTILINE)
+    shown, log = done.stdout.splitlines(), (tmp_path / "run/log.txt").read_text()
+    assert len(shown) <= 60 and "   the layout is tp1.pp2.dp1 after " in done.stdout
+    losses = re.findall(r"^   held-out loss:((?: \d\.\d\d)+)$", done.stdout, re.MULTILINE)
+    assert len(" ".join(losses).split()) == log.count(" validation loss at ") - 2 > 10
+    assert all(line.strip() in log for line in shown if line.startswith("   copus: "))
+    assert log.count(" iteration        1/") == log.count("end of arguments") == 2
     page = Path(re.findall(r"file://(\S+)", end[1])[0])
+    journal = page.read_text().partition('id="h-journal"')[2]
+    assert journal.count("Change of layout tp1.pp1.dp2 to tp1.pp2.dp1") == 1
+    assert "Phase 1 of the schedule begins" in journal
+    assert not re.search(r"Relayout|Segment|Phase<", journal), "words of the program"
     assert page.read_text().count("<svg") == 8, "four, each for a desk and a phone"
     texts = done.stdout.partition("== 4.")[2].partition("== 5.")[0].splitlines()[-3:]
     assert [ast.literal_eval(t).split(" ", 1)[0] for t in texts] == ["def", "class", "import"]
@@ -70,7 +80,7 @@ def test_it_does_what_its_page_says(
     told_of = (ROOT / "docs/quickstart.md").read_text()
     table = told_of.partition("## What it leaves")[2].partition("See its state")[0]
     names = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
-    assert len(names) == 6 and [n for n in names if not (tmp_path / "run" / n).exists()] == []
+    assert len(names) == 7 and [n for n in names if not (tmp_path / "run" / n).exists()] == []
     # The commands that the page gives, and the one that the script names, on what it has left.
     (tmp_path / "runs").mkdir()
     (tmp_path / "run").rename(tmp_path / "runs/quickstart")
