@@ -13,23 +13,33 @@ from copus_ext.cost_model.cluster_spec import preset
 from tests.distributed.worker_controller_layouts import BASE, write_profile
 from tests.gpu_stub import worker_moves
 from tests.gpu_stub.launch import train_on_stub
-from tests.helpers.jobs import TINY, losses_of, train
+from tests.helpers.jobs import MOE, TINY, losses_of, train
 
 STEPS = 6
 FLAGS = f"--train-iters {STEPS} --use-distributed-optimizer"
 TWO = ["tp2.pp1.dp1", "tp1.pp1.dp2", "tp1.pp2.dp1", "tp1.pp1.dp2"]
 """Goes round, so that every layout is entered again."""
+EXPERTS = [
+    "tp1.pp1.ep2.dp4",
+    "tp2.pp1.ep2.etp1.dp2",
+    "tp1.pp1.ep4.dp4",
+    "tp1.pp2.ep2.dp2",
+    "tp1.pp1.ep2.dp4",
+]
+BALANCED = "--moe-balance lagged --moe-aux-loss-coeff 1e-2"
 FOUR = ["tp2.pp1.dp2", "tp2.pp2.dp1", "tp1.pp1.dp4", "tp1.cp2.pp2.dp1", "tp1.pp1.dp4"]
 
 
-def walk(path: list[str], ranks: int, folder: Path) -> list[list[dict[str, Any]]]:
+def walk(
+    path: list[str], ranks: int, folder: Path, *, base: str = TINY, more: str = ""
+) -> list[list[dict[str, Any]]]:
     """Trains in the first layout, then goes through the others; the rows of every rank."""
     first, *others = path
     tp = first.split(".")[0].removeprefix("tp")
     env = {"STUB_LAYOUTS": ",".join(others), "STUB_ROWS": str(folder)}
-    flags = [*FLAGS.split(), "--tensor-model-parallel-size", tp]
+    flags = [*FLAGS.split(), "--tensor-model-parallel-size", tp, *more.split()]
     program = Path(worker_moves.__file__)
-    train_on_stub(flags, ranks, folder / "run", env=env, program=program).check()
+    train_on_stub(flags, ranks, folder / "run", base=base, env=env, program=program).check()
     files = [folder / worker_moves.FILE.format(rank=rank) for rank in range(ranks)]
     return [json.loads(file.read_text()) for file in files]
 
@@ -76,6 +86,17 @@ def test_four_ranks_move_with_equal_losses(tmp_path: Path, plain: list[float]) -
     for rows in walk(FOUR, 4, tmp_path):
         assert [row["kind"] for row in rows] == ["moved"] * (len(FOUR) - 1)
     assert losses_of(tmp_path / "run") == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_mixture_moves_with_equal_losses(tmp_path: Path) -> None:
+    more = f"{BALANCED} --expert-model-parallel-size 2"
+    for rows in walk(EXPERTS, 4, tmp_path, base=MOE, more=more):
+        assert [(row["kind"], row["reason"]) for row in rows] == [("moved", "")] * 4
+        assert [row["to"] for row in rows] == EXPERTS[1:]
+    train([*FLAGS.split(), *BALANCED.split()], 2, tmp_path / "cpu", base=MOE).check()
+    found, wanted = losses_of(tmp_path / "run"), losses_of(tmp_path / "cpu")
+    assert wanted[-1] < wanted[0]
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_the_controller_moves_on_its_own(tmp_path: Path) -> None:
