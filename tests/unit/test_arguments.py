@@ -23,6 +23,7 @@ from megatron.trainer.config.known_flags import (
     KnownFlag,
     deprecated,
     known_flags,
+    of_forks,
     refused_beginnings,
 )
 from megatron.trainer.config.layout import Layout
@@ -157,6 +158,20 @@ def test_all_problems_of_a_command_line_each_once() -> None:
 def test_hints_are_near(flag: str, meant: str | None) -> None:
     ours = [s for group in GROUPS.values() for spec in option_specs(group) for s in spec.strings]
     assert nearest_flag(flag, [*ours, *known_flags()]) == meant
+
+
+@pytest.mark.parametrize("flag", ["--RMSNorm", "--use_rms_norm", "--use-flash-attn-v2"])
+def test_a_flag_of_a_fork_is_told_in_the_words_of_megatron_lm(flag: str) -> None:
+    instead = of_forks()[flag.replace("_", "-").lower()]
+    with pytest.raises(UsageError, match=f"^unknown flag {flag}; write {instead}$"):
+        parse_args([flag])
+
+
+def test_what_flags_of_forks_become_is_known_and_they_are_not() -> None:
+    ours = {s for group in GROUPS.values() for spec in option_specs(group) for s in spec.strings}
+    for flag, instead in of_forks().items():
+        assert flag not in ours | {*known_flags()}
+        assert {word for word in instead.split() if word.startswith("--")} <= ours
 
 
 def test_both_spellings() -> None:

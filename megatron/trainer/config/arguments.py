@@ -21,6 +21,7 @@ from megatron.trainer.config.known_flags import (
     KnownFlag,
     known_flags,
     notes_of,
+    of_forks,
     refused_beginnings,
 )
 from megatron.trainer.config.logging import profile_problems
@@ -222,7 +223,10 @@ def _unknown(rest: Sequence[str], names: Collection[str], in_files: Mapping[str,
             lines.append(f"{flag} is not a flag; {in_files[flag]}")
             continue
         near = nearest_flag(flag, names)
-        lines.append(f"unknown flag {flag}; " + (f"did you mean {near}?" if near else "remove it"))
+        fix = f"did you mean {near}?" if near else "remove it"
+        if (instead := of_forks().get(flag.replace("_", "-").lower())) is not None:
+            fix = f"write {instead}"
+        lines.append(f"unknown flag {flag}; {fix}")
     return lines
 
 

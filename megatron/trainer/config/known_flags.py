@@ -52,6 +52,12 @@ def deprecated() -> Mapping[str, str]:
 
 
 @functools.cache
+def of_forks() -> Mapping[str, str]:
+    """Flags of forks of Megatron-LM in small letters with hyphens, and what says the same here."""
+    return MappingProxyType(_tables()["forks"])
+
+
+@functools.cache
 def refused_beginnings() -> Mapping[str, str]:
     """The beginning of an option string, and why all its unlisted members are refused."""
     return MappingProxyType(
