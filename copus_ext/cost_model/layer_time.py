@@ -31,8 +31,9 @@ _SCORE_BYTES, _SCORE_DROPOUT_BYTES = 8.0, 5.0
 fused softmax, read; and what dropout moves more, its mask among it."""
 _CPU_SCORE_BYTES = 14.0
 """The same on CPU ranks, whose constants go with it."""
-_FP32_SOFTMAX_BYTES = 32.0
-"""Of a score in plain torch, forward: written, cast to fp32, masked, softmax, cast back, read."""
+_FP32_SOFTMAX_BYTES, _FP32_SOFTMAX_BACKWARD_BYTES = 32.0, 48.0
+"""Of a score in plain torch: written, cast to fp32, masked, softmax, cast back, read; and backward,
+where the mask is put on a copy. tests/unit/test_attention_bytes.py traces both."""
 _TORCH_NORMS_BYTES = 104.0
 """Of an element of the residual stream, forward, what two RMSNorms in plain torch move more than
 fused ones. Their kernels (to fp32, square, mean, scale, back, times the weight) read and write 36
@@ -74,8 +75,8 @@ def attention_s(rows: ConfigBatch, c: Constants) -> Any:
     width = rows.num_attention_heads * rows.kv_channels / rows.tp
     keys = context.keys_of_a_token(rows)
     flops = 4.0 * rows.tokens * keys * width
-    scores = rows.tokens * rows.num_attention_heads / rows.tp * keys
-    num_bytes = np.where(rows.fused_attention, 8.0 * rows.tokens * width, _unfused(rows) * scores)
+    unfused = _unfused(rows) * _scores(rows)
+    num_bytes = np.where(rows.fused_attention, 8.0 * rows.tokens * width, unfused)
     if context.is_shared(rows):
         num_bytes = num_bytes + context.joined_bytes(rows)
     return flops / (rows.peak_flops * c.attention_efficiency) + moved_s(rows, c, num_bytes)
@@ -88,9 +89,22 @@ def _unfused(rows: ConfigBatch) -> Any:
     return np.where(rows.on_cpu, _CPU_SCORE_BYTES, each)
 
 
-def core_backward(rows: ConfigBatch, core: Any) -> Any:
-    """Seconds of the same backward; a fused kernel computes the scores again."""
-    return np.where(rows.fused_attention, 2.5, 2.0) * core
+def core_backward(rows: ConfigBatch, c: Constants, core: Any) -> Any:
+    """Seconds of the same backward; a fused kernel computes the scores again, and a softmax in
+    plain torch moves less than twice as much.
+
+    Args:
+        core: [n] seconds forward.
+    """
+    less = 2.0 * _FP32_SOFTMAX_BYTES - _FP32_SOFTMAX_BACKWARD_BYTES
+    less = np.where(rows.softmax_in_fp32 & np.logical_not(rows.on_cpu), less, 0.0)
+    twice = np.where(rows.fused_attention, 2.5, 2.0) * core
+    return twice - moved_s(rows, c, less * _scores(rows))
+
+
+def _scores(rows: ConfigBatch) -> Any:
+    """Of all tokens and heads of a rank."""
+    return rows.tokens * rows.num_attention_heads / rows.tp * context.keys_of_a_token(rows)
 
 
 def _products(rows: ConfigBatch, width: Any) -> list[tuple[Any, Any]]:
@@ -168,7 +182,7 @@ def _layer(
     forward, first = _with_launches(
         products + core + elementwise + waits[0], first_launches - saved, c
     )
-    work = gradients + core_backward(rows, core) + 1.5 * elementwise + waits[1]
+    work = gradients + core_backward(rows, c, core) + 1.5 * elementwise + waits[1]
     backward, second = _with_launches(work, second_launches - 2 * saved, c)
     selective = np.where(rows.recompute == RECOMPUTE_SELECTIVE, core, 0.0)
     again = rows.recomputed_share * forward + selective
@@ -285,7 +299,7 @@ def cp_layer(rows: ConfigBatch, c: Constants, plain: Pass) -> Pass | None:
     if not context.is_shared(rows):
         return None
     core, slow = attention_s(rows, c), c.factors.compute
-    forward, backward = context.exchange_s(rows, c, core, core_backward(rows, core))
+    forward, backward = context.exchange_s(rows, c, core, core_backward(rows, c, core))
     meets = context.meetings(rows)
     each = np.maximum(meets, 1.0)
     forward = forward + c.factors.tp * meets * meeting_s(rows, plain.forward / each)

@@ -159,8 +159,9 @@ def test_work_is_even_and_whole_rectangles_are_a_2c_th_more() -> None:
 def test_a_fused_backward_pass_of_attention_is_two_and_a_half_forward_ones() -> None:
     """So that a whole pass weighs 3.5 / 3 of what its operations say."""
     for fused, factor in ((True, 2.5), (False, 2.0)):
-        rows = rows_of(llama("8B", fused_attention=fused), configuration("tp1.pp1.dp1"))
-        assert layer_time.core_backward(rows, 1.0)[0] == factor
+        model = llama("8B", 4096, fused_attention=fused)
+        rows = rows_of(model, configuration("tp1.pp1.dp1"))
+        assert layer_time.core_backward(rows, Constants(), 1.0)[0] == factor
 
 
 def test_activations_and_logits_fall_by_c_and_weights_stay() -> None:
