@@ -124,12 +124,12 @@ def measured_of(
             continue
         seconds, _, peak = (part.strip() for part in told.partition(","))
         try:
-            step_s = float(seconds.removesuffix("s"))
+            step_s = _seconds(seconds)
             peak_bytes = with_unit("--measured", peak) if peak else None
         except (ValueError, SpecError, UsageProblem):
             step_s, peak_bytes = 0.0, None
         if not 0 < step_s < math.inf or peak_bytes == 0:
-            how = "write CONFIG: 18.2 s, or CONFIG: 18.2 s, 62 GiB, or CONFIG: oom"
+            how = "write CONFIG: 18.2 s, or 18200 ms, or CONFIG: 18.2 s, 62 GiB, or CONFIG: oom"
             raise UsageProblem(f"--measured {text}: {how}")
         if peak_bytes is not None and peak_bytes > gpu_bytes:
             raise UsageProblem(f"--measured {text}: a GPU has {gpu_bytes / 2**30:.1f} GiB")
@@ -144,6 +144,16 @@ def measured_of(
     for c in {timing.configuration for timing in ran} & {*lacked}:
         raise UsageProblem(f"--measured {c}: it ran, and it ran out of memory; drop one")
     return ran, lacked
+
+
+def _seconds(text: str) -> float:
+    """A time with its unit, s or ms; a number alone is seconds.
+
+    Raises:
+        ValueError: another text.
+    """
+    text, is_ms = text.removesuffix("s"), text.endswith("ms")
+    return float(text.removesuffix("m")) / 1000 if is_ms else float(text)
 
 
 def _rounded_down(c: Configuration) -> Configuration:
@@ -168,7 +178,7 @@ def _why_illegal(model: ModelSpec, cluster: ClusterSpec, c: Configuration) -> st
         return f"{model.name} has no experts; drop ep and etp"
     judged = judge(model, cluster, points_of([c]), Limits(cross_node_tp=True))
     if (code := int(judged.code[0])) != LEGAL:
-        return "; ".join(reason(REJECTION_CODES[code], model, c, None, 0.0))
+        return "; ".join(reason(REJECTION_CODES[code], model, c))
     if c.recompute == "block":
         try:
             check_block(model, c)

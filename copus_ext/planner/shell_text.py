@@ -9,6 +9,8 @@ from collections.abc import Sequence
 _REMARK = re.compile(
     r"""^((?:[^'"\n]|"[^"\n]*"|'[^'\n]*')*?(?<!\S))\#(?!SBATCH).*$""", re.MULTILINE
 )
+_CONTINUED = re.compile(r"\\[ \t\r]*(?:\n|\Z)")
+"""A line that goes on, also where spaces slipped in behind its backslash, or nothing follows."""
 _ASSIGNED = re.compile(
     r"""^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=
     (?:"((?:[^"\\]|\\.)*)"|'([^']*)'|\(([^)]*)\)|((?:\$\([^\n]*\)|`[^`\n]*`|[^\s;&|"'()])*))
@@ -30,7 +32,7 @@ def words_of(text: str) -> list[str]:
     Raises:
         ValueError: a quotation that does not close.
     """
-    text = _REMARK.sub(r"\1", text).replace("\\\n", " ")
+    text = _CONTINUED.sub(" ", _REMARK.sub(r"\1", text))
     values: dict[str, str] = {}
     for found in _ASSIGNED.finditer(text):
         name, *forms = found.groups()
@@ -45,6 +47,15 @@ def words_of(text: str) -> list[str]:
 
     words = shlex.split(_COMPUTED.sub(hidden, text))
     return [re.sub(r"\$\((\d+)\)", lambda x: computed[int(x[1])], word) for word in words]
+
+
+def flags_of(text: str) -> list[str]:
+    """The words of a text of flags alone, which may stand on several lines.
+
+    Raises:
+        ValueError: a quotation that does not close.
+    """
+    return shlex.split(_CONTINUED.sub(" ", text))
 
 
 def up_to_end(words: Sequence[str]) -> list[str]:

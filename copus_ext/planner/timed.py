@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,8 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 
-_FAR_OFF = 5.0
-"""Factor between prediction and time from which on the time is doubted."""
+_FAR_SD, _FAR_FACTOR = 3.0, 2.0
+"""Standard deviations of a prediction, and factor, beyond which a time is doubted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class Timed:
     configuration: Configuration
     predicted_s: float
     """Seconds of a step by the constants alone."""
+    predicted_sd: float
+    """Relative uncertainty of that."""
     measured_s: float
     """Seconds that it took."""
     factor: float
@@ -30,12 +33,21 @@ class Timed:
     @property
     def is_far_off(self) -> bool:
         """Whether the time is too far off to be taken without a question."""
-        ratio = self.measured_s / self.predicted_s
-        return max(ratio, 1.0 / ratio) > _FAR_OFF
+        far = abs(math.log(self.measured_s / self.predicted_s))
+        return far > min(_FAR_SD * self.predicted_sd, math.log(_FAR_FACTOR))
 
     def __str__(self) -> str:
         times = f"predicted {self.predicted_s:.3g} s, measured {self.measured_s:.4g} s"
         return f"{self.configuration}: {times} (x {self.measured_s / self.predicted_s:.2f})"
+
+    def warning(self) -> str:
+        """What may be wrong with a time that is far off, and what to do."""
+        return (
+            f"{self}, of which the doubt is {100 * self.predicted_sd:.0f} %: is it the time of a "
+            f"whole step of batch {self.configuration.global_batch_size}, on such GPUs and links, "
+            "in this layout? Other software than described (attention, norms, precision) is as "
+            "likely: correct what is wrong, since all rows follow this time"
+        )
 
     def shares(self) -> str:
         """Where the difference goes, in words."""
@@ -49,12 +61,15 @@ class Timed:
 def timed(planner: Planner, ran: Sequence[Timing]) -> list[Timed]:
     """Some runs that correct a planner, beside their predictions."""
     found = []
+    unmeasured = planner.on(planner.cluster)
+    unmeasured.retime(())
     for timing in ran:
         predicted_s, factor, of_parts = planner.correction_of(timing.configuration)
         found.append(
             Timed(
                 configuration=timing.configuration,
                 predicted_s=predicted_s,
+                predicted_sd=unmeasured.priced(timing.configuration).prediction.step_rel_sd,
                 measured_s=timing.step_s,
                 factor=factor,
                 of_parts=of_parts,

@@ -18,6 +18,7 @@ from copus_ext.planner.profile import ProfileStore, Timing
 from copus_ext.planner.request import InputProblem, UsageProblem, configuration_of
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
+from copus_ext.planner.timed import Timed
 
 MODEL, CLUSTER = PRESETS["llama-2-13b"], preset("a100-80g:8")
 WHERE = "--model llama-2-13b --cluster a100-80g:8 --global-batch-size 16 --top 1"
@@ -47,6 +48,29 @@ def test_a_layout_that_is_only_slow_may_have_run() -> None:
     assert ran.configuration.layout.tp == 8 and not lacked
     two = dataclasses.replace(CLUSTER, num_nodes=2, gpus_per_node=4)
     assert measured_of(["tp=8: 20 s"], 16, MODEL, two, Limits())[0] == [ran]
+
+
+def test_a_time_is_in_seconds_unless_its_unit_is_ms() -> None:
+    for told in ("20 s", "20s", "20", "20000 ms", "20000.0ms", "2e4 ms, 62 GiB"):
+        (ran,), _ = measured_of([f"tp=8: {told}"], 16, MODEL, CLUSTER, Limits())
+        assert ran.step_s == 20.0
+    for told in ("20 m", "20 min", "ms", "20 us", "20 s ms"):
+        with pytest.raises(UsageProblem, match=r"write CONFIG: 18\.2 s, or 18200 ms, or"):
+            measured_of([f"tp=8: {told}"], 16, MODEL, CLUSTER, Limits())
+
+
+@pytest.mark.parametrize(
+    ("sd", "ratio", "is_far"),
+    [(0.1, 1.3, False), (0.1, 1.4, True), (0.1, 0.7, True), (0.3, 1.9, False), (0.3, 2.1, True)],
+)
+def test_a_time_is_far_off_beyond_three_deviations_or_twice(
+    sd: float, ratio: float, is_far: bool
+) -> None:
+    c = configuration_of("tp=8", global_batch_size=16, world_size=8)
+    one = {"predicted_sd": sd, "measured_s": 3.0 * ratio, "factor": 1.0, "of_parts": 1.0}
+    run = Timed(configuration=c, predicted_s=3.0, **one)
+    assert run.is_far_off == is_far
+    assert f"of which the doubt is {100 * sd:.0f} %: is it" in run.warning()
 
 
 def test_a_time_shorter_than_the_arithmetic_is_refused() -> None:
