@@ -318,7 +318,7 @@ def planner_of(args: argparse.Namespace) -> Any:
     args.timed = timed(planner, ran)
     for run in args.timed:
         if run.is_far_off:
-            tell("plan.py", f"warning: {run}; check the time, the batch and the configuration")
+            tell("plan.py", f"warning: {run.warning()}")
     return planner
 
 
@@ -368,7 +368,8 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         write_output(report.dump(record), args.output)
     else:
         machine = report.machine_line(planner.cluster, planner.constants)
-        head = f"{length_line(args, planner.model)}\n{machine}"
+        peak = report.peak_line(planner.cluster, planner.model.precision)
+        head = "\n".join(filter(None, [length_line(args, planner.model), machine, peak]))
         texts = [
             report.breakdown(a, flags_of_row(a.configuration, planner.model, given_of(args)))
             if code == 0
@@ -424,11 +425,10 @@ def failure(plan: Any, planner: Any) -> str:
 
 def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[Any, list[Any]]:
     """What was asked for, and the plans with all that the headroom looks at."""
-    from copus_ext.planner.equals import grouped
     from copus_ext.planner.report import Answer
 
     weighed = ranked(args, planner, wanted, top=max(args.top, _WEIGHED), tries=_TRIES)
-    plans = [doubted(planner, p, grouped(p.ranked, args.top)) for p in weighed]
+    plans = [doubted(planner, p, args.top) for p in weighed]
     for plan in plans:
         plan.ranked[:1] = [with_addition(args, planner, first) for first in plan.ranked[:1]]
     partitions = micro_batches = None
@@ -447,13 +447,17 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
     return Answer(plans=plans, worth_timing=worth_timing, additions=additions, **parts), weighed
 
 
-def doubted(planner: Any, plan: Any, rows: list[Any]) -> Any:
-    """A plan with some of its rows, what their times may be off together, and each over the first
-    of them."""
-    if not rows:
-        return dataclasses.replace(plan, ranked=[])
+def doubted(planner: Any, plan: Any, top: int) -> Any:
+    """A plan as the rows that are shown, what all times may be off together, however many are
+    shown, and each row over the first."""
+    from copus_ext.planner.equals import grouped
+
+    if not plan.ranked:
+        return plan
+    rows = grouped(plan.ranked, top)
+    common, _ = planner.doubts([one.configuration for one in plan.ranked[:_WEIGHED]])
     some = [*rows, *plan.tries]
-    common, over = planner.doubts([one.configuration for one in some])
+    _, over = planner.doubts([one.configuration for one in some])
     some = [dataclasses.replace(one, over_first_sd=sd) for one, sd in zip(some, over)]
     return dataclasses.replace(
         plan, ranked=some[: len(rows)], tries=some[len(rows) :], common_sd=common

@@ -100,6 +100,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     for line in (
         length_line(args, planner.model),
         report.machine_line(planner.cluster, planner.constants),
+        report.peak_line(planner.cluster, planner.model.precision),
         *assumed_lines(beside.assumed, beside.otherwise),
         *beside.better,
         *([beside.present.line()] if beside.present is not None else []),

@@ -21,7 +21,14 @@ _JOB = Path(__file__).parent / "data" / "job.yaml"
 """The manifest of docs/clusters.md, for two nodes; also scripts/kubernetes/job.yaml."""
 _YOURS = "FLAGS"
 """Stands for flags that a plan does not know."""
-_COMMENT = f"# {_YOURS}: the flags of your run; the flags of the layout must stand behind them"
+_PLACES = {
+    "slurm": "runs/x (a folder that all nodes see)",
+    "kubernetes": (
+        "copus:latest (the image), copus-runs (the claim of a volume that all pods can write) and "
+        "/runs/x (the folder of the run)"
+    ),
+}
+"""Of a form, what a user replaces."""
 
 
 def first_rows(
@@ -49,7 +56,10 @@ def first_rows(
     is_json = form == "submitit"
     own = yours if yours is not None else [] if is_json else [_YOURS]
     text = "".join(render(merged(own, flags), cluster) for flags in rows)
-    return f"{text}\n{_COMMENT}" if rows and yours is None and not is_json else text
+    if not rows or is_json:
+        return text
+    mine = "" if yours is not None else f"; {_YOURS}: those of your run, before the layout's"
+    return f"# put your own in place of {_PLACES[form]}{mine}\n{text}"
 
 
 def rows_of(args: argparse.Namespace, planner: Any, firsts: Sequence[Any]) -> str:
@@ -59,6 +69,8 @@ def rows_of(args: argparse.Namespace, planner: Any, firsts: Sequence[Any]) -> st
     yours = None if args.launched is None else shlex.split(args.megatron_args)
     if yours is None and (left := {flag: None for row in rows for flag in to_remove(row, given)}):
         tell("plan.py", f"note: remove {', '.join(left)} from your flags: no flag unsets them")
+    if yours is None and rows and args.format == "submitit":
+        tell("plan.py", "note: flags are those of the layout; put those of your run before them")
     return first_rows(args.format, rows, planner.cluster, yours)
 
 

@@ -73,18 +73,22 @@ GPUS = {
 """Data sheets: memory GiB, dense bf16 TFLOP/s, TB/s, multiprocessors, TF32 or fp32 TFLOP/s."""
 
 
-def gpu_named(name: str) -> GpuSpec:
+def gpu_named(name: str, where: str = "--gpu") -> GpuSpec:
     """A GPU of the list, by its name in any case, its preset kind, or as its driver calls it.
+
+    Args:
+        name: of the GPU.
+        where: flag or field that names it.
 
     Raises:
         SpecError: it is not there, or names several.
     """
     kinds = _kinds_named(name)
     if len(kinds) > 1:
-        raise SpecError(f"--gpu {name}: write {' or '.join(_KINDS[kind][0] for kind in kinds)}")
+        raise SpecError(f"{where} {name}: write {' or '.join(_KINDS[kind][0] for kind in kinds)}")
     if not kinds:
-        more = "a --cluster file with memory_bytes and peak_flops"
-        raise SpecError(f"--gpu {name}: {unknown(name, list(GPUS))}, or {more}")
+        more = "describe it in the file of --cluster with memory_bytes and peak_flops"
+        raise SpecError(f"{where} {name}: {unknown(name, list(GPUS))}; or {more}")
     return GPUS[_KINDS[kinds[0]][0]]
 
 
@@ -141,7 +145,7 @@ def _node(one: dict[str, Any], usual: GpuSpec) -> NodeSpec:
     if gpu is None:
         spec = usual
     elif isinstance(gpu, str):
-        spec = gpu_named(gpu)
+        spec = gpu_named(gpu, "nodes.gpu")
     elif isinstance(gpu, dict):
         spec = GpuSpec(**checked(GpuSpec, gpu, "nodes.gpu"))
     else:
@@ -448,7 +452,7 @@ class ClusterSpec:
             raise SpecError("a cluster is described by a JSON object")
         gpu = data.get("gpu")
         if isinstance(gpu, str):
-            gpu = asdict(gpu_named(gpu))
+            gpu = asdict(gpu_named(gpu, "gpu"))
         if not isinstance(gpu, dict):
             raise SpecError("cluster.gpu must name a GPU or describe one")
         links = data.get("links")

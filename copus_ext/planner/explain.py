@@ -50,7 +50,12 @@ EXPERT_RULES = (
 
 
 def reason(
-    code: str, model: ModelSpec, c: Configuration, peak_bytes: float | None, limit_bytes: float
+    code: str,
+    model: ModelSpec,
+    c: Configuration,
+    peak_bytes: float = 0.0,
+    safe_bytes: float = 0.0,
+    limit_bytes: float = 0.0,
 ) -> tuple[str, str]:
     """What speaks against a configuration.
 
@@ -59,6 +64,7 @@ def reason(
         model: what is trained.
         c: the configuration.
         peak_bytes: what it needs, with the code `memory`.
+        safe_bytes: how much it may need, its doubt counted.
         limit_bytes: what there is.
 
     Returns:
@@ -117,18 +123,23 @@ def reason(
         return detail, fix
     if code == "dominated":
         less = f"{c}: less recomputation fits and is never slower"
-        return less, f"price it with `{other_command('plan.py')} explain {c}`"
+        return less, f"`explain {c}` in front of your flags of model, cluster and batch prices it"
     if code == "memory":
-        assert peak_bytes is not None
-        over = (peak_bytes - limit_bytes) / GIB
-        much = f"{over:.1f}" if over >= 0.05 else "less than 0.1"
+        peak, safe = _told_apart(peak_bytes / GIB, safe_bytes / GIB)
+        much, _ = _told_apart((peak_bytes - safe_bytes) / GIB, 0.0)
         loaded = " (busiest experts at twice the mean)" if at.ep > 1 else ""
+        less = f"{limit_bytes / GIB:.1f} GiB less the doubt of what this layout needs"
         return (
-            f"predicted peak {peak_bytes / GIB:.1f} GiB{loaded}, safe up to "
-            f"{limit_bytes / GIB:.1f} GiB ({c})",
+            f"predicted peak {peak} GiB{loaded}, safe up to {safe} GiB: {less} ({c})",
             f"{much} GiB too much; use more GPUs or memory",
         )
     return texts[code]
+
+
+def _told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers with as many digits as it takes to see which is larger, one to four."""
+    texts = [(f"{one:.{n}f}", f"{other:.{n}f}") for n in range(1, 5)]
+    return next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
 
 
 def rejected(planner: Any, space: Any, mine: Any, every: bool = False) -> list[Rejected]:
@@ -146,7 +157,7 @@ def rejected(planner: Any, space: Any, mine: Any, every: bool = False) -> list[R
         at = np.flatnonzero(mine & (points.code == code))
         if not len(at):
             continue
-        i, peak = int(at[0]), None
+        i, peak = int(at[0]), 0.0
         if name == "memory":
             # Of most only weights and optimizer were counted: look closer at the smallest.
             near = at[np.argsort(peaks[at], kind="stable")[:_LOOKED_AT]]
@@ -157,8 +168,8 @@ def rejected(planner: Any, space: Any, mine: Any, every: bool = False) -> list[R
             # Those with fewest samples at once are nearest to the batch.
             i = int(at[np.argmin(points.dp[at] * points.micro_batch_size[at])])
         example = points.configuration(i)
-        safe = planner.limit_bytes if peak is None else planner.safe_bytes(example)
-        detail, fix = reason(name, planner.model, example, peak, safe)
+        safe = planner.safe_bytes(example) if name == "memory" else 0.0
+        detail, fix = reason(name, planner.model, example, peak, safe, planner.limit_bytes)
         members = [points.configuration(int(j)) for j in at] if every else None
         found.append(
             Rejected(
@@ -235,7 +246,9 @@ def timing_line(
         where = " (on every node; with SLURM, scripts/slurm/profile.sbatch does it)"
     if world_size > 1:
         tool = f"torchrun {ranks} -m copus_ext.commands.main profile-layouts"
-    lines = [f"to be surer of the other times, time {' and '.join(map(str, found))}{where}:"]
+    both = " and ".join(map(str, found))
+    own = "; put your own in place of words in capitals"
+    lines = [f"to be surer of the other times, time {both}{where}{own}:"]
     for c in found:
         layout = c.layout
         fixed = f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},micro_batch={c.micro_batch_size}"

@@ -198,6 +198,8 @@ class Present:
     """The first row; None where nothing fits."""
     problem: str = ""
     """Why it has no price."""
+    ran_out: bool = False
+    """Whether it is known to run out of memory."""
 
     def line(self) -> str:
         if self.now is None:
@@ -210,7 +212,9 @@ class Present:
             line += f", {abs(100 * more):.0f} % {'longer' if more >= 0 else 'shorter'} than row 1"
             line += ", too little to tell" if abs(more) <= EQUAL else ""
         line += f"; its {p.peak_bytes / GIB:.1f} GiB fit with probability {p.fit_probability:.2f}"
-        if p.fit_probability < _UNLIKELY:
+        if self.ran_out:
+            line += ", and it ran out of memory"
+        elif p.fit_probability < _UNLIKELY:
             line += "; if it runs, everything needs less memory than is said here"
         return line
 
@@ -238,8 +242,9 @@ def present_of(args: argparse.Namespace, planner: Planner, plan: Plan) -> Presen
         found = planner.explain(c)
     except (UsageProblem, SpecError) as error:
         return Present(now=None, first=first, problem=str(error))
+    ran_out = c in planner.too_large
     if isinstance(found, Ranked):
-        return Present(now=found, first=first)
+        return Present(now=found, first=first, ran_out=ran_out)
     if found.code in ("memory", "dominated"):
-        return Present(now=planner.priced(c), first=first)
+        return Present(now=planner.priced(c), first=first, ran_out=ran_out)
     return Present(now=None, first=first, problem=f"{found.detail}; {found.fix}")

@@ -312,6 +312,18 @@ def machine_line(cluster: ClusterSpec, constants: Constants) -> str:
     return f"{line}, of which messages are taken to reach {100 * constants.nic_efficiency:.0f} %"
 
 
+def peak_line(cluster: ClusterSpec, precision: str) -> str:
+    """Of which peak the MFU of an fp32 run is a share; else empty. GPUs that round products to TF32
+    have half of their bf16 peak then."""
+    if precision != "fp32" or cluster.is_gloo:
+        return ""
+    peak = cluster.gpu.peak(precision)
+    line = f"fp32: MFU is a share of {peak / 1e12:.4g} TFLOP/s of a GPU"
+    if peak < 0.4 * cluster.gpu.peak_flops:
+        return line
+    return f"{line}, in TF32; torch computes in TF32 where it is told to, as in NVIDIA's containers"
+
+
 def refusal(found: Rejected, batch: int, planner: Planner) -> str:
     """Why one configuration is no candidate, with the memory of one that does not fit."""
     problem = "does not fit" if found.code == "memory" else "not legal"

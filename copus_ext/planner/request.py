@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import shlex
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from copus_ext.cost_model.megatron_flags import attention_of, spec_of_arguments
 from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, NORMS, PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
+from copus_ext.planner.shell_text import flags_of
 from copus_ext.planner.space import may_overlap
 from megatron.trainer.common.extras import extras
 from megatron.trainer.common.program import unknown
@@ -47,7 +47,8 @@ _OF_TORCH_SOFTMAX = (
     "apply_query_key_layer_scaling",
     "masked_softmax_fusion",
 )
-"""Those of them that the cost model knows where they make a softmax in plain torch and fp32."""
+"""Those of them that the cost model knows where they make a softmax in plain torch and fp32, and
+that change nothing where attention is one kernel."""
 SEARCHED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
@@ -272,7 +273,7 @@ def _described_model(args: argparse.Namespace) -> Any:
         raise UsageProblem(f"give one of --model and {words}")
     if args.megatron_args is not None:
         try:
-            shlex.split(args.megatron_args)
+            flags_of(args.megatron_args)
         except ValueError as error:
             raise UsageProblem(f"--megatron-args: {error}") from error
         spec = spec_of_arguments(parsed_flags(args.megatron_args))
@@ -300,7 +301,7 @@ def parsed_flags(megatron_args: str) -> Any:
     """Megatron's flags as the trainer reads them, by field name."""
     from megatron.trainer.config.arguments import parse_args
 
-    return parse_args(shlex.split(megatron_args))
+    return parse_args(flags_of(megatron_args))
 
 
 def megatron_flag(args: argparse.Namespace, name: str) -> Any:
@@ -330,7 +331,7 @@ def notes_on(megatron_args: str, *, no_overlap: bool, priced: bool = False) -> l
     priced by itself or not."""
     args = parsed_flags(megatron_args)
     given = args.explicit_flags
-    known = _OF_TORCH_SOFTMAX if attention_of(args) == "torch" else ()
+    known = () if attention_of(args) == "unfused" else _OF_TORCH_SOFTMAX
     of_extras = (name for extra in extras() for name in extra.unpriced)
     unpriced = [n for n in (*_UNPRICED, *of_extras) if n in given and n not in known]
     unpriced = [_SPELLED.get(name, flag_of(name)) for name in unpriced]
@@ -347,9 +348,10 @@ def notes_on(megatron_args: str, *, no_overlap: bool, priced: bool = False) -> l
         notes.append(f"{flags}: priced without --overlap-grad-reduce, which does not go with it")
         has_overlap = False
     if has_overlap and "overlap_grad_reduce" not in given:
+        whose = "your command, priced without it," if priced else "your flags"
         notes.append(
-            "priced with --overlap-grad-reduce, as the flags of the answer have it; give "
-            "--no-overlap for a run without"
+            f"rows have --overlap-grad-reduce, which {whose} lack{'s' * priced}; give --no-overlap "
+            "for rows without"
         )
     if unpriced:
         notes.append(f"the cost model does not know {', '.join(unpriced)}: priced without")

@@ -45,7 +45,8 @@ def assumptions(args: argparse.Namespace, planner: Planner) -> list[Assumption]:
     if planner.cluster.is_gloo:
         return []
     if args.megatron_args is not None:
-        backend = megatron_flag(args, "attention_backend")
+        names = "attention_backend", "use_flash_attn"
+        backend = any(megatron_flag(args, name) for name in names)
         text = _KERNELS[model.fused_attention]
         if model.precision == "fp32" and model.fused_attention:
             text = "fp32 with flash attention, which GPUs have in half precision alone"

@@ -60,11 +60,35 @@ def test_a_command_says_model_ranks_batch_and_layout(capsys: pytest.CaptureFixtu
     assert f"longer than row 1; its {peak:.1f} GiB fit with probability 1.00\n" in text
 
 
-def test_fp32_with_flash_attention_is_said_to_be_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    told = "assumed: fp32 with flash attention"
-    for shape, is_told in ((SHAPE.replace(" --bf16", ""), True), (SHAPE, False)):
-        _, text, _ = run(capsys, f"{TORCHRUN} {shape} {NOW}", "--cluster a100-80g --top 1")
-        assert (told in text) == is_told
+def test_fp32_says_its_kernel_and_the_peak_of_its_mfu(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = SHAPE.replace(" --bf16", "")
+    for shape, gpu, told in (
+        (whole, "A100-80GB", "156 TFLOP/s of a GPU, in TF32; torch computes"),
+        (whole, "MI210-64GB", "22.6 TFLOP/s of a GPU\n"),
+        (SHAPE, "A100-80GB", ""),
+    ):
+        _, text, _ = run(capsys, f"{TORCHRUN} {shape} {NOW}", f"--gpu {gpu} --top 1")
+        assert ("assumed: fp32 with flash attention" in text) == bool(told)
+        assert (f"\nfp32: MFU is a share of {told}" in text) == bool(told)
+    asked = ["explain", "tp4.pp2", "--from-command", f"{TORCHRUN} {whole} {NOW}"]
+    assert plan.main([*asked, "--gpu", "A100-80GB"]) == 0
+    assert "\nfp32: MFU is a share of 156 TFLOP/s" in capsys.readouterr().out
+
+
+def test_flash_attention_that_was_asked_for_is_not_assumed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for more, is_told in (("", True), ("--use-flash-attn", False)):
+        command = f"{TORCHRUN} {SHAPE} {NOW} {more}"
+        _, text, _ = run(capsys, command, "--cluster a100-80g --top 1")
+        assert ("assumed: flash attention" in text) == is_told
+
+
+def test_what_rows_have_and_the_command_lacks_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    lacks = "rows have --overlap-grad-reduce, which your command, priced without it, lacks"
+    for more, is_told in (("", True), (" --overlap-grad-reduce", False)):
+        _, _, err = run(capsys, f"{TORCHRUN} {SHAPE} {NOW}{more}", "--gpu A100-80GB --top 1")
+        assert (lacks in err) == is_told and "priced with --overlap" not in err
 
 
 def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(
@@ -82,6 +106,8 @@ def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(
     assert record["present"]["prediction"]["memory"]["fit_probability"] < 0.1
     _, text, _ = run(capsys, large, "--gpu H100-80GB --top 3")
     assert "fit with probability 0.00; if it runs, everything needs less memory" in text
+    _, text, _ = run(capsys, large, "--gpu H100-80GB --top 3 --measured oom")
+    assert "fit with probability 0.00, and it ran out of memory\n" in text
 
 
 @pytest.mark.parametrize(
@@ -102,6 +128,7 @@ def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(
         ),
         (f"{TORCHRUN} {SHAPE} {NOW}", "", "does not say which GPUs"),
         (f"{TORCHRUN} {SHAPE}", "--gpu A100-80GB", "--global-batch-size is required"),
+        (f"{TORCHRUN} {SHAPE} --RMSNorm", "--gpu A100-80GB", "write --normalization RMSNorm"),
         (
             f"{TORCHRUN} {SHAPE} {NOW}",
             "--gpu A100-80GB --model llama-2-7b",
@@ -173,14 +200,14 @@ def test_a_time_without_a_configuration_is_that_of_the_command(
 ) -> None:
     command, gpu = f"{TORCHRUN} {SHAPE} {NOW}", "--gpu A100-80GB --top 1"
     before = json_of(capsys, command, gpu)["present"]["prediction"]
-    now = json_of(capsys, command, f"{gpu} --measured '4.5 s'")["present"]["prediction"]
+    now = json_of(capsys, command, f"{gpu} --measured '3.5 s'")["present"]["prediction"]
     assert (before["source"], now["source"]) == ("predicted", "profiled")
-    assert before["step_s"] < now["step_s"] == pytest.approx(4.5, rel=0.1)
-    code, text, err = run(capsys, command, f"{gpu} --measured '4.5 s, 60 GiB'")
+    assert before["step_s"] < now["step_s"] == pytest.approx(3.5, rel=0.1)
+    code, text, err = run(capsys, command, f"{gpu} --measured '3.5 s, 60 GiB'")
     name = "tp4.pp2.vpp2.dp2,micro_batch=1,recompute=selective,sp=1,zero=1,overlap=0"
     line = next(x for x in text.splitlines() if x.startswith(f"{name}: predicted"))
     # Both factors make up what the row is multiplied by.
-    shape = r".*: predicted (\S+) s, measured 4.5 s .*; counted as (.*): (.*) by .*, (.*) by .*"
+    shape = r".*: predicted (\S+) s, measured 3.5 s .*; counted as (.*): (.*) by .*, (.*) by .*"
     found = re.fullmatch(shape.replace("(.*)", r"x (\S+)"), line)
     assert found is not None
     predicted, of_row, of_parts, other = found.groups()
@@ -190,6 +217,7 @@ def test_a_time_without_a_configuration_is_that_of_the_command(
     assert float(of_parts) * float(other) == pytest.approx(float(of_row), rel=0.02)
     code, _, err = run(capsys, command, f"{gpu} --measured '45 s'")
     assert code == 0 and "measured 45 s" in err and err.count("warning:") == 1
+    assert "a whole step of batch 64, on such GPUs and links, in this layout?" in err
     code, _, err = run(capsys, command, f"{gpu} --measured '0.01 s'")
     assert code == 2 and "% of the arithmetic that the GPUs can do" in err
     code, _, err = run(
@@ -224,6 +252,7 @@ def test_a_row_as_a_job_replaces_the_layout_of_the_command(
     for form in ("slurm", "kubernetes", "submitit"):
         code, text, _ = run(capsys, command, f"{more} --format {form}")
         assert code == 0 and "FLAGS" not in text
+        assert text.startswith("# put your own in place of ") == (form != "submitit")
         if form == "slurm":
             assert text.endswith(f"pretrain.sbatch {flags}")
         else:
@@ -238,6 +267,15 @@ def test_a_row_as_a_job_replaces_the_layout_of_the_command(
     for size in ("expert-model", "expert-tensor", "context"):
         assert f"--{size}-parallel-size 1" in out
     assert "remove --num-layers-per-virtual-pipeline-stage, --sequence-parallel, " in err
+
+
+@pytest.mark.parametrize("end", ["\\", "\\ ", "\\\n", "\\\r\n"])
+def test_a_backslash_at_an_end_joins_lines_and_is_nothing_more(end: str) -> None:
+    whole = plan.parse(["--from-command", f"{TORCHRUN} {SHAPE} {NOW}"])
+    lines = f"{SHAPE} {NOW}".replace("\n", " \\  \n") + f" {end}"
+    pasted = plan.parse(["--from-command", f"{TORCHRUN} {lines}"])
+    assert pasted.launched == whole.launched
+    assert parsed_flags(lines).explicit_flags == parsed_flags(whole.megatron_args).explicit_flags
 
 
 def test_a_pasted_script_has_the_values_that_it_assigns(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.cost_model.cluster_spec import GPUS, gpu_named, kind_of, of_gpu, preset
+from copus_ext.cost_model.cluster_spec import GPUS, ClusterSpec, gpu_named, kind_of, of_gpu, preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.kernels import collective_s, node_bytes_per_s
 from copus_ext.cost_model.megatron_flags import spec_of_flags
@@ -208,6 +208,10 @@ def test_a_name_of_two_machines_is_refused() -> None:
     for name in ("A100", "NVIDIA A100-SXM4"):
         with pytest.raises(SpecError, match=f"--gpu {name}: write A100-40GB or A100-80GB"):
             gpu_named(name)
+    cluster = {**preset("a100-80g:8").to_json(), "nodes": [{"gpu": "A100"}]}
+    for field, data in (("nodes.gpu", cluster), ("gpu", {**cluster, "gpu": "A100"})):
+        with pytest.raises(SpecError, match=f"^{field} A100: write A100-40GB or A100-80GB"):
+            ClusterSpec.from_json(data)
 
 
 def test_collectives_reach_a_share_of_the_link() -> None:
@@ -251,7 +255,7 @@ IN_TORCH = "--attention-backend unfused --no-masked-softmax-fusion"
         ("--attention-backend unfused", "unfused", ""),
         (f"{IN_FP32} {IN_TORCH}", "torch", ""),
         (IN_TORCH, "unfused", "--no-masked-softmax-fusion"),
-        (IN_FP32, "flash", IN_FP32),
+        (IN_FP32, "flash", ""),
     ],
 )
 def test_attention_is_read_and_what_does_not_count_is_named(

@@ -21,9 +21,9 @@ from copus_ext.commands import plan, profile_layouts
 from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, NodeSpec, kind_of, preset
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner import report
-from copus_ext.planner.explain import RULES
+from copus_ext.planner.explain import RULES, reason
 from copus_ext.planner.profile import ProfileStore, Timing
-from copus_ext.planner.request import cluster_of
+from copus_ext.planner.request import cluster_of, configuration_of
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import REJECTION_CODES
 from tests.helpers.launch import ROOT
@@ -379,6 +379,33 @@ def test_reasons_are_words_and_not_the_names_of_rules(capsys: pytest.CaptureFixt
     assert any(words in line for line in told)
 
 
+def test_the_command_that_prices_what_is_never_faster_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = next(r for r in json_of(capsys, EIGHT)["rejected"] if r["code"] == "dominated")
+    (command,) = re.findall(r"`(explain .*)` in front of your flags of model", told["fix"])
+    code, out, _ = run(capsys, f"{command} {EIGHT}")
+    assert code == 0 and "\nstep " in out
+
+
+def test_the_doubt_does_not_depend_on_how_many_rows_are_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = "--model llama-2-13b --cluster a100-80g:64 --global-batch-size 256"
+    some = [json_of(capsys, f"{asked} --top {top}") for top in (1, 3, 100)]
+    assert len({plan["common_rel_sd"] for plan in some}) == 1
+    firsts = [[r["over_first_rel_sd"] for r in plan["ranked"][:3]] for plan in some]
+    assert firsts[1] == pytest.approx(firsts[2])
+
+
+def test_a_peak_just_too_large_is_told_apart_from_what_is_safe() -> None:
+    c = configuration_of("tp=2", global_batch_size=16, world_size=8)
+    near = (68.734 * 2**30, 68.712 * 2**30, 76.8 * 2**30)
+    detail, fix = reason("memory", PRESETS["llama-2-13b"], c, *near)
+    assert detail.startswith("predicted peak 68.73 GiB, safe up to 68.71 GiB: 76.8 GiB less the d")
+    assert fix.startswith("0.02 GiB too much")
+
+
 def test_a_batch_that_cannot_be_had_does_not_keep_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -416,11 +443,16 @@ def test_the_first_row_as_a_job(capsys: pytest.CaptureFixture[str]) -> None:
         run(capsys, f"{asked} --format {form}")[1]
         for form in ("flags", "slurm", "kubernetes", "submitit")
     )
+    mine = "FLAGS: those of your run, before the layout's\n"
     assert slurm == (
+        f"# put your own in place of runs/x (a folder that all nodes see); {mine}"
         "COPUS_RUN=runs/x sbatch --nodes=4 --gpus-per-node=8 scripts/slurm/pretrain.sbatch "
         f"FLAGS {flags}"
-        "# FLAGS: the flags of your run; the flags of the layout must stand behind them\n"
     )
+    top = kubernetes.splitlines(keepends=True)[0]
+    assert top.startswith("# put your own in place of copus:latest (the") and top.endswith(mine)
+    for place in ("copus:latest", "copus-runs", "/runs/x", "FLAGS"):
+        assert place in top and place in kubernetes.removeprefix(top)
     found = json.loads(submitit)
     assert found.pop("flags") == flags.split()
     assert found == {"nodes": 4, "gpus_per_node": 8, "tasks_per_node": 8}
