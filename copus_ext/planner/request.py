@@ -354,7 +354,7 @@ def notes_on(megatron_args: str, *, no_overlap: bool, priced: bool = False) -> l
             "for rows without"
         )
     if unpriced:
-        notes.append(f"the cost model does not know {', '.join(unpriced)}: priced without")
+        notes.append(f"the cost model does not know {', '.join(unpriced)}: priced as if not given")
     notes += notes_of(args.ignored_flags)
     if searched and not priced:
         fix = "keep sizes with --fix and --recompute"

@@ -501,7 +501,7 @@ def test_what_the_answer_does_not_depend_on_is_told(capsys: pytest.CaptureFixtur
     assert code == 0 and err.count("\n") == 1 and all(flag in err for flag in told.split())
     for flag in ("--no-rope-fusion", "--no-bias-gelu-fusion", "--optimizer sgd"):
         _, _, err = run(capsys, f"{where} --megatron-args '{shape} {flag}'")
-        assert f"the cost model does not know {flag}: priced without" in err
+        assert f"the cost model does not know {flag}: priced as if not given" in err
     _, _, err = run(capsys, f"{where} --megatron-args '{shape} --tp-comm-overlap'")
     assert "--tp-comm-overlap" in err
     for flag in ("--micro-batch-size 4", "--recompute-activations"):

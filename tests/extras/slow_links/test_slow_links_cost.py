@@ -91,7 +91,7 @@ def test_what_is_suggested_changes_neither_points_nor_memory() -> None:
 def test_a_plan_says_which_flags_it_does_not_price() -> None:
     flags = f"{TINY} --grad-compression-rank 4"
     told = " ".join(notes_on(flags, no_overlap=False))
-    assert "does not know --grad-compression-rank: priced without" in told
+    assert "does not know --grad-compression-rank: priced as if not" in told
     assert "priced without --overlap-grad-reduce" in told
     model = spec_of_flags(flags.split())
     assert not may_overlap(model) and may_overlap(SHORT)
