@@ -66,14 +66,7 @@ from megatron.trainer.common.program import (
 COMMANDS = {
     "search": "rank all configurations (also without a command)",
     "explain": "price one configuration part by part, or say why it is none",
-    "partition": "search, and split the layers of every ranked pipeline unevenly",
-    "micro-batches": "search, and split the samples of layouts without a pipeline unequally",
 }
-_DENSE_ONLY = {
-    "partition": "cuts",
-    "micro-batches": "micro_split",
-}
-"""Commands that know no mixtures of experts, with the attribute of the arguments that each sets."""
 _WEIGHED = 64
 """Configurations of a batch that rows of the table are made of, and that the headroom looks at."""
 _TRIES = 2
@@ -107,7 +100,6 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         description=known[command][0].upper() + known[command][1:] + ".",
         epilog="\n".join([f"commands ({name} COMMAND --help):", *others]),
     )
-    p.set_defaults(**{name: word == command for word, name in _DENSE_ONLY.items()})
     if command == "explain" or own.takes_configuration:
         needed = None if command == "explain" else "?"
         words = "for example tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
@@ -133,7 +125,7 @@ def new_parser(**about: Any) -> argparse.ArgumentParser:
     """
     p = _Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **about)
     p.set_defaults(train_tokens=None, explain=None, rejected=False, command="search")
-    p.set_defaults(launched=None, timed=[], top=10, **dict.fromkeys(_DENSE_ONLY.values(), False))
+    p.set_defaults(launched=None, timed=[], top=10)
     return p
 
 
@@ -286,9 +278,6 @@ def planner_of(args: argparse.Namespace) -> Any:
         cp_comm_types=cp_comm_types_of_flags(args),
         logits_chunks=logits_chunks_of(args, model),
     )
-    for command, name in _DENSE_ONLY.items():
-        if getattr(args, name):
-            model.check_dense(f"`{command}`")
     if args.no_sequence_parallel:
         model.check_dense("--no-sequence-parallel")
         if megatron_flag(args, "sequence_parallel"):
@@ -431,20 +420,10 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
     plans = [doubted(planner, p, args.top) for p in weighed]
     for plan in plans:
         plan.ranked[:1] = [with_addition(args, planner, first) for first in plan.ranked[:1]]
-    partitions = micro_batches = None
     own = command_of(args.command)
     additions = [own.of_batch(planner, plan, top=args.top) for plan in plans]
-    if args.cuts:
-        from copus_ext.planner.partition.layers import repartitions
-
-        partitions = [repartitions(planner, plan) for plan in plans]
-    if args.micro_split:
-        from copus_ext.planner.partition.micro_batches import unequal_micro_batches
-
-        micro_batches = [unequal_micro_batches(planner, plan) for plan in plans]
     worth_timing = [planner.worth_timing(plan) for plan in plans]
-    parts = {"partitions": partitions, "micro_batches": micro_batches}
-    return Answer(plans=plans, worth_timing=worth_timing, additions=additions, **parts), weighed
+    return Answer(plans=plans, worth_timing=worth_timing, additions=additions), weighed
 
 
 def doubted(planner: Any, plan: Any, top: int) -> Any:

@@ -19,8 +19,6 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.equals import difference
 from copus_ext.planner.explain import GIB, RULES
-from copus_ext.planner.partition.layers import Repartition, lines
-from copus_ext.planner.partition.micro_batches import UnequalMicroBatches
 from copus_ext.planner.plan import Addition, Plan, Prediction, Ranked, Rejected
 
 if TYPE_CHECKING:
@@ -64,7 +62,6 @@ _OF_SHARING = ["cp", "exchange"]
 """Columns of context parallelism, after `tp`."""
 _OF_LOGITS = ["logits-chunks"]
 """Column of the parts of the tokens for the logits, after `recompute`."""
-_NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +70,6 @@ class Answer:
 
     plans: Sequence[Plan]
     """The ranking."""
-    partitions: Sequence[Sequence[Repartition]] | None = None
-    """The fastest layer partition of the ranked pipelines."""
-    micro_batches: Sequence[Sequence[UnequalMicroBatches]] | None = None
-    """The best unequal micro-batches of ranked layouts without a pipeline."""
     additions: Sequence[Addition | None] | None = None
     """What the command of an extra says about each batch."""
     worth_timing: Sequence[Sequence[Configuration]] | None = None
@@ -133,15 +126,11 @@ def to_json(
             for plan in plans
         ],
     }
-    for record, some in zip(answer["plans"], found.partitions or []):
-        record["cuts"] = [x.to_json() for x in some]
     for record, some in zip(answer["plans"], found.worth_timing or []):
         record["worth_timing"] = [str(c) for c in some]
     for record, addition in zip(answer["plans"], found.additions or []):
         if addition is not None:
             addition.add_to(record)
-    for record, some in zip(answer["plans"], found.micro_batches or []):
-        record["micro_splits"] = [x.to_json() for x in some]
     return answer
 
 
@@ -242,11 +231,6 @@ def table(
                 console.print(line, highlight=False, markup=False)
         if plan.ranked and (addition := plan.ranked[0].addition) is not None:
             addition.show(console)
-        for line in lines(found.partitions[number]) if found.partitions is not None else []:
-            console.print(line, highlight=False, markup=False)
-        if found.micro_batches is not None:
-            for text in map(str, found.micro_batches[number] or _NO_SPLIT):
-                console.print(text, highlight=False, markup=False)
         addition = found.additions[number] if found.additions is not None else None
         if addition is not None:
             addition.show(console)

@@ -26,7 +26,6 @@ from copus_ext.cost_model.rows import RECOMPUTE_FULL, ConfigBatch
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.partition.layers import price_partition, problem_of
 from copus_ext.planner.request import notes_on
 from copus_ext.planner.space import points_of, to_config_batch
 from megatron.trainer.config.layout import Layout
@@ -156,16 +155,6 @@ def test_half_gradients_are_copied_where_nothing_else_is_kept() -> None:
         assert stages["optimizer"][0, 0] == other.get("optimizer_bytes", 12) * held
     many = {**alone, "cluster": "h200-141g:64", "seq_length": 2048, "micro": 2}
     assert memory(rows_of(**many)).stages["optimizer"][0, 0] == 12 * held / 64
-
-
-def test_an_even_partition_counts_copies_of_gradients() -> None:
-    spec, cluster = dataclasses.replace(MODEL, gradient_bytes=2, seq_length=128), preset("cpu:2")
-    c = Configuration(layout=Layout(pp=2), micro_batch_size=1, global_batch_size=2)
-    even = price_partition(problem_of(spec, cluster, c, limit_bytes=1e15), [20, 20])
-    found = memory(to_config_batch(spec, cluster, points_of([c])))
-    assert found.stages["optimizer"][0, 0] > 12.5 * MODEL.num_parameters / 2
-    stages = np.sum(list(found.stages.values()), axis=0)[:, 0]
-    np.testing.assert_allclose(even.peak_bytes, stages, rtol=1e-9)
 
 
 def test_a_process_has_buffers_for_each_kind_of_group() -> None:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from copus_ext import __version__
-from copus_ext.commands import plan, profile_layouts
+from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, NodeSpec, kind_of, preset
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner import report
@@ -136,7 +136,7 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
         (f"{EIGHT} --rejected --format flags", 2, "has no room for --rejected"),
         (f"{SEVEN} --global-batch-size 8,16 --format kubernetes", 2, "give one batch"),
         (f"{CPU} --format slurm", 2, "--format slurm is for GPUs"),
-        (f"partition {EIGHT} --format flags", 2, "invalid choice: 'flags'"),
+        (f"explain tp=2 {EIGHT} --format flags", 2, "invalid choice: 'flags'"),
         (f"{EIGHT} --seq-length 0", 2, "seq_length 0"),
         (f"{EIGHT} --output /no/where", 2, "--output /no/where"),
         (f"{EIGHT} --top 0", 2, "--top 0"),
@@ -558,10 +558,7 @@ def test_a_mixture_is_planned_with_the_sizes_of_its_experts(
     assert code == 0 and at == list(range(at[0], at[0] + 4))
     assert re.search(r"--fix tp=2,.*,ep=4,etp=1 ", out), "what to time"
     assert " 4    1 " in first
-    never = "\nno GPU has timed a mixture of experts for this table: routing"
-    assert never in out
     _, dense, _ = run(capsys, f"{SEVEN} --global-batch-size 16")
-    assert never not in dense
     assert not {"ep", "etp"} & set(dense[dense.index("rank ") :].splitlines()[0].split())
     record = json.loads(run(capsys, f"{MIXTRAL},256 --json --top 2")[1])
     jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
@@ -583,8 +580,6 @@ def test_a_mixture_is_planned_with_the_sizes_of_its_experts(
         (f"{SEVEN} --global-batch-size 16 --fix ep=2", 2, "leave nothing to consider"),
         (f"{SEVEN} --global-batch-size 16 --fix ep=2", 2, "the model has no experts"),
         (f"{MIXTRAL} --fix ep=3", 2, "the 32 ranks of a stage; choose ep from 1, 2, 4, 8, 16, 32"),
-        (f"partition {MIXTRAL}", 2, "`partition` does not know mixtures of experts"),
-        (f"micro-batches {MIXTRAL}", 2, "`micro-batches` does not know mixtures"),
     ],
 )
 def test_problems_of_a_mixture_are_one_line(
@@ -647,6 +642,7 @@ def test_the_table_groups_equals_and_says_what_to_time(
     first, second = plan["worth_timing"]
     assert f"to be surer of the other times, time {first} and {second}" in text
     told = [line for line in text.splitlines() if " profile-layouts " in line]
+    profile_layouts: Any = pytest.importorskip("copus_ext.extras.profile_layouts.command")
     for name, line in zip((first, second), told, strict=True):
         words = line.split(" -- ")[0].split()
         args, _ = profile_layouts.parse([*words[words.index("--store") :], "--", "--bf16"])

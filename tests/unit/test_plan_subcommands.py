@@ -1,4 +1,4 @@
-"""The planner's sub-commands for splits of layers and micro-batches."""
+"""What a plan says of how a model is implemented."""
 
 from __future__ import annotations
 
@@ -14,55 +14,7 @@ from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import ProfileStore, Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from tests.unit.test_plan_command import SEVEN, json_of, run
-
-
-def test_partition_tells_the_fastest_split_of_the_layers(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = "--model llama-3-70b --cluster a100-80g:64 --global-batch-size 64 --top 3"
-    cuts = json_of(capsys, f"partition {text}")["cuts"]
-    assert cuts and all(sum(x["cut"]["layers"]) == 80 for x in cuts)
-    assert "cuts" not in json_of(capsys, text)
-    _, table, _ = run(capsys, f"partition {text}")
-    assert "--pipeline-model-parallel-layout" in table and "with even stages" in table
-    lines = [x for x in table.splitlines() if " partition " not in x and "even stages" not in x]
-    assert run(capsys, text)[1].splitlines() == lines
-
-
-def test_micro_batches_tells_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    command = f"micro-batches {SEVEN} --fix cp=1,pp=1,tp=4 --top 3"
-    code, text, _ = run(capsys, f"{command} --global-batch-size 74")
-    assert code == 0 and "rank 1 micro-batches 19+18: " in text and "--micro-batch-size 19" in text
-    code, text, _ = run(capsys, f"{command} --global-batch-size 26")
-    assert code == 0 and "unequal micro-batches make nothing" in text
-    splits = json_of(capsys, f"{command} --global-batch-size 74")["micro_splits"]
-    assert splits[0]["sizes"] == [19, 18]
-
-
-def profile_of(path: Path, planner: Planner, found: Ranked, factor: float) -> Path:
-    """A profile in which one configuration takes so many times what is predicted."""
-    cluster = planner.cluster
-    machine = {"model": planner.model.to_json(), "world_size": cluster.world_size}
-    store = ProfileStore(path, {**machine, "gpu": cluster.gpu.name})
-    measured = factor * found.prediction.step_s
-    store.add(Timing(configuration=found.configuration, step_s=measured))
-    return path
-
-
-def test_a_profile_holds_for_partitions_as_for_the_table(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    planner = Planner(PRESETS["llama-3-70b"], preset("a100-80g:64"))
-    first = next(r for r in planner.rank([64], top=9)[0].ranked if r.configuration.layout.pp > 1)
-    path = profile_of(tmp_path / "profile.jsonl", planner, first, 1.5)
-    text = "partition --model llama-3-70b --cluster a100-80g:64 --global-batch-size 64 --top 9"
-    found = json_of(capsys, f"{text} --profile {path}")
-    assert found["cuts"]
-    for cut in found["cuts"]:
-        ranked = found["ranked"][cut["rank"] - 1]["prediction"]
-        assert cut["even_step_s"] == pytest.approx(ranked["step_s"], rel=1e-6)
-        assert cut["cut"]["step_s"] <= cut["even_step_s"] and cut["gain"] < 0.5
+from tests.unit.test_plan_command import json_of, run
 
 
 def test_flags_say_how_a_named_model_is_implemented(capsys: pytest.CaptureFixture[str]) -> None:

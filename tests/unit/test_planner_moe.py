@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from copus_ext.cost_model.memory import (
 )
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.rows import concatenate
-from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import PARTS, min_step_s, step_time
 from copus_ext.launch.layout_fit import LayoutFit, layouts_for
 from copus_ext.monitor import journal, run_status
@@ -442,20 +440,6 @@ def test_a_profile_of_a_mixture_corrects_its_kin() -> None:
     )
     found = planner.explain(other)
     assert isinstance(found, Ranked) and found.prediction.time_s["ep"] > 0
-
-
-def test_partitions_refuse_mixtures(tmp_path: Path) -> None:
-    from copus_ext.planner.partition.layers import repartitions
-    from copus_ext.planner.partition.micro_batches import unequal_micro_batches
-
-    planner = Planner(MODEL, CLUSTER)
-    plan = planner.rank([256], top=1)[0]
-    for refuse in (
-        lambda: repartitions(planner, plan),
-        lambda: unequal_micro_batches(planner, plan),
-    ):
-        with pytest.raises(SpecError, match="does not know mixtures of experts"):
-            refuse()
 
 
 def config(more: str = "", ranks: int = 4) -> Any:

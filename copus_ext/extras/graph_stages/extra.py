@@ -2,4 +2,6 @@
 
 from megatron.trainer.common.extras import Extra
 
-EXTRA = Extra(title="stages as a graph", commands={"plan-graph": "plan"})
+EXTRA = Extra(
+    title="stages as a graph", commands={"plan-graph": "plan"}, needs=("layer_partition",)
+)

@@ -9,7 +9,7 @@ from pathlib import Path
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.extras.graph_stages.graph_file import lines, read_graph, to_json
 from copus_ext.extras.graph_stages.search import best_graph_partition
-from copus_ext.planner.partition.layers import NoPartition
+from copus_ext.extras.layer_partition.layers import NoPartition
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.program import CommandParser, program_name, run_command, tell
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.blocks import Blocks
 from copus_ext.extras.graph_stages.stage_graph import StageGraph, check_series_parallel
 from copus_ext.extras.graph_stages.timeline import Timeline, simulate
-from copus_ext.planner.partition.layers import LayerPartition, NoPartition, best_partition
-from copus_ext.planner.partition.problem import PartitionProblem
+from copus_ext.extras.layer_partition.blocks import Blocks
+from copus_ext.extras.layer_partition.layers import LayerPartition, NoPartition, best_partition
+from copus_ext.extras.layer_partition.problem import PartitionProblem
 
 GIB = 2.0**30
 MAX_SETS = 2_000

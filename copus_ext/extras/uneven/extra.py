@@ -5,4 +5,5 @@ from megatron.trainer.common.extras import Extra
 EXTRA = Extra(
     title="uneven clusters",
     plan_commands={"order": "commands:Order", "nodes": "commands:Nodes"},
+    needs=("layer_partition",),
 )

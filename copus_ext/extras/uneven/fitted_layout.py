@@ -7,9 +7,9 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from copus_ext.extras.layer_partition.layers import LayerPartition
 from copus_ext.extras.uneven.node_order import Limit, told
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.partition.layers import LayerPartition
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,13 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import GPUS, ClusterSpec, NodeSpec, of_gpu
 from copus_ext.cost_model.constants import Constants, PartFactors
 from copus_ext.cost_model.layer_time import hop_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import end_of_step
+from copus_ext.extras.layer_partition.blocks import costs_by_block
+from copus_ext.extras.layer_partition.layers import LayerPartition, best_partition, price_partition
+from copus_ext.extras.layer_partition.problem import PartitionProblem, measured_costs
+from copus_ext.extras.layer_partition.search import MAX_WORK, min_of_all
 from copus_ext.extras.uneven.fitted_layout import FittedLayout
 from copus_ext.extras.uneven.node_order import (
     equivalent_nodes,
@@ -33,9 +36,6 @@ from copus_ext.extras.uneven.node_order import (
 from copus_ext.extras.uneven.orders import every_order
 from copus_ext.extras.uneven.pricing import Job, Placement
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.partition.layers import LayerPartition, best_partition, price_partition
-from copus_ext.planner.partition.problem import PartitionProblem, measured_costs
-from copus_ext.planner.partition.search import MAX_WORK, min_of_all
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_config_batch

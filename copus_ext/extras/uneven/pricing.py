@@ -18,7 +18,7 @@ from copus_ext.cost_model.cluster_spec import Links
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import EndOfStep
-from copus_ext.planner.partition import bound
+from copus_ext.extras.layer_partition import bound
 from megatron.trainer.config.layout import Layout
 
 Array = NDArray[np.float64]

@@ -21,7 +21,7 @@ from copus_ext.extras.graph_stages.search import (
 )
 from copus_ext.extras.graph_stages.stage_graph import StageGraph, check_series_parallel
 from copus_ext.extras.graph_stages.timeline import problems, simulate
-from copus_ext.planner.partition.layers import LayerPartition, NoPartition, best_partition
+from copus_ext.extras.layer_partition.layers import LayerPartition, NoPartition, best_partition
 
 Edges = tuple[tuple[int, int], ...]
 numbers = st.integers(1, 9).map(lambda x: x / 4)

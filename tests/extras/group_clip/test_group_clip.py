@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
-from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import memory
@@ -302,6 +301,7 @@ def test_stages_of_unlike_layers_count_the_copies_too() -> None:
     rows = to_config_batch(spec_of_flags(FLAGS), preset("cpu:2"), points_of([c])).full()
     found = memory(rows).stages
     whole = sum(float(found[kind].sum()) for kind in ("weights", "grads", "optimizer"))
+    costs_by_block = pytest.importorskip("copus_ext.extras.layer_partition.blocks").costs_by_block
     costs = costs_by_block(rows, preset("cpu:2").load_constants())
     assert costs.blocks.static_bytes.sum() == pytest.approx(whole)
 

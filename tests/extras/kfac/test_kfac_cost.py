@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.throughput_table import ThroughputTable
-from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.extras import terms_of
@@ -209,6 +208,7 @@ def test_bounds_and_parts_know_it(sizes: dict[str, Any]) -> None:
     whole = memory(rows)
     assert static_bytes(rows) <= whole.peak_bytes
     assert peaks(rows)[0] == pytest.approx(whole.peak_bytes)
+    costs_by_block = pytest.importorskip("copus_ext.extras.layer_partition.blocks").costs_by_block
     costs = costs_by_block(rows, c)
     kinds = ("weights", "grads", "optimizer")
     of_stages = sum(float(whole.stages[kind].sum()) for kind in kinds)

@@ -22,9 +22,9 @@ from copus_ext.extras.uneven.node_order import order_for
 from copus_ext.extras.uneven.nodes import rank_on_nodes
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
+from tests.extras.layer_partition.test_layer_partition_command import profile_of
 from tests.helpers.launch import ROOT
 from tests.unit.test_plan_command import EIGHT, MIXTRAL, THIRTEEN, run
-from tests.unit.test_plan_subcommands import profile_of
 from tests.unit.test_planner_moe import CLUSTER, MODEL
 
 

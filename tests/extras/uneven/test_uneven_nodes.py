@@ -16,6 +16,8 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, NodeSpec, pres
 from copus_ext.cost_model.memory import PeakCorrection
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.extras.layer_partition.layers import repartitions
+from copus_ext.extras.layer_partition.problem import PartitionProblem
 from copus_ext.extras.uneven.node_order import job_of
 from copus_ext.extras.uneven.nodes import (
     Effort,
@@ -26,8 +28,6 @@ from copus_ext.extras.uneven.nodes import (
 )
 from copus_ext.extras.uneven.pricing import Placement
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.partition.layers import repartitions
-from copus_ext.planner.partition.problem import PartitionProblem
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner

@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.blocks import (
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.peak_correction import AS_PREDICTED, PeakCorrection
+from copus_ext.cost_model.rows import ConfigBatch
+from copus_ext.cost_model.schedule import pipeline_time
+from copus_ext.extras.layer_partition import bound
+from copus_ext.extras.layer_partition.blocks import (
     Blocks,
     SecondsBehind,
     StageCosts,
     costs_by_block,
     in_flight_chunks,
 )
-from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.peak_correction import AS_PREDICTED, PeakCorrection
-from copus_ext.cost_model.rows import ConfigBatch
-from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.partition import bound
 
 
 def measured_costs(

@@ -1,4 +1,4 @@
-"""Micro-batches of a replica: equal to trying every sum."""
+"""Micro-batches of a replica: equal to trying every sum, and what the command says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.planner.partition.micro_batches import (
+from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.extras.micro_split.split import (
     best_split,
     best_tail,
     seconds_by_size,
@@ -18,6 +19,8 @@ from copus_ext.planner.partition.micro_batches import (
 )
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
+from tests.unit.test_plan_command import MIXTRAL, SEVEN, json_of, run
+from tests.unit.test_planner_moe import CLUSTER, MODEL
 
 times = st.dictionaries(st.integers(1, 7), st.floats(0.01, 10), min_size=1)
 
@@ -69,3 +72,22 @@ def test_the_planner_offers_what_a_prime_batch_needs() -> None:
         assert "--allow-uneven-micro-batches" in one.flags and "%" in str(one)
         seconds = seconds_by_size(planner, one.configuration, 37)
         assert max(one.split.sizes) in seconds
+
+
+def test_the_command_tells_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"micro-batches {SEVEN} --fix cp=1,pp=1,tp=4 --top 3"
+    code, text, _ = run(capsys, f"{command} --global-batch-size 74")
+    assert code == 0 and "rank 1 micro-batches 19+18: " in text and "--micro-batch-size 19" in text
+    code, text, _ = run(capsys, f"{command} --global-batch-size 26")
+    assert code == 0 and "unequal micro-batches make nothing" in text
+    splits = json_of(capsys, f"{command} --global-batch-size 74")["micro_splits"]
+    assert splits[0]["sizes"] == [19, 18]
+
+
+def test_it_refuses_mixtures(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, f"micro-batches {MIXTRAL}")
+    assert code == 2 and err.count("\n") == 1
+    assert "`micro-batches` does not know mixtures" in err
+    planner = Planner(MODEL, CLUSTER)
+    with pytest.raises(SpecError, match="does not know mixtures of experts"):
+        unequal_micro_batches(planner, planner.rank([256], top=1)[0])

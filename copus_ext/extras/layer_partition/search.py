@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.planner.partition.problem import PartitionProblem, Priced
+from copus_ext.extras.layer_partition.problem import PartitionProblem, Priced
 
 MAX_PARTITIONS = 50_000
 """Up to so many partitions are all priced, and so many branches are kept."""

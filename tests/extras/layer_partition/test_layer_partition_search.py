@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.cost_model.blocks import Blocks, in_flight_chunks
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.memory import PeakCorrection, memory
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.cost_model.step import step_time
-from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.partition.layers import (
+from copus_ext.extras.layer_partition.blocks import Blocks, in_flight_chunks
+from copus_ext.extras.layer_partition.layers import (
     LayerPartition,
     NoPartition,
     best_partition,
@@ -27,8 +26,9 @@ from copus_ext.planner.partition.layers import (
     problem_of,
     repartitions,
 )
-from copus_ext.planner.partition.problem import PartitionProblem
-from copus_ext.planner.partition.search import branch_and_bound, search
+from copus_ext.extras.layer_partition.problem import PartitionProblem
+from copus_ext.extras.layer_partition.search import branch_and_bound, search
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_config_batch
@@ -467,3 +467,14 @@ def test_layers_that_do_not_divide_are_split() -> None:
     assert (
         isinstance(partition, LayerPartition) and sum(partition.layers) == 13 and partition.proved
     )
+
+
+def test_an_even_partition_counts_copies_of_gradients() -> None:
+    model, cluster = PRESETS["llama-13b"], preset("cpu:2")
+    spec = dataclasses.replace(model, gradient_bytes=2, seq_length=128)
+    c = Configuration(layout=Layout(pp=2), micro_batch_size=1, global_batch_size=2)
+    even = price_partition(problem_of(spec, cluster, c, limit_bytes=1e15), [20, 20])
+    found = memory(to_config_batch(spec, cluster, points_of([c])))
+    assert found.stages["optimizer"][0, 0] > 12.5 * model.num_parameters / 2
+    stages = np.sum(list(found.stages.values()), axis=0)[:, 0]
+    np.testing.assert_allclose(even.peak_bytes, stages, rtol=1e-9)

@@ -19,9 +19,9 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.peak_correction import AS_PREDICTED, PeakCorrection
+from copus_ext.extras.layer_partition.problem import PartitionProblem, measured_costs
+from copus_ext.extras.layer_partition.search import MAX_PARTITIONS, MAX_WORK, search
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.partition.problem import PartitionProblem, measured_costs
-from copus_ext.planner.partition.search import MAX_PARTITIONS, MAX_WORK, search
 from copus_ext.planner.plan import Plan
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_config_batch

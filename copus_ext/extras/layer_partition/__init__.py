@@ -1,0 +1,1 @@
+"""Uneven pipeline stages: which layers each stage has."""

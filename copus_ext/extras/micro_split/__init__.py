@@ -1,0 +1,1 @@
+"""Micro-batches of a replica that need not be equal."""

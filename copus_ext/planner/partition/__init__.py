@@ -1,1 +1,0 @@
-"""Which stage runs which layers, and which micro-batches a replica runs."""
