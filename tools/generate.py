@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from copus_ext.commands.generate import main
 from megatron.trainer.common.program import with_output
+from megatron.trainer.extras.generate.command import main
 
 if __name__ == "__main__":
     sys.exit(with_output("generate.py", main))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from copus_ext.commands.inspect_checkpoint import main
 from megatron.trainer.common.program import with_output
+from megatron.trainer.extras.inspect_checkpoint.command import main
 
 if __name__ == "__main__":
     sys.exit(with_output("inspect_checkpoint.py", main))

@@ -29,9 +29,6 @@ COMMANDS = (
     "report",
     "replay",
     "trace",
-    "generate",
-    "inspect-checkpoint",
-    "convert-checkpoint",
 )
 _ELSEWHERE = {"launch": "copus_ext.launch.supervisor"}
 

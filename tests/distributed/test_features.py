@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.trainer.checkpoint.convert.convert import convert
-from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.extras.convert.convert import convert
+from megatron.trainer.extras.convert.target import Changes
 from tests.distributed.worker_features import ALONE, BEFORE, LAYOUTS, MODELS, SAME
 from tests.helpers.on_ranks import on_ranks
 

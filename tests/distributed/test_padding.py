@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from copus_ext.commands import inspect_checkpoint
+from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.distributed.worker_padding import AFTER, BEFORE
 from tests.helpers.launch import run_ranks
 from tests.helpers.on_ranks import program

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from copus_ext.commands import inspect_checkpoint
 from copus_ext.commands.main import module_of
+from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from megatron.trainer.logging.metrics import read_metrics
 from tests.helpers.launch import ROOT
 

@@ -126,7 +126,7 @@ def tamper_with_objects(cases: Cases) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     from megatron.trainer.checkpoint import save as checkpoint
-    from megatron.trainer.checkpoint.convert.archive import open_archive
+    from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
 
     plain = checkpoint.model_state
 

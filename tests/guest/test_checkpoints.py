@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from copus_ext.commands import convert_checkpoint, inspect_checkpoint
+from megatron.trainer.extras.convert import command as convert_checkpoint
+from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.guest.program import HAS_PROGRAM, MODEL, evaluations, start_from, steps, tensors, train
 from tests.helpers.checkpoints import command
 from tests.helpers.launch import ROOT, run_ranks

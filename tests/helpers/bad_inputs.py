@@ -95,7 +95,7 @@ class Checkpoints:
 
 def inspected(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str | None:
     """`tools/inspect_checkpoint.py --verify`."""
-    from copus_ext.commands import inspect_checkpoint
+    from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 
     root, victim = checkpoints.spoiled(rng, folder)
     result = spoil.code_of(inspect_checkpoint.main, root, "--verify")
@@ -119,8 +119,8 @@ def _is_damaged(folder: Path) -> bool:
 
 def converted(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str | None:
     """`tools/convert_checkpoint.py`."""
-    from copus_ext.commands import convert_checkpoint
-    from megatron.trainer.checkpoint.convert.formats import model_formats
+    from megatron.trainer.checkpoint.formats import model_formats
+    from megatron.trainer.extras.convert import command as convert_checkpoint
 
     root, victim = checkpoints.spoiled(rng, folder)
     ways = [(), ("--dtype", "fp32"), *(("--format", name) for name in model_formats())]

@@ -17,20 +17,20 @@ import pytest
 import torch
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert import contents
-from megatron.trainer.checkpoint.convert.archive import Chunk
-from megatron.trainer.checkpoint.convert.checks import Contents
-from megatron.trainer.checkpoint.convert.target import DTYPES
-from megatron.trainer.checkpoint.convert.writing import (
+from megatron.trainer.checkpoint.safe_index import COMMON_KEY, METADATA, read_index
+from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.config.lengths import TrainingLengths
+from megatron.trainer.distributed.sharding import flat_to_rects
+from megatron.trainer.extras.convert.target import DTYPES
+from megatron.trainer.extras.convert.writing import (
     FILE_BYTES,
     Piece,
     write_common,
     write_tensors,
 )
-from megatron.trainer.checkpoint.safe_index import COMMON_KEY, METADATA, read_index
-from megatron.trainer.common.train_state import TrainState
-from megatron.trainer.config.lengths import TrainingLengths
-from megatron.trainer.distributed.sharding import flat_to_rects
+from megatron.trainer.extras.inspect_checkpoint import contents
+from megatron.trainer.extras.inspect_checkpoint.archive import Chunk
+from megatron.trainer.extras.inspect_checkpoint.checks import Contents
 
 FLAGS: dict[str, Any] = {
     "num_layers": 4,

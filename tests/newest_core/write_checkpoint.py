@@ -29,7 +29,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 def scores(load: Path) -> list[float]:
     """What the model of a checkpoint expects after `PROMPT`, one number a token."""
-    from megatron.trainer.train.generate import open_model
+    from megatron.trainer.extras.generate.model import open_model
 
     with open_model(load, device="cpu") as opened:
         (chunk,) = opened.model.chunks

@@ -27,7 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {extra.name: ROOT / extra.package.replace(".", "/") for extra in extras()}
 REFERENCES = ("flags", "check", "feature", "layout_problems", "batch_problems")
 REFERENCES += ("controller_problems", "cost_terms", "step_period", "model_format")
-REFERENCES += ("launcher", "relaunch", "callbacks", "segment", "as_given", "settle", "run_data")
+REFERENCES += (
+    "launcher",
+    "relaunch",
+    "callbacks",
+    "segment",
+    "as_given",
+    "settle",
+    "run_data",
+)
 ALL_CORE = """
 import importlib, json, pathlib, sys
 from megatron.trainer.common.extras import extras
@@ -306,7 +314,7 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.step import step_time
 from copus_ext.launch.options import read_options
 from copus_ext.planner.space import REJECTION_CODES, Limits, enumerate_points, to_config_batch
-from megatron.trainer.checkpoint.convert.formats import format_of
+from megatron.trainer.checkpoint.formats import format_of
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.extras import step_period
 from megatron.trainer.config.arguments import build_parser, parse_args, resolve

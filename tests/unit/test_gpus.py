@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from copus_ext.commands import generate, pretrain, profile_layouts
+from copus_ext.commands.main import module_of, names
 from copus_ext.launch import supervisor
 from copus_ext.launch.options import read_options
 from megatron.trainer.common import gpus
@@ -76,16 +77,15 @@ def test_only_a_cpu_run_goes_on_with_a_cpu_build_beside_gpus(
 @pytest.mark.usefixtures("cpu_torch")
 @pytest.mark.parametrize("is_cpu_run", [False, True])
 @pytest.mark.parametrize(
-    ("command", "words", "said_later"),
+    ("name", "words", "said_later"),
     [
-        (pretrain, [], "--num-layers is required"),
-        (profile_layouts, ["--store", "times.jsonl", "--"], "--num-layers is required"),
-        (generate, ["--prompt", "a", "--load", "."], "--load . holds no checkpoint"),
+        ("pretrain", [], "--num-layers is required"),
+        ("profile-layouts", ["--store", "times.jsonl", "--"], "--num-layers is required"),
+        ("generate", ["--prompt", "a", "--load", "."], "--load . holds no checkpoint"),
     ],
-    ids=["pretrain", "profile", "generate"],
 )
 def test_a_command_says_it_before_anything_else(
-    command: Any,
+    name: str,
     words: list[str],
     said_later: str,
     is_cpu_run: bool,
@@ -93,6 +93,9 @@ def test_a_command_says_it_before_anything_else(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if name not in names():
+        pytest.skip("a command of an extra that is not there")
+    command: Any = importlib.import_module(module_of(name))
     monkeypatch.chdir(tmp_path)
     device = ["--device", "cpu"] if is_cpu_run else []
     assert command.main([*words, *device]) == 2

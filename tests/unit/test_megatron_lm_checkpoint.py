@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.trainer.checkpoint.safe_index import read_common
 from megatron.trainer.common.errors import Refused
+from megatron.trainer.extras.convert import command as convert_checkpoint
+from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.guest.program import tensors
 from tests.helpers.checkpoints import command
 from tests.helpers.launch import run_in_fork

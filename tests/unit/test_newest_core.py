@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.trainer.checkpoint import files
 from megatron.trainer.checkpoint.safe_index import (
     COMMON_KEY,
@@ -21,6 +20,8 @@ from megatron.trainer.checkpoint.safe_index import (
 )
 from megatron.trainer.common.core_version import since
 from megatron.trainer.common.errors import Refused
+from megatron.trainer.extras.convert import command as convert_checkpoint
+from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.helpers.checkpoints import command, common_file
 from tests.helpers.launch import run_in_fork
 from tests.newest_core.write_checkpoint import PROMPT, scores

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.trainer.checkpoint.convert import archive
 from megatron.trainer.checkpoint.files import CORE_MARK, complete_iterations
 from megatron.trainer.common.errors import Refused, UsageError
 from megatron.trainer.common.outside import MAX_NESTING, parse_json, parse_yaml
 from megatron.trainer.data import tokenizer
+from megatron.trainer.extras.inspect_checkpoint import archive
 from megatron.trainer.logging.metrics import next_number
 from tests.helpers import spoil
 

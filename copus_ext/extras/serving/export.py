@@ -21,10 +21,10 @@ from copus_ext.extras.serving.quantise import (
     quantise,
     unpack,
 )
-from megatron.trainer.checkpoint.convert.archive import open_archive
-from megatron.trainer.checkpoint.convert.target import DTYPES, Changes
-from megatron.trainer.checkpoint.convert.writing import Piece, staged
 from megatron.trainer.common.errors import UsageError, VerificationFailed
+from megatron.trainer.extras.convert.target import DTYPES, Changes
+from megatron.trainer.extras.convert.writing import Piece, staged
+from megatron.trainer.extras.generate.model import OpenedModel
 from megatron.trainer.extras.huggingface.exchange import (
     IN_LAYER,
     TOP,
@@ -34,7 +34,7 @@ from megatron.trainer.extras.huggingface.exchange import (
     write_config,
 )
 from megatron.trainer.extras.huggingface.safetensors_files import SafetensorsFolder, write_folder
-from megatron.trainer.train.generate import OpenedModel
+from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+_proj)\.weight")
 _SHARD_BYTES = 5_000_000_000

@@ -2,5 +2,8 @@
 
 from megatron.trainer.common.extras import Extra
 
-_COMMANDS = {"plan-serving": "command"}
-EXTRA = Extra(title="serving plans", commands=_COMMANDS, needs=("huggingface",))
+EXTRA = Extra(
+    title="serving plans",
+    commands={"plan-serving": "command"},
+    needs=("convert", "generate", "huggingface", "inspect_checkpoint"),
+)

@@ -12,7 +12,7 @@ import torch
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.data.dataloader import BatchReader
 from megatron.trainer.data.datasets import build_datasets
-from megatron.trainer.train.generate import OpenedModel
+from megatron.trainer.extras.generate.model import OpenedModel
 
 _PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _KEPT = ("split", "mock_data", "data_cache_path", "reset_position_ids", "eod_mask_loss")

@@ -17,11 +17,11 @@ from copus_ext.extras.serving.held_out import HeldOut, Text
 from copus_ext.extras.serving.measure import measure
 from copus_ext.extras.serving.sensitivity import FILE, Sensitivity
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert.archive import Archive, open_archive
-from megatron.trainer.checkpoint.convert.formats import format_of
+from megatron.trainer.checkpoint.formats import format_of
 from megatron.trainer.common.errors import UsageError, VerificationFailed
 from megatron.trainer.config.arguments import parse_args, with_checkpoint_args
-from megatron.trainer.train.generate import OpenedModel, open_model
+from megatron.trainer.extras.generate.model import OpenedModel, open_model
+from megatron.trainer.extras.inspect_checkpoint.archive import Archive, open_archive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,7 @@ class Extra:
     the gradients of such a run or, with `moves`, compare its layouts."""
     model_format: str | None = None
     """Reference to a class without arguments, a `ModelFormat` of
-    `megatron.trainer.checkpoint.convert.formats`: what checkpoints are converted from and to."""
+    `megatron.trainer.checkpoint.formats`: what checkpoints are converted from and to."""
     plan_commands: Mapping[str, str] = field(default_factory=dict)
     """Commands of `copus plan`: name -> reference to a class without arguments, a `PlanCommand` of
     `copus_ext.planner.commands`. No torch."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.trainer.checkpoint.convert.formats import format_of
+from megatron.trainer.checkpoint.formats import format_of
 from megatron.trainer.checkpoint.load import Stored, read_stored
 from megatron.trainer.checkpoint.resume import (
     kept_sizes,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.trainer.checkpoint.convert.writing import Piece
 from megatron.trainer.common.errors import Refused
+from megatron.trainer.extras.convert.writing import Piece
 from megatron.trainer.extras.huggingface import config_json, exchange
 from megatron.trainer.extras.huggingface.safetensors_files import (
     INDEX,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from copus_ext.commands import convert_checkpoint
-from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.common.errors import Refused
+from megatron.trainer.extras.convert import command as convert_checkpoint
+from megatron.trainer.extras.convert.target import Changes
 from megatron.trainer.extras.huggingface import config_json, exchange, experts
 from tests.helpers.checkpoints import MIXTURE, command, make_checkpoint
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron.trainer.checkpoint.convert.archive import open_archive
-from megatron.trainer.checkpoint.convert.convert import convert
-from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.config.arguments import parse_args, with_checkpoint_args
+from megatron.trainer.extras.convert.convert import convert
+from megatron.trainer.extras.convert.target import Changes
+from megatron.trainer.extras.generate.model import GREEDY, open_generator
 from megatron.trainer.extras.huggingface import exchange
-from megatron.trainer.train.generate import GREEDY, open_generator
+from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
 from tests.helpers.checkpoints import FLAGS, make_checkpoint
 from tests.helpers.tokenizer_files import gpt2_files, hugging_face_folder, sentence_piece_file
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from copus_ext.commands import convert_checkpoint
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert import contents
-from megatron.trainer.checkpoint.convert.archive import open_archive
-from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.extras.convert import command as convert_checkpoint
+from megatron.trainer.extras.convert.target import Changes
 from megatron.trainer.extras.huggingface import config_json, exchange
+from megatron.trainer.extras.inspect_checkpoint import contents
+from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
 from tests.helpers.checkpoints import FLAGS, command, make_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert import writing
-from megatron.trainer.checkpoint.convert.formats import format_of, model_formats
-from megatron.trainer.checkpoint.convert.target import Changes
-from megatron.trainer.checkpoint.convert.writing import Piece
+from megatron.trainer.checkpoint.formats import format_of, model_formats
 from megatron.trainer.common.errors import Refused, UsageError
 from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.extras.convert import command as convert_checkpoint
+from megatron.trainer.extras.convert import writing
+from megatron.trainer.extras.convert.target import Changes
+from megatron.trainer.extras.convert.writing import Piece
+from megatron.trainer.extras.generate import model as generate
 from megatron.trainer.extras.huggingface import config_json, exchange
 from megatron.trainer.extras.huggingface.safetensors_files import INDEX, SafetensorsFolder
-from megatron.trainer.train import generate
+from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.distributed.worker_features import MODELS
 from tests.helpers.checkpoints import MIXTURE, command, cut_like_ranks, index_of, make_checkpoint
 from tests.helpers.written_runs import WrittenRun

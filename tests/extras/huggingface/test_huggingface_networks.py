@@ -13,8 +13,6 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron.trainer.checkpoint.convert.archive import open_archive
-from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.checkpoint.save import model_state, sharding_metadata
 from megatron.trainer.common.errors import Refused
 from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoint_args
@@ -22,7 +20,9 @@ from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.model import ModelConfig
 from megatron.trainer.config.moe import MoeConfig
 from megatron.trainer.distributed.process_groups import build_groups
+from megatron.trainer.extras.convert.target import Changes
 from megatron.trainer.extras.huggingface import config_json, exchange, experts
+from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
 from megatron.trainer.model.gpt import build_model
 from tests.helpers.checkpoints import FLAGS, MIXTURE
 from tests.helpers.one_rank import cpu_of_one

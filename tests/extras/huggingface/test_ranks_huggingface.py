@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.trainer.checkpoint.convert.target import Changes
+from megatron.trainer.extras.convert.target import Changes
 from megatron.trainer.extras.huggingface import exchange
 from tests.extras.huggingface.worker import LOGITS_TP, TRAINED, VOCAB_SIZE, tokens
 from tests.helpers.jobs import TEXT

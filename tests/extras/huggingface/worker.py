@@ -38,7 +38,7 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.trainer.checkpoint.convert.target import Changes
+    from megatron.trainer.extras.convert.target import Changes
     from megatron.trainer.extras.huggingface.exchange import load
     from megatron.trainer.train.callbacks import Callback, CallbackContext
 

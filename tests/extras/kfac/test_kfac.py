@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from copus_ext.commands import plan
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
-from megatron.trainer.checkpoint.convert.target import problems_of
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.config.draft import Draft, Environment
 from megatron.trainer.config.layout import Layout
+from megatron.trainer.extras.inspect_checkpoint.layouts import problems_of
 from megatron.trainer.extras.kfac import precondition
 from megatron.trainer.extras.kfac.flags import check_kfac
 from megatron.trainer.extras.kfac.precondition import Factors, Kfac

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from copus_ext.commands import inspect_checkpoint
-from megatron.trainer.checkpoint.convert.convert import convert
-from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.common.errors import UsageError
+from megatron.trainer.extras.convert.convert import convert
+from megatron.trainer.extras.convert.target import Changes
+from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.distributed import worker_relayout
 from tests.distributed.worker_relayout import AFTER, BEFORE
 from tests.helpers.jobs import MOE, TINY, TINY_GPT2, layout_flags, run

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.trainer.checkpoint.convert.describe import loads_under
-from megatron.trainer.checkpoint.convert.target import batch_problems_of
 from megatron.trainer.checkpoint.load import Stored
 from megatron.trainer.checkpoint.resume import merge_resume_config, resume_step_settings
 from megatron.trainer.common.errors import UsageError
@@ -22,6 +20,8 @@ from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoi
 from megatron.trainer.config.batch_schedule import BatchSchedule
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.lengths import TrainingLengths
+from megatron.trainer.extras.inspect_checkpoint.describe import loads_under
+from megatron.trainer.extras.inspect_checkpoint.layouts import batch_problems_of
 from megatron.trainer.extras.phases.feature import settings_in
 from megatron.trainer.extras.phases.flags import flags_of, in_phase, number_at, phase_of, phases_of
 from megatron.trainer.extras.phases.resume import in_layout_of_phase

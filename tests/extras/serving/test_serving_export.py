@@ -22,9 +22,9 @@ from copus_ext.extras.serving.measure import matrices_of
 from copus_ext.extras.serving.quantise import check_group_size, pack, quantise, unpack
 from copus_ext.extras.serving.sensitivity import FILE, Sensitivity
 from copus_ext.extras.serving.source import Source
-from megatron.trainer.checkpoint.convert.target import Changes
-from megatron.trainer.checkpoint.convert.writing import Piece
 from megatron.trainer.common.errors import UsageError
+from megatron.trainer.extras.convert.target import Changes
+from megatron.trainer.extras.convert.writing import Piece
 from megatron.trainer.extras.huggingface import exchange
 from tests.helpers.checkpoints import make_checkpoint
 

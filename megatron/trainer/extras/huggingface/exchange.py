@@ -19,22 +19,16 @@ from typing import Any, TypeAlias
 import torch
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert import contents
-from megatron.trainer.checkpoint.convert.archive import Archive, Chunk, open_archive
-from megatron.trainer.checkpoint.convert.checks import (
-    Contents,
-    check_files,
-    check_truth,
-    check_weights,
-    num_different,
-)
-from megatron.trainer.checkpoint.convert.convert import (
+from megatron.trainer.checkpoint.formats import ConversionResult
+from megatron.trainer.common.errors import Refused, UsageError, VerificationFailed
+from megatron.trainer.common.outside import parse_json
+from megatron.trainer.config.vocabulary import pad_vocab_size, padding_unit
+from megatron.trainer.extras.convert.convert import (
     Recipe,
     with_zero_rows,
     write_checkpoint,
 )
-from megatron.trainer.checkpoint.convert.formats import ConversionResult
-from megatron.trainer.checkpoint.convert.target import (
+from megatron.trainer.extras.convert.target import (
     DTYPES,
     LAYOUT_FLAGS,
     Changes,
@@ -42,15 +36,21 @@ from megatron.trainer.checkpoint.convert.target import (
     check_vocabulary,
     target_of,
 )
-from megatron.trainer.checkpoint.convert.writing import FILE_BYTES, Piece, staged
-from megatron.trainer.common.errors import Refused, UsageError, VerificationFailed
-from megatron.trainer.common.outside import parse_json
-from megatron.trainer.config.vocabulary import pad_vocab_size, padding_unit
+from megatron.trainer.extras.convert.writing import FILE_BYTES, Piece, staged
 from megatron.trainer.extras.huggingface import config_json, experts, generation
 from megatron.trainer.extras.huggingface.names import CONFIG, CONFIG_BYTES, SIDE
 from megatron.trainer.extras.huggingface.safetensors_files import (
     SafetensorsFolder,
     write_folder,
+)
+from megatron.trainer.extras.inspect_checkpoint import contents
+from megatron.trainer.extras.inspect_checkpoint.archive import Archive, Chunk, open_archive
+from megatron.trainer.extras.inspect_checkpoint.checks import (
+    Contents,
+    check_files,
+    check_truth,
+    check_weights,
+    num_different,
 )
 
 _ADAPTER = "adapter_config.json"

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron.trainer.checkpoint.convert import contents
 from megatron.trainer.common.errors import Refused
 from megatron.trainer.extras.huggingface.safetensors_files import SafetensorsFolder
+from megatron.trainer.extras.inspect_checkpoint import contents
 
 
 @dataclass(frozen=True, kw_only=True)

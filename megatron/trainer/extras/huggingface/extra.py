@@ -2,4 +2,8 @@
 
 from megatron.trainer.common.extras import Extra
 
-EXTRA = Extra(title="Hugging Face models", model_format="format:HuggingFace")
+EXTRA = Extra(
+    title="Hugging Face models",
+    model_format="format:HuggingFace",
+    needs=("convert", "inspect_checkpoint"),
+)

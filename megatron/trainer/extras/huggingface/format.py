@@ -13,8 +13,8 @@ from megatron.trainer.common.outside import parse_json
 from megatron.trainer.extras.huggingface.names import CONFIG, CONFIG_BYTES, SIDE, WEIGHTS
 
 if TYPE_CHECKING:
-    from megatron.trainer.checkpoint.convert.formats import ConversionResult
-    from megatron.trainer.checkpoint.convert.target import Changes
+    from megatron.trainer.checkpoint.formats import ConversionResult
+    from megatron.trainer.extras.convert.target import Changes
 
 _KEYS = ("model_type", "architectures")
 """Of every `config.json` that `transformers` wrote."""

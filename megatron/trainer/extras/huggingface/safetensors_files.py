@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert.writing import Piece, grouped
 from megatron.trainer.common.errors import Refused, UsageError
 from megatron.trainer.common.outside import parse_json
+from megatron.trainer.extras.convert.writing import Piece, grouped
 
 INDEX = "model.safetensors.index.json"
 _INDEX_BYTES, _LONGEST_NAME = 1 << 28, 255

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron.trainer.train.generate import GREEDY, Generated, open_generator
+from megatron.trainer.extras.generate.model import GREEDY, Generated, open_generator
 from tests.helpers.jobs import layout_flags, train
 
 PROMPTS = ("1 2 3 4 5", "99", " ".join(map(str, range(20))))

@@ -6,12 +6,9 @@ import argparse
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megatron.trainer.common.extras import extras_with
-
-if TYPE_CHECKING:
-    from megatron.trainer.checkpoint.convert.target import Changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +50,17 @@ class ModelFormat(Protocol):
         ...
 
     def load(
-        self, source: Path, destination: Path, changes: Changes, *, verify: bool
+        self, source: Path, destination: Path, changes: Any, *, verify: bool
     ) -> ConversionResult:
-        """Makes a new `--save` directory from a model; arguments and errors as of `convert`."""
+        """Makes a new `--save` directory from a model; arguments and errors as of `convert` of the
+        extra of that name."""
         ...
 
     def save(
         self,
         source: Path,
         destination: Path,
-        changes: Changes,
+        changes: Any,
         *,
         step: int | None,
         verify: bool,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import signal
@@ -15,19 +14,16 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert import writing
-from megatron.trainer.checkpoint.convert.archive import Archive, Chunk, open_archive
-from megatron.trainer.checkpoint.convert.checks import coverage_problem
-from megatron.trainer.checkpoint.convert.convert import convert
-from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.config.layout import Layout
-from megatron.trainer.distributed.sharding import flat_to_rects
+from megatron.trainer.extras.convert import command as convert_checkpoint
+from megatron.trainer.extras.convert import writing
+from megatron.trainer.extras.convert.convert import convert
+from megatron.trainer.extras.convert.target import Changes
+from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
+from megatron.trainer.extras.inspect_checkpoint.archive import Archive, open_archive
 from tests.helpers.checkpoints import (
     ITERATION,
     command,
@@ -59,84 +55,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def snapshot(root: Path) -> dict[str, tuple[bytes, int]]:
     found = sorted(p for p in root.rglob("*") if p.is_file())
     return {str(p.relative_to(root)): (p.read_bytes(), p.stat().st_mtime_ns) for p in found}
-
-
-# Coverage
-
-
-def cut(shape: tuple[int, ...], cuts: list[list[int]], base: tuple[int, ...] = ()) -> list[Chunk]:
-    """A grid of chunks."""
-    chunks = [Chunk(offset=(), size=())]
-    for length, places in zip(shape, cuts):
-        edges = sorted({0, length, *(p for p in places if p < length)})
-        pairs = list(itertools.pairwise(edges))
-        chunks = [
-            Chunk(offset=(*c.offset, a), size=(*c.size, b - a)) for c in chunks for a, b in pairs
-        ]
-    return chunks
-
-
-GRIDS = st.lists(st.integers(1, 6), min_size=1, max_size=3).flatmap(
-    lambda shape: st.tuples(
-        st.just(tuple(shape)),
-        st.tuples(*(st.lists(st.integers(1, 6), max_size=3) for _ in shape)).map(list),
-        st.randoms(use_true_random=False),
-    )
-)
-
-
-@given(GRIDS)
-def test_a_grid_covers_and_loses_it_with_any_chunk_gone_or_doubled(grid: Any) -> None:
-    shape, cuts, random = grid
-    chunks = cut(shape, cuts)
-    random.shuffle(chunks)
-    assert coverage_problem(shape, chunks) is None
-    problem = coverage_problem(shape, chunks[1:])
-    assert problem is not None and "elements" in problem
-    problem = coverage_problem(shape, [*chunks, chunks[0]])
-    assert problem is not None and "overlap" in problem
-
-
-def test_many_rectangles_of_many_layers_are_compared() -> None:
-    rows, columns, per_layer = 350, 64, 350
-    size = rows * columns
-    edges = [size * n // per_layer + 7 * (0 < n < per_layer) for n in range(per_layer + 1)]
-    rects = [
-        rect
-        for start, stop in itertools.pairwise(edges)
-        for rect in flat_to_rects((rows, columns), start, stop)
-    ]
-    assert len(rects) > 690
-    chunks = [
-        Chunk(offset=(layer, *lo), size=(1, *(b - a for a, b in zip(lo, hi))))
-        for layer in range(30)
-        for lo, hi in rects
-    ]
-    shape = (30, rows, columns)
-    assert coverage_problem(shape, chunks) is None
-    columns_first = [Chunk(offset=c.offset[::-1], size=c.size[::-1]) for c in chunks]
-    assert coverage_problem(shape[::-1], columns_first) is None
-    assert "overlap" in str(coverage_problem(shape, [*chunks, chunks[10_000]]))
-    assert "elements" in str(coverage_problem(shape, chunks[1:]))
-
-
-def test_chunks_that_no_line_divides_are_compared() -> None:
-    # Four around one in the middle: no straight cut.
-    wheel = [
-        ((0, 0), (1, 2)),
-        ((0, 2), (2, 1)),
-        ((2, 1), (1, 2)),
-        ((1, 0), (2, 1)),
-        ((1, 1), (1, 1)),
-    ]
-    chunks = [Chunk(offset=o, size=s) for o, s in wheel]
-    assert coverage_problem((3, 3), chunks) is None
-    chunks[0] = Chunk(offset=(0, 0), size=(1, 3))
-    assert "overlap" in str(coverage_problem((3, 3), chunks))
-    adds_up = [Chunk(offset=(0, 0), size=(2, 3)), Chunk(offset=(1, 1), size=(2, 3))]
-    assert "overlap" in str(coverage_problem((3, 4), adds_up))
-    assert "leaves" in str(coverage_problem((2, 2), [Chunk(offset=(1, 0), size=(2, 2))]))
-    assert "axes" in str(coverage_problem((2, 2), [Chunk(offset=(0,), size=(4,))]))
 
 
 # What is kept and what is changed
@@ -373,35 +291,6 @@ def test_the_result_is_written_without_an_accelerator(
     make_checkpoint(tmp_path / "a")
 
 
-# Inspection
-
-
-def test_inspection_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = make_checkpoint(tmp_path / "a")
-    code, out, _ = run(capsys, source, "--json", "--verify", tool=inspect_checkpoint)
-    record = json.loads(out)
-    assert code == 0 and record["verified"] and record["problem"] is None
-    assert (record["iteration"], record["consumed_samples"]) == (ITERATION, 40)
-    assert (record["layout"], record["optimizer"]) == ("tp2.pp1.dp2", "distributed")
-    assert len(record["tensors"]) == 36 and record["true_vocab_size"] == 101
-    assert record["loads_under"] == {
-        "tp": [1, 2, 4],
-        "pp": ["1", "2", "2x2", "4"],
-        "dp": [1, 2, 4, 8],
-    }
-    code, out, _ = run(capsys, files.folder_of(source, ITERATION), tool=inspect_checkpoint)
-    assert code == 0 and "decoder.layers.mlp.linear_fc2.weight  bfloat16 (4, 16, 24)" in out
-    (tmp_path / "empty").mkdir()
-    for args, expected in (
-        ((tmp_path / "nowhere",), 1),
-        ((tmp_path / "empty", "--what"), 2),
-        ((tmp_path / "empty",), 3),
-    ):
-        code, out, _ = run(capsys, *args, "--json", tool=inspect_checkpoint)
-        record = json.loads(out)
-        assert code == record["exit_code"] == expected and record["problem"]
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["muon", "dist_muon"])
 def test_momenta_in_place_of_moments_are_known(
@@ -444,12 +333,12 @@ def test_momenta_follow_another_number_format(tmp_path: Path) -> None:
 
 _SLOW = """
 import pathlib, signal, sys
-from megatron.trainer.checkpoint.convert import convert
+from megatron.trainer.extras.convert import convert
 def hold(folder, _):
     (pathlib.Path(folder).parent / "held").touch()
     signal.pause()
 convert.write_common = hold
-from copus_ext.commands.convert_checkpoint import main
+from megatron.trainer.extras.convert.command import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megatron.trainer.checkpoint.convert.archive import Chunk
 from megatron.trainer.checkpoint.files import COMMON, COMMON_FILE
 from megatron.trainer.checkpoint.safe_index import COMMON_KEY, METADATA, read_index
 from megatron.trainer.common.core_version import since
 from megatron.trainer.common.errors import UsageError
+from megatron.trainer.extras.inspect_checkpoint.archive import Chunk
 
 FILE_BYTES = 1 << 26
 """Tensors that share a file are all in memory until it is written: no more than this, or than the

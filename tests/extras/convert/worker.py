@@ -131,8 +131,8 @@ CASES = {
 def convert_on_rank_zero(source: Path, destination: Path, wish: dict[str, Any]) -> None:
     import torch.distributed as dist
 
-    from megatron.trainer.checkpoint.convert.convert import convert
-    from megatron.trainer.checkpoint.convert.target import Changes
+    from megatron.trainer.extras.convert.convert import convert
+    from megatron.trainer.extras.convert.target import Changes
 
     if dist.get_rank() == 0:
         convert(source, destination, Changes(**wish), verify=True)

@@ -14,11 +14,11 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert import contents
-from megatron.trainer.checkpoint.convert.archive import Archive, Chunk, StoredTensor
 from megatron.trainer.checkpoint.safe_index import stray_file
 from megatron.trainer.common.errors import Refused
 from megatron.trainer.common.program import other_command
+from megatron.trainer.extras.inspect_checkpoint import contents
+from megatron.trainer.extras.inspect_checkpoint.archive import Archive, Chunk, StoredTensor
 
 Make: TypeAlias = Callable[[], torch.Tensor]
 _OTHER_FORMATS = {

@@ -16,9 +16,30 @@ from typing import Any
 import torch
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert import contents
-from megatron.trainer.checkpoint.convert.archive import Archive, Chunk, StoredTensor, open_archive
-from megatron.trainer.checkpoint.convert.checks import (
+from megatron.trainer.checkpoint.formats import ConversionResult, side_files
+from megatron.trainer.common.errors import Refused, VerificationFailed
+from megatron.trainer.extras.convert.target import (
+    DTYPES,
+    Changes,
+    Target,
+    common_of,
+    target_of,
+)
+from megatron.trainer.extras.convert.writing import (
+    FILE_BYTES,
+    Piece,
+    staged,
+    write_common,
+    write_tensors,
+)
+from megatron.trainer.extras.inspect_checkpoint import contents
+from megatron.trainer.extras.inspect_checkpoint.archive import (
+    Archive,
+    Chunk,
+    StoredTensor,
+    open_archive,
+)
+from megatron.trainer.extras.inspect_checkpoint.checks import (
     Contents,
     check_contents,
     check_files,
@@ -27,23 +48,7 @@ from megatron.trainer.checkpoint.convert.checks import (
     num_different,
     pieces,
 )
-from megatron.trainer.checkpoint.convert.formats import ConversionResult, side_files
-from megatron.trainer.checkpoint.convert.target import (
-    DTYPES,
-    Changes,
-    Target,
-    common_of,
-    stored_layout,
-    target_of,
-)
-from megatron.trainer.checkpoint.convert.writing import (
-    FILE_BYTES,
-    Piece,
-    staged,
-    write_common,
-    write_tensors,
-)
-from megatron.trainer.common.errors import Refused, VerificationFailed
+from megatron.trainer.extras.inspect_checkpoint.layouts import stored_layout
 
 
 def convert(

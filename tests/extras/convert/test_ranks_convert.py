@@ -10,9 +10,9 @@ import torch
 from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_tensors
 from megatron.core.safe_globals import register_safe_globals
 
-from megatron.trainer.checkpoint.convert.archive import open_archive
 from megatron.trainer.checkpoint.files import folder_of
-from tests.distributed.worker_convert import AFTER, BEFORE, CASES
+from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
+from tests.extras.convert.worker import AFTER, BEFORE, CASES
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("single_process_group")
@@ -22,7 +22,7 @@ SAME_LOSS = [name for name in CASES if name not in ("vocab", "vocab_dp", "dtype"
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("convert")
-    on_ranks("worker_convert", folder, 2, timeout_s=600)
+    on_ranks("tests.extras.convert.worker", folder, 2, timeout_s=600)
     return folder
 
 

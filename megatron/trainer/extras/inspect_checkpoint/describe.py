@@ -7,16 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert import contents
-from megatron.trainer.checkpoint.convert.archive import Archive, StoredTensor
-from megatron.trainer.checkpoint.convert.checks import check_contents, check_files, check_truth
-from megatron.trainer.checkpoint.convert.target import (
+from megatron.trainer.common.errors import Refused
+from megatron.trainer.config.layout import Layout
+from megatron.trainer.extras.inspect_checkpoint import contents
+from megatron.trainer.extras.inspect_checkpoint.archive import Archive, StoredTensor
+from megatron.trainer.extras.inspect_checkpoint.checks import (
+    check_contents,
+    check_files,
+    check_truth,
+)
+from megatron.trainer.extras.inspect_checkpoint.layouts import (
     batch_problems_of,
     problems_of,
     stored_layout,
 )
-from megatron.trainer.common.errors import Refused
-from megatron.trainer.config.layout import Layout
 
 
 def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert import contents
 from megatron.trainer.checkpoint.safe_index import (
     COMMON_KEY,
     METADATA,
@@ -37,6 +36,7 @@ from megatron.trainer.checkpoint.safe_index import (
 )
 from megatron.trainer.common.errors import Refused, UsageError
 from megatron.trainer.common.outside import parse_json
+from megatron.trainer.extras.inspect_checkpoint import contents
 from megatron.trainer.logging.metrics import METRICS_FILE
 from megatron.trainer.model.norm_names import other_names
 

@@ -72,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron.trainer.resilience.env_checks import import_core
 
     import_core()
-    from megatron.trainer.checkpoint.convert.archive import open_archive
-    from megatron.trainer.checkpoint.convert.describe import describe
-    from megatron.trainer.checkpoint.convert.formats import format_of
+    from megatron.trainer.checkpoint.formats import format_of
+    from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
+    from megatron.trainer.extras.inspect_checkpoint.describe import describe
 
     found = format_of(args.source)
     if found is not None:

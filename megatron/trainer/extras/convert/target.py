@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 
-from megatron.trainer.checkpoint.convert import contents
-from megatron.trainer.checkpoint.convert.checks import Contents, optimizers_of
 from megatron.trainer.checkpoint.files import OUR_KEY
-from megatron.trainer.common import extras
 from megatron.trainer.common.errors import Refused, UsageError
-from megatron.trainer.config.batch_schedule import make_schedule
 from megatron.trainer.config.layout import Layout
-from megatron.trainer.config.layout_rules import layout_problems
 from megatron.trainer.config.relayout import UNEVEN_FIELDS, layout_fields
+from megatron.trainer.extras.inspect_checkpoint import contents
+from megatron.trainer.extras.inspect_checkpoint.checks import Contents, optimizers_of
+from megatron.trainer.extras.inspect_checkpoint.layouts import (
+    batch_problems_of,
+    is_sequence_parallel,
+    problems_of,
+    stored_layout,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -70,10 +73,6 @@ class Target:
     notes: tuple[str, ...] = ()
 
 
-def stored_layout(arguments: Mapping[str, Any]) -> Layout:
-    return Layout.of_arguments(arguments)
-
-
 def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
     """The stored layout with what was asked for instead.
 
@@ -93,50 +92,6 @@ def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
         return Layout(**sizes, layer_partition=stored.layer_partition if is_kept else None)
     except ValueError as error:
         raise UsageError(f"{error}; change --cp, --dp, --ep or --etp") from error
-
-
-def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> list[str]:
-    """Why a model cannot be laid out this way; the sentences of a launch. A launch may choose other
-    kernels, another way to exchange keys and values, and no extras, so the stored ones do not
-    count."""
-    arguments = extras.without_extras(arguments) | {"cp_comm_type": None, "transformer_impl": None}
-    return layout_problems(
-        layout,
-        {**arguments, "padded_vocab_size": vocab},
-        seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
-        sequence_parallel=_sequence_parallel(arguments, layout),
-    )
-
-
-def _sequence_parallel(arguments: Mapping[str, Any], layout: Layout) -> bool:
-    """Whether a launch splits activations over the sequence; it does for every mixture."""
-    asked = arguments.get("sequence_parallel") or arguments.get("num_experts")
-    return bool(asked) and layout.tp > 1
-
-
-def batch_problems_of(
-    arguments: Mapping[str, Any], layout: Layout, *, keeps_extras: bool = False
-) -> list[str]:
-    """Why the stored batches cannot be cut this way; empty where the flags name none. Batches that
-    an extra plans for the run count always, other rules of extras if a launch `keeps_extras`."""
-    arguments = extras.as_given(arguments, arguments)
-    batch, micro = arguments.get("global_batch_size"), arguments.get("micro_batch_size")
-    if not batch or not micro:
-        return []
-    schedule = make_schedule(
-        global_batch_size=batch,
-        rampup_batch_size=arguments.get("rampup_batch_size"),
-        step_batch_size_schedule=arguments.get("step_batch_size_schedule"),
-        seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
-    )
-    found = schedule.problems(
-        layout,
-        micro,
-        uneven=bool(arguments.get("allow_uneven_micro_batches")),
-        group_size=arguments.get("microbatch_group_size_per_vp_stage"),
-        arguments=arguments if keeps_extras else {},
-    )
-    return found or extras.problems_of("schedule_problems", arguments, layout)
 
 
 def target_of(arguments: Mapping[str, Any], found: Contents, changes: Changes) -> Target:
@@ -255,7 +210,7 @@ def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]
         **values,
         "overlap_p2p_comm": layout.vpp > 1,
         "world_size": layout.world_size,
-        "sequence_parallel": _sequence_parallel(arguments, layout),
+        "sequence_parallel": is_sequence_parallel(arguments, layout),
         "padded_vocab_size": target.vocab,
     }
 

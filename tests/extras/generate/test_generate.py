@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.sampling_params import SamplingParams
 
-from copus_ext.commands import convert_checkpoint, generate
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.convert.archive import open_archive
-from megatron.trainer.checkpoint.convert.writing import Piece
 from megatron.trainer.checkpoint.load import Stored
 from megatron.trainer.common.errors import TrainingFailure, UsageError
 from megatron.trainer.common.train_state import TrainState
-from megatron.trainer.train.generate import (
+from megatron.trainer.extras.convert import command as convert_checkpoint
+from megatron.trainer.extras.convert.writing import Piece
+from megatron.trainer.extras.generate import command as generate
+from megatron.trainer.extras.generate.model import (
     GREEDY,
     Generated,
     TextGenerator,
@@ -32,6 +32,7 @@ from megatron.trainer.train.generate import (
     check_sampling,
     open_generator,
 )
+from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
 from tests.helpers.checkpoints import (
     BIASED,
     FLAGS,

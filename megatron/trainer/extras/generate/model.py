@@ -33,7 +33,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.trainer.checkpoint.convert.formats import end_tokens, format_of
+from megatron.trainer.checkpoint.formats import end_tokens, format_of
 from megatron.trainer.checkpoint.load import Stored, load_weights, read_stored
 from megatron.trainer.checkpoint.resume import merge_resume_config
 from megatron.trainer.common import optional

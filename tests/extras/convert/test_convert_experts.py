@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from copus_ext.commands import convert_checkpoint, inspect_checkpoint
-from megatron.trainer.checkpoint.convert import contents
-from megatron.trainer.checkpoint.convert.archive import Archive, open_archive
-from megatron.trainer.checkpoint.convert.convert import convert
-from megatron.trainer.checkpoint.convert.target import Changes
 from megatron.trainer.checkpoint.files import OUR_KEY
 from megatron.trainer.common.errors import Refused
 from megatron.trainer.common.train_state import TrainState
+from megatron.trainer.extras.convert import command as convert_checkpoint
+from megatron.trainer.extras.convert.convert import convert
+from megatron.trainer.extras.convert.target import Changes
+from megatron.trainer.extras.inspect_checkpoint.archive import Archive, open_archive
 from tests.helpers.checkpoints import (
     BIASED,
     ITERATION,
@@ -46,58 +44,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
     for key in a:
         assert a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]), key
-
-
-def parts(flags: dict[str, Any], prefix: str) -> dict[str, tuple[int, ...]]:
-    weights = contents.expected_weights(flags)
-    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
-
-
-def test_experts_stand_in_place_of_the_mlp() -> None:
-    found = parts(MIXTURE, contents.LAYERS)
-    assert {k: v for k, v in found.items() if "attention" not in k} == {
-        "pre_mlp_layernorm.weight": (4, 16),
-        "mlp.router.weight": (4, 4, 16),
-        f"{EXPERTS}linear_fc1.weight": (4, 4, 24, 16),
-        f"{EXPERTS}linear_fc2.weight": (4, 4, 16, 12),
-    }
-    assert contents.expected_weights(BIASED)[BIAS] == (4, 4)
-    biases = parts({**MIXTURE, "add_bias_linear": True}, contents.LAYERS)
-    assert biases["mlp.router.bias"] == (4, 4)
-    assert biases[f"{EXPERTS}linear_fc1.bias"] == (4, 4, 24)
-    assert biases[f"{EXPERTS}linear_fc2.bias"] == (4, 4, 16)
-
-
-def test_layers_of_two_kinds_have_keys_of_their_own() -> None:
-    dense, first = parts(SHARED, f"{contents.LAYERS}0."), parts(SHARED, f"{contents.LAYERS}1.")
-    assert dense["mlp.linear_fc1.weight"] == (48, 16) and "mlp.router.weight" not in dense
-    assert first["mlp.shared_experts.linear_fc1.weight"] == (16, 16)
-    assert first["mlp.shared_experts.linear_fc2.weight"] == (16, 8)
-    assert first["mlp.shared_experts.gate_weight"] == (1, 16)
-    assert first[f"{EXPERTS}linear_fc1.weight"] == (4, 24, 16)
-    # A number, or a list that Megatron-LM has read already.
-    for freq in ("2", 2, [1, 0, 1, 0]):
-        keys = contents.expected_weights({**MIXTURE, "moe_layer_freq": freq})
-        assert f"{contents.LAYERS}1.mlp.linear_fc1.weight" in keys
-        assert f"{contents.LAYERS}2.mlp.router.weight" in keys
-    with pytest.raises(Refused, match="moe_layer_freq is '0'"):
-        contents.expected_weights({**MIXTURE, "moe_layer_freq": "0"})
-
-
-@pytest.mark.parametrize(
-    ("key", "axes"),
-    [
-        ("embedding.word_embeddings.weight", 0),
-        ("decoder.layers.mlp.linear_fc1.weight", 1),
-        (f"decoder.layers.{EXPERTS}linear_fc1.weight", 2),
-        (f"optimizer.state.exp_avg.decoder.layers.{EXPERTS}linear_fc2.weight", 2),
-        ("decoder.layers.12.mlp.linear_fc1.weight", 0),
-        (f"decoder.layers.12.{EXPERTS}linear_fc1.weight", 1),
-        ("decoder.layers.mlp.shared_experts.linear_fc1.weight", 1),
-    ],
-)
-def test_layers_and_experts_are_leading_axes(key: str, axes: int) -> None:
-    assert contents.leading_axes(key) == axes
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -195,26 +141,3 @@ def test_a_part_of_a_mixture_that_is_missing_is_named(tmp_path: Path, lost: str)
     source = make_checkpoint(tmp_path / "a", change=drop, **BIASED)
     with pytest.raises(Refused, match=lost):
         convert(source, tmp_path / "b", Changes())
-
-
-def test_a_mixture_that_predicts_further_tokens_is_refused() -> None:
-    with pytest.raises(Refused, match="num_experts is 4 and mtp_num_layers is 1"):
-        contents.expected_weights({**MIXTURE, "mtp_num_layers": 1})
-
-
-def test_inspection_shows_experts_and_the_sizes_they_load_under(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = make_checkpoint(tmp_path / "a", **SHARED)
-    code, out, _ = command(capsys, inspect_checkpoint, source, "--json", "--verify")
-    record = json.loads(out)
-    assert code == 0 and record["verified"] and record["layout"] == "tp2.pp1.ep2.dp2"
-    assert record["experts"] == {"num_experts": 4, "topk": 2, "layers": 3, "shared": 8}
-    loads = record["loads_under"]
-    assert loads["tp"] == [1, 2, 4] and loads["ep"] == [1, 2, 4]
-    assert loads["etp"] == [1, 2, 3, 4, 6, 12]
-    code, out, _ = command(capsys, inspect_checkpoint, source)
-    assert code == 0 and "4 experts in 3 layers, 2 of them for each token" in out
-    assert "loads under --ep 1, 2, 4" in out
-    code, out, _ = command(capsys, inspect_checkpoint, make_checkpoint(tmp_path / "b"), "--json")
-    assert json.loads(out)["experts"] is None and "ep" not in json.loads(out)["loads_under"]

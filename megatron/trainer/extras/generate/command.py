@@ -131,7 +131,7 @@ def sampling_of(args: argparse.Namespace) -> Any:
     """
     from megatron.core.inference.sampling_params import SamplingParams
 
-    from megatron.trainer.train.generate import GREEDY
+    from megatron.trainer.extras.generate.model import GREEDY
 
     others = {"--temperature": args.temperature, "--top-k": args.top_k, "--top-p": args.top_p}
     given = [flag for flag, value in others.items() if value is not None]
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
     # Told of every group and of what a pre-training run would miss.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     check_environment()
-    from megatron.trainer.train.generate import check_sampling, open_generator
+    from megatron.trainer.extras.generate.model import check_sampling, open_generator
 
     params = sampling_of(args)
     given = {name: getattr(args, name) for name in _TOKENIZER_FLAGS}

@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron.trainer.checkpoint.convert.formats import format_of, model_formats
+from megatron.trainer.checkpoint.formats import format_of, model_formats
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.program import about, json_failure, run_command
 from megatron.trainer.config.arguments import Parser, add_checkpoint_flags
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron.trainer.resilience.env_checks import import_core
 
     import_core()
-    from megatron.trainer.checkpoint.convert.convert import convert
-    from megatron.trainer.checkpoint.convert.target import LAYOUT_FLAGS, Changes
+    from megatron.trainer.extras.convert.convert import convert
+    from megatron.trainer.extras.convert.target import LAYOUT_FLAGS, Changes
 
     names = (*LAYOUT_FLAGS, "vocab", "true_vocab", "dtype", "optimizer")
     changes = Changes(**{name: getattr(args, name) for name in names})

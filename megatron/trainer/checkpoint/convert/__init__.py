@@ -1,1 +1,0 @@
-"""Checkpoints without a run: one CPU process, no process group, no model."""

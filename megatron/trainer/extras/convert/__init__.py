@@ -1,0 +1,1 @@
+"""Checkpoints converted to another layout, vocabulary, number format or optimizer."""

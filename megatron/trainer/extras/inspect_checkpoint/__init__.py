@@ -1,0 +1,1 @@
+"""What a checkpoint holds, read and checked without a run."""
