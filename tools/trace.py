@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from copus_ext.commands.trace import main
+from copus_ext.extras.trace.command import main
 from megatron.trainer.common.program import with_output
 
 if __name__ == "__main__":

@@ -24,11 +24,9 @@ COMMANDS = (
     "launch",
     "preprocess-data",
     "plan",
-    "profile-layouts",
     "status",
     "report",
     "replay",
-    "trace",
 )
 _ELSEWHERE = {"launch": "copus_ext.launch.supervisor"}
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from copus_ext.commands import trace
 from copus_ext.controller.decision_log import NAME, read_journal
 from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed.worker_controller_layouts import BASE, TRACED, write_profile
@@ -101,6 +100,7 @@ def test_each_launch_traces_its_steps_and_one_command_all_decisions(run: Path) -
         "rank0.steps7-8.json.gz",
         "rank0.steps9-10.json.gz",
     ]
+    trace: Any = pytest.importorskip("copus_ext.extras.trace.command")
     assert trace.main([str(run / "run")]) == 0
     events = json.loads((traces / "decisions.json").read_text())["traceEvents"]
     told = [e["args"] for e in events if e.get("ph") == "i" and e["tid"] == 0]

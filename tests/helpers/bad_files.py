@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gzip
 import io
 import json
 import pickle
@@ -76,28 +75,6 @@ def too_large(rng: random.Random, folder: Path) -> str | None:
         for one in remembered(folder):
             one.is_at_most(whole)
             str(one)
-
-    return spoil.problem_of(read)
-
-
-def trace(rng: random.Random, folder: Path) -> str | None:
-    """A trace of steps, from torch's profiler."""
-    from copus_ext.monitor.trace import base_of, with_steps, write_trace
-
-    events = [
-        {"ph": "M", "pid": 7, "name": "process_name", "args": {"name": "python"}},
-        {"ph": "X", "pid": 7, "tid": 1, "ts": 5.5, "dur": 2.0, "name": "step", "id": 3},
-    ]
-    path = folder / "rank0.steps1-2.json.gz"
-    content = spoil.spoiled_json(rng, {"baseTimeNanoseconds": 5, "traceEvents": events})
-    packed = gzip.compress(content, 1)
-    path.write_bytes(spoil.spoiled_bytes(rng, packed) if rng.random() < 0.3 else packed)
-
-    def read() -> None:
-        base_of(path)
-        whole, problems = with_steps({"baseTimeNanoseconds": 0, "traceEvents": []}, [path])
-        write_trace(folder / "whole.json", whole)
-        assert all("\n" not in problem for problem in problems)
 
     return spoil.problem_of(read)
 
@@ -266,7 +243,7 @@ KINDS: dict[str, Callable[[random.Random, Path], str | None]] = {
     check.__name__.replace("_", " "): check
     for check in (
         *(settings, too_large),
-        *(trace, model_shape, pickled, tracker),
+        *(model_shape, pickled, tracker),
         *(document, hosts, run_directory, tokenizer),
     )
 }

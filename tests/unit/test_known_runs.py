@@ -12,7 +12,7 @@ import pytest
 from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.planner.attempts import BEGUN, DONE, OUT_OF_MEMORY, Attempts
+from copus_ext.planner.attempts import BEGUN, DONE, OUT_OF_MEMORY
 from copus_ext.planner.known_runs import measured_of, profiles_of
 from copus_ext.planner.profile import ProfileStore, Timing
 from copus_ext.planner.request import InputProblem, UsageProblem, configuration_of
@@ -115,10 +115,11 @@ def test_a_time_is_of_the_kind_of_run_that_is_searched() -> None:
 def profile_with(path: Path, *ends: str, text: str) -> Path:
     """A profile whose only attempt ended so."""
     machine = {"model": MODEL.to_json(), "world_size": 8, "gpu": CLUSTER.gpu.name}
-    attempts = Attempts(ProfileStore(path, machine))
+    store = ProfileStore(path, machine)
     c = configuration_of(text, global_batch_size=16, world_size=8)
     for end in ends:
-        attempts.note(end, c)
+        alone = str(dataclasses.replace(c, micro_batch_size=1))
+        store.add_attempt(end, configuration=alone, micro_batch_size=c.micro_batch_size)
     return path
 
 

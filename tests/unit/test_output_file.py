@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import stat
 from collections.abc import Callable
@@ -30,14 +29,10 @@ def through_pipe(pipe: Path, write: Callable[[], object]) -> bytes:
         os.close(end)
 
 
-@pytest.mark.parametrize("command", ["report", "trace"])
-def test_a_pipe_is_written_to_and_stays(command: str, tmp_path: Path) -> None:
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
     run, pipe = usual_run(tmp_path / "run", steps=20).path, tmp_path / "pipe"
-    data = through_pipe(pipe, lambda: main([command, str(run), "-o", str(pipe)]))
-    if command == "trace":
-        assert len(json.loads(data)["traceEvents"]) > 8
-    else:
-        assert b"</html>" in data
+    data = through_pipe(pipe, lambda: main(["report", str(run), "-o", str(pipe)]))
+    assert b"</html>" in data
     assert sorted(p.name for p in tmp_path.iterdir()) == ["pipe", "run"]
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.commands import plan, profile_layouts
+from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
-from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import head_bytes, peaks
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.step import step_time
@@ -150,19 +149,6 @@ def test_times_are_not_given_to_points_of_another_planner() -> None:
     timed = [Timing(configuration=best.configuration, step_s=1.0)]
     with pytest.raises(AssertionError):
         Planner(MODEL, cluster).take_space(Planner(MODEL, cluster, timings=timed), [BATCH])
-
-
-def test_what_is_timed_has_the_logits_of_the_run() -> None:
-    own = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data "
-    own += "--max-position-embeddings 64 --logits-chunks 4"
-    args, flags = profile_layouts.parse(
-        ["--store", "p.jsonl", "--global-batch-size", "8", "--", *own.split()]
-    )
-    model = spec_of_flags(flags)
-    found = profile_layouts.lines(model, args, 2)
-    assert {c.logits_chunks for c in found} == {4}
-    again = Timing(configuration=found[0], step_s=1.0)
-    assert Timing.from_json(again.to_json()).key == again.key
 
 
 def test_commands_to_time_name_what_is_priced(cluster: ClusterSpec) -> None:

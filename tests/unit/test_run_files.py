@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gzip
 import io
 import json
 import math
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from copus_ext.commands import replay, report, status, trace
+from copus_ext.commands import replay, report, status
 from copus_ext.controller.decision_log import NAME as JOURNAL
 from copus_ext.controller.decision_log import VERSION, DecisionLog, read_journal
 from copus_ext.monitor.report import Report, render, report_of
@@ -60,9 +59,8 @@ def test_the_commands_name_what_is_no_plain_file(
     make(run / name)
     assert status.main([str(run)]) == 5
     assert report.main([str(run), "-o", str(tmp_path / "x.html")]) == 5
-    assert trace.main([str(run)]) == 5
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and all(name in line for line in said), said
+    assert len(said) == 2 and all(name in line for line in said), said
 
 
 def test_a_journal_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
@@ -99,66 +97,34 @@ def with_odd(records: list[dict[str, Any]], odd: Any) -> Iterator[dict[str, Any]
             yield from others(record, odd)
 
 
-@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd)[:6])
-def test_records_with_anything_in_them_are_shown(odd: Any, tmp_path: Path) -> None:
-    usual_run(tmp_path, steps=80)
-    with Tracker(tmp_path, launch="job.0.0") as tracker:
+def write_odd_run(run: Path, odd: Any) -> None:
+    """A run whose files have each record again, with each part of it replaced in turn."""
+    usual_run(run, steps=80)
+    with Tracker(run, launch="job.0.0") as tracker:
         tracker.event("alert", 80, 640, alert="save failed", line="x")
     for name in (METRICS_FILE, JOURNAL):
-        path = tmp_path / name
+        path = run / name
         records = [json.loads(line) for line in path.read_text().splitlines()]
         changed = list(with_odd(records, odd))
         assert len(changed) > 50
         with path.open("a") as file:
             file.writelines(json.dumps(one) + "\n" for one in [*changed, [1], "x"])
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd)[:6])
+def test_records_with_anything_in_them_are_shown(odd: Any, tmp_path: Path) -> None:
+    write_odd_run(tmp_path, odd)
     reader = RunReader(tmp_path)
     assert render(report_of(reader))
     steps = [step.iteration for step in reader.history().steps]
     assert odd is True or {*range(1, 81)} <= {*steps}
     Console(file=io.StringIO(), width=60).print(screen(read_status(tmp_path)))
-    assert trace.main([str(tmp_path), "-o", str(tmp_path / "x.json")]) == 0
     # The last decision is looked at more closely.
     path, lines = tmp_path / JOURNAL, (tmp_path / JOURNAL).read_text().splitlines(keepends=True)
     decisions = [line for line in lines if '"decision"' in line[:40]]
     for line in decisions[:: max(len(decisions) // 20, 1)]:
         path.write_text(lines[0] + line)
         read_status(tmp_path)
-
-
-def steps_with(run: Path, data: str) -> list[dict[str, Any]]:
-    """The events of a run beside a trace of steps that holds this."""
-    folder, whole = run / "traces", run / "whole.json"
-    folder.mkdir(exist_ok=True)
-    (folder / "a.0.0.rank0.steps1-2.json.gz").write_bytes(gzip.compress(data.encode()))
-    assert trace.main([str(run), "-o", str(whole)]) == 0
-    return json.loads(whole.read_text(), parse_constant=pytest.fail)["traceEvents"]
-
-
-def test_a_trace_of_steps_with_anything_in_it_is_shown(tmp_path: Path) -> None:
-    usual_run(tmp_path, steps=20)
-    event = {"ph": "M", "name": "process_name", "args": {"name": "x"}, "pid": 1, "ts": 1, "id": 2}
-    steps = {"baseTimeNanoseconds": 1, "traceEvents": [event]}
-    assert steps_with(tmp_path, json.dumps(steps))[-1]["args"]["name"].endswith("steps1-2 x")
-    nines = 10**4299 * 9
-    for odd in [*ODD, math.inf, [1], -nines, nines]:
-        for changed in others(steps, odd):
-            steps_with(tmp_path, json.dumps(changed))
-    steps_with(tmp_path, json.dumps(steps).replace('"ts": 1', '"ts": 1e999'))
-    for depth in range(10, 1200, 70):
-        deep = "[" * depth + "]" * depth
-        steps_with(tmp_path, json.dumps(steps).replace('"ts": 1', f'"x": {deep}'))
-
-
-@pytest.mark.parametrize("make", [link, os.mkfifo, Path.mkdir], ids=["link", "pipe", "folder"])
-def test_a_trace_of_steps_that_is_no_plain_file_is_left_out(
-    make: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    usual_run(run, steps=20)
-    (run / "traces").mkdir()
-    make(run / "traces" / "a.0.0.rank0.steps1-2.json.gz")
-    assert trace.main([str(run), "-o", str(tmp_path / "whole.json")]) == 0
-    assert "steps1-2.json.gz is left out" in capsys.readouterr().err
 
 
 def changes_of(run: Path) -> list[tuple[str, str]]:
@@ -271,7 +237,7 @@ def test_a_journal_of_another_version_is_refused_in_one_line(
         f"error: {path} is a journal of {named}, and this copus reads version {VERSION}; "
         "read it with the commit that wrote it\n"
     )
-    commands: dict[str, Any] = {"status": status, "trace": trace, "replay": replay}
+    commands: dict[str, Any] = {"status": status, "replay": replay}
     for command, module in commands.items():
         assert module.main([str(tmp_path)]) == 5
         assert capsys.readouterr() == ("", f"{command}.py: {line}")

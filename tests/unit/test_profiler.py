@@ -1,20 +1,18 @@
-"""Traces of steps by torch's profiler, and of decisions on the same clock."""
+"""Traces of steps by torch's profiler."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from copus_ext.commands import trace as trace_tool
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.trace import Trace
 from megatron.trainer.config import LoggingConfig
@@ -22,9 +20,6 @@ from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.distributed.stragglers import StepClock
 from megatron.trainer.logging.profiler import open_trace
 from tests.helpers.jobs import TINY
-from tests.helpers.written_runs import WrittenRun, usual_run
-
-DECISIONS_TRACK = 0
 
 
 class Broken:
@@ -158,7 +153,6 @@ def test_what_cannot_be_written_costs_a_line(
     (tmp_path / "traces").write_text("in the way")
     ran(opened(tmp_path, profile_step_start=0, profile_step_end=1), range(3))
     assert "--profile" in caplog.text and len(caplog.records) == 1
-    assert trace_tool.main([str(usual_run(tmp_path).path)]) == 5
 
 
 def test_the_reduction_of_gradients_is_a_phase(tmp_path: Path) -> None:
@@ -185,102 +179,3 @@ def test_flags_that_trace_nothing_are_refused(flags: str, words: str) -> None:
     assert resolve(parse_args(given), 2).logging.profile is False
     with pytest.raises(UsageError, match=words):
         resolve(parse_args([*given, "--profile", "--use-pytorch-profiler"]), 2)
-
-
-def course_of(run: Path) -> list[dict[str, Any]]:
-    assert trace_tool.main([str(run)]) == 0
-    return json.loads((run / "traces" / "decisions.json").read_text())["traceEvents"]
-
-
-def test_decisions_and_changes_are_events_with_their_reason(tmp_path: Path) -> None:
-    run = usual_run(tmp_path / "run").path
-    events = course_of(run)
-    records = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
-    decided = [r for r in records if r["kind"] == "decision"]
-    shown = [e for e in events if e.get("ph") == "i" and e["tid"] == DECISIONS_TRACK]
-    assert [e["args"]["reason"] for e in shown] == [r["decision"]["reason"] for r in decided]
-    assert [e["args"]["step"] for e in shown] == [r["iteration"] for r in decided]
-    (relayout,) = [r for r in records if r["kind"] == "relayout"]
-    (whole,) = [e for e in events if e["name"] == f"{relayout['start']} to {relayout['to']}"]
-    assert whole["dur"] == 1e6 * relayout["outcome"]["pause_s"]
-    phases = [e for e in events if e["name"] in relayout["outcome"]["phases"]]
-    assert [e["dur"] for e in phases] == [125e3, 250e3, 62.5e3, 1.4375e6]
-    assert phases[0]["ts"] == whole["ts"]
-    assert phases[-1]["ts"] + phases[-1]["dur"] == whole["ts"] + whole["dur"]
-
-
-def test_both_are_on_one_clock(tmp_path: Path) -> None:
-    before = time.time()
-    run = WrittenRun(tmp_path)
-    ran(opened(tmp_path, profile_step_start=0, profile_step_end=1), range(3))
-    ran(opened(tmp_path, profile_step_start=1, profile_step_end=2), range(3))
-    run.step(20)
-    run.decide()
-    assert trace_tool.main([str(tmp_path), "-o", str(tmp_path / "whole.json.gz")]) == 0
-    with gzip.open(tmp_path / "whole.json.gz") as file:
-        trace = json.load(file)
-    base_s = trace["baseTimeNanoseconds"] / 1e9
-    events = trace["traceEvents"]
-    times = {e["name"]: base_s + e["ts"] / 1e6 for e in events if "ts" in e}
-    (decision,) = [
-        base_s + e["ts"] / 1e6
-        for e in events
-        if e.get("cat") == "copus" and e["tid"] == DECISIONS_TRACK
-    ]
-    assert before - 0.01 < times["of step 1"] < times["of step 2"] < decision + 0.01
-    assert decision < time.time() + 0.01
-    # The two traces are of one process, and would be one there.
-    assert len({e["pid"] for e in events if e["name"].startswith("of step")}) == 2
-
-
-def test_a_run_that_was_killed_has_its_decisions(tmp_path: Path) -> None:
-    run = WrittenRun(tmp_path)
-    run.step(20)
-    run.decide(reason="\ud800 </script>")
-    assert run.journal.path is not None
-    with run.journal.path.open("a") as file:
-        file.write('{"kind": "decision", "num')
-    traces = tmp_path / "traces"
-    traces.mkdir()
-    (traces / "a.0.0.rank0.steps1-2.json.gz").write_bytes(gzip.compress(b"{}")[:-9])
-    assert [e for e in course_of(tmp_path) if "</script>" in e.get("args", {}).get("reason", "")]
-    assert trace_tool.main([str(tmp_path), "-o", str(tmp_path / "all.json")]) == 0
-    assert len(json.loads((tmp_path / "all.json").read_text())["traceEvents"]) > 8
-
-
-def test_where_no_run_is_the_exit_code_says_so(tmp_path: Path) -> None:
-    assert trace_tool.main([str(tmp_path)]) == trace_tool.main([str(tmp_path / "none")]) == 5
-    assert not list(tmp_path.iterdir())
-
-
-DECISIONS = Path("traces") / "decisions.json"
-
-
-def own_link(path: Path) -> None:
-    path.symlink_to(path.parents[2] / "foreign")
-
-
-@pytest.mark.parametrize("name", [DECISIONS.name, f"unfinished.{DECISIONS.name}"])
-@pytest.mark.parametrize("lay", [own_link, os.mkfifo], ids=["link", "pipe"])
-def test_what_lies_in_the_way_is_neither_followed_nor_waited_for(
-    lay: Callable[[Path], None], name: str, tmp_path: Path
-) -> None:
-    (tmp_path / "foreign").write_text("kept")
-    run = usual_run(tmp_path / "run", steps=20).path
-    (run / "traces").mkdir()
-    lay(run / "traces" / name)
-    assert len(course_of(run)) > 8
-    assert (run / DECISIONS).is_file() and not (run / DECISIONS).is_symlink()
-    assert (tmp_path / "foreign").read_text() == "kept"
-
-
-def test_a_folder_of_traces_that_is_a_link_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = usual_run(tmp_path / "run", steps=20).path
-    (tmp_path / "foreign").mkdir()
-    (run / "traces").symlink_to(tmp_path / "foreign")
-    assert trace_tool.main([str(run)]) == 5
-    assert trace_tool.main([str(run), "-o", str(tmp_path / "x.json")]) == 5
-    assert capsys.readouterr().err.count("it is a link") == 2
-    assert not list((tmp_path / "foreign").iterdir())

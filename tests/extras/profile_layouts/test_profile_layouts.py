@@ -14,16 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from copus_ext.commands import profile_layouts
+from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.planner.attempts import (
-    BEGUN,
-    DONE,
-    DROPPED,
-    OUT_OF_MEMORY,
-    Attempts,
-    by_memory,
-)
+from copus_ext.extras.profile_layouts import command as profile_layouts
+from copus_ext.extras.profile_layouts.attempts import RecordedAttempts, by_memory
+from copus_ext.planner.attempts import BEGUN, DONE, DROPPED, OUT_OF_MEMORY
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import ProfileStore, Timing, read_profile
 from megatron.trainer.common.errors import UsageError
@@ -31,8 +26,6 @@ from megatron.trainer.config.layout import Layout
 from megatron.trainer.train import build
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT, run_in_fork
-
-pytestmark = pytest.mark.unit
 
 
 def one(micro: int, **more: Any) -> Configuration:
@@ -142,36 +135,39 @@ def store_of(tmp_path: Path, **parts: Any) -> ProfileStore:
 
 
 def test_a_larger_micro_batch_of_the_same_layout_is_not_tried_either(tmp_path: Path) -> None:
-    attempts = Attempts(store_of(tmp_path))
+    attempts = RecordedAttempts(store_of(tmp_path))
     attempts.note(BEGUN, one(4))
     attempts.note(OUT_OF_MEMORY, one(4))
-    for again in (attempts, Attempts(store_of(tmp_path))):
+    for again in (attempts, RecordedAttempts(store_of(tmp_path))):
         assert again.why_not(one(2)) is None
         assert again.why_not(one(4)) == "out of memory before"
         assert again.why_not(one(8)) == "out of memory before with micro-batch 4"
         assert again.why_not(one(4, recompute="full")) is None
         assert again.why_not(one(4, layout=Layout(tp=2))) is None
     # Of another model, or on another machine, nothing is known.
-    assert Attempts(store_of(tmp_path, gpu="other")).why_not(one(4)) is None
+    assert RecordedAttempts(store_of(tmp_path, gpu="other")).why_not(one(4)) is None
     again.forget()
-    assert again.why_not(one(4)) is None and Attempts(store_of(tmp_path)).why_not(one(4)) is None
+    assert (
+        again.why_not(one(4)) is None
+        and RecordedAttempts(store_of(tmp_path)).why_not(one(4)) is None
+    )
 
 
 def test_a_good_end_makes_good_for_the_attempts_before(tmp_path: Path) -> None:
-    attempts = Attempts(store_of(tmp_path))
+    attempts = RecordedAttempts(store_of(tmp_path))
     for attempt in (BEGUN, DROPPED, BEGUN, OUT_OF_MEMORY, BEGUN):
         attempts.note(attempt, one(4))
-    assert Attempts(store_of(tmp_path)).why_not(one(8)) is not None
+    assert RecordedAttempts(store_of(tmp_path)).why_not(one(8)) is not None
     assert not attempts.has_run_out(one(4))
     attempts.note(DONE, one(4))
-    assert Attempts(store_of(tmp_path)).why_not(one(8)) is None
+    assert RecordedAttempts(store_of(tmp_path)).why_not(one(8)) is None
 
 
 def test_an_attempt_is_on_the_disk_before_it_begins_and_counts_from_the_second_on(
     tmp_path: Path,
 ) -> None:
     for expected in (None, None, "2 runs have ended in the middle of it"):
-        attempts = Attempts(store_of(tmp_path))
+        attempts = RecordedAttempts(store_of(tmp_path))
         assert attempts.why_not(one(4)) == expected
         assert attempts.why_not(one(8)) is None
         attempts.note(BEGUN, one(4))
@@ -181,16 +177,16 @@ def test_an_attempt_is_on_the_disk_before_it_begins_and_counts_from_the_second_o
 
 def test_attempts_are_no_timings(tmp_path: Path) -> None:
     store = store_of(tmp_path)
-    Attempts(store).note(OUT_OF_MEMORY, one(4))
+    RecordedAttempts(store).note(OUT_OF_MEMORY, one(4))
     assert store.read() == [] and read_profile(store.path)[1] == []
     timing = Timing(configuration=one(1), step_s=0.5)
     store.add(timing)
-    Attempts(store).note(BEGUN, one(8))
+    RecordedAttempts(store).note(BEGUN, one(8))
     with store.path.open("a") as file:
         file.write('{"fingerprint": "' + store.key + '", "attempt": "out_of_mem')
     assert store.read() == [timing] == read_profile(store.path)[1]
     store.add_attempt("of a later release", configuration=3)
-    assert Attempts(store).why_not(one(2)) is None
+    assert RecordedAttempts(store).why_not(one(2)) is None
 
 
 def test_layouts_that_need_least_memory_come_first_and_hopeless_ones_have_a_reason() -> None:
@@ -233,3 +229,16 @@ exit 143
     lines = calls.read_text().splitlines()
     assert all(line.endswith(f"--store {store} -- --bf16") for line in lines)
     assert [line.split(":")[0] for line in lines] == ["", "1", "1"]
+
+
+def test_what_is_timed_has_the_logits_of_the_run() -> None:
+    own = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data "
+    own += "--max-position-embeddings 64 --logits-chunks 4"
+    args, flags = profile_layouts.parse(
+        ["--store", "p.jsonl", "--global-batch-size", "8", "--", *own.split()]
+    )
+    model = spec_of_flags(flags)
+    found = profile_layouts.lines(model, args, 2)
+    assert {c.logits_chunks for c in found} == {4}
+    again = Timing(configuration=found[0], step_s=1.0)
+    assert Timing.from_json(again.to_json()).key == again.key

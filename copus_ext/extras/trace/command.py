@@ -13,8 +13,15 @@ import argparse
 import sys
 from pathlib import Path
 
+from copus_ext.extras.trace.timeline import (
+    FILE,
+    folder_of,
+    timeline,
+    traces_of,
+    with_steps,
+    write_trace,
+)
 from copus_ext.monitor.run_files import run_problem
-from copus_ext.monitor.trace import FILE, folder_of, timeline, traces_of, with_steps, write_trace
 from megatron.trainer.common.output_file import replace_file, write_output
 from megatron.trainer.common.program import CommandParser, about, refused, tell
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from copus_ext.commands import profile_layouts
+from copus_ext.extras.profile_layouts import command as profile_layouts
 
 RANK, MICRO_BATCH_SIZE = int(sys.argv[1]), int(sys.argv[2])
 """Which rank, and in which layout."""

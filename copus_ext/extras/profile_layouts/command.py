@@ -338,13 +338,13 @@ def measure_all(
     import torch
     import torch.distributed as dist
 
-    from copus_ext.planner.attempts import Attempts, by_memory
+    from copus_ext.extras.profile_layouts.attempts import RecordedAttempts, by_memory
     from copus_ext.planner.profile import ProfileStore
     from megatron.trainer.common.collectives import broadcast_from_rank0
 
     store = ProfileStore(args.store, machine(model, world))
     done = {t.key for t in broadcast_from_rank0(store.read() if dist.get_rank() == 0 else None)}
-    attempts = Attempts(store)
+    attempts = RecordedAttempts(store)
     if args.retry and dist.get_rank() == 0 and not _goes_on():
         attempts.forget()
     memory = torch.cuda.get_device_properties(0).total_memory if device.is_cuda else None

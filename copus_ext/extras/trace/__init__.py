@@ -1,0 +1,1 @@
+"""Decisions of a run beside its profiled steps."""
