@@ -13,10 +13,10 @@ from typing import Any
 from copus_ext.planner.given_flags import flags_of_row, given_of
 from copus_ext.planner.request import (
     UsageProblem,
+    borrowed_constants,
     constants_of,
     length_from,
     length_line,
-    untimed,
 )
 
 
@@ -46,15 +46,16 @@ def tell_json(
     """Writes the answer as `docs/plan.schema.json` describes it."""
     from copus_ext.planner import report
 
+    about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
     record = report.to_json(
         planner.model,
         planner.cluster,
         found,
-        constants=constants_of(args, planner),
+        constants=about,
         seq_length_from=length_from(args),
         assumed=[one.text for one in beside.assumed],
         otherwise=beside.otherwise,
-        warnings=[*untimed(args, planner), *beside.better],
+        warnings=[*([borrowed] if borrowed else []), *beside.better],
     )
     given = given_of(args)
     for plan, told in zip(found.plans, record["plans"]):
@@ -106,8 +107,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     ):
         say(line)
     report.table(found, console, is_mixture=is_mixture, shows_cp=asked)
-    for line in untimed(args, planner):
-        say(line)
+    say(borrowed_constants(args, planner))
     say(beside.first[0] if beside.first is not None else "")
     if beside.decay is not None:
         words = decay_words(beside.decay["timescale"])

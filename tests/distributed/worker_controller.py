@@ -131,8 +131,7 @@ def main(output: Path) -> Any:
     noting, failing, unable, foreign = controllers()
     record = Recorder(output, BASE)
     save = ["--save", str(output / "saved"), "--save-interval", "5"]
-    sink = ["--prometheus-textfile", str(output / "doubling.prom")]
-    record("doubling", [*save, *sink, "--log-interval", "1"], noting(**DOUBLING))
+    record("doubling", [*save, "--log-interval", "1"], noting(**DOUBLING))
     load = ["--load", str(output / "saved"), "--ckpt-step", "10"]
     # By step 15 the outcome of the first change is known.
     record("resumed", [*load, "--ckpt-step", "15"], noting(**DOUBLING))

@@ -31,6 +31,7 @@ REFERENCES += (
     "launcher",
     "relaunch",
     "callbacks",
+    "sinks",
     "segment",
     "as_given",
     "settle",

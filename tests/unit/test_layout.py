@@ -72,7 +72,7 @@ def test_json_and_text_round_trip(layout: Layout, other: Layout) -> None:
 
 @given(layouts())
 def test_sizes(layout: Layout) -> None:
-    assert layout.world_size == layout.ranks_of_a_replica * layout.dp
+    assert layout.world_size == layout.tp * layout.cp * layout.pp * layout.dp
     assert (
         Layout.from_world(layout.world_size, layout.tp, layout.pp, layout.vpp, cp=layout.cp)
         == layout

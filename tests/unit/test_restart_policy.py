@@ -405,7 +405,7 @@ def test_all_layouts_come_once_and_the_preferred_first(ranks: int, prefer: Layou
         if ranks % (t * c * p) == 0 and prefer.cp % c == 0
     }
     assert sizes == every
-    if ranks % prefer.ranks_of_a_replica == 0:
+    if ranks % (prefer.tp * prefer.cp * prefer.pp) == 0:
         assert found[0].layer_partition == prefer.layer_partition
         assert (found[0].tp, found[0].cp, found[0].pp) == (prefer.tp, prefer.cp, prefer.pp)
         assert found[0].vpp == prefer.vpp

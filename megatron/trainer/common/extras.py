@@ -109,6 +109,9 @@ class Extra:
     relaunch: str | None = None
     """Reference to a class without arguments, a `RelaunchSchedule` of `copus_ext.reshard.relaunch`:
     what becomes of flags that name several layouts where a run starts again. No torch."""
+    sinks: str | None = None
+    """Reference to a function (config, run_dir) -> the log sinks (`Sink` of
+    `megatron.trainer.logging.tracker`) that its flags ask for. Rank 0 calls it."""
     callbacks: str | None = None
     """Reference to a function (config, controller) -> callbacks of a run besides the controller,
     which is None without `--copus`. UsageError where the two do not go together."""

@@ -81,11 +81,6 @@ class Layout:
         return self.tp * self.cp * self.dp
 
     @property
-    def ranks_of_a_replica(self) -> int:
-        """Number of ranks that read the same samples."""
-        return self.tp * self.cp * self.pp
-
-    @property
     def copies(self) -> int:
         """Copies of every weight outside the experts, over which the distributed optimizer shards
         its state: Megatron's data parallel group with context parallelism."""

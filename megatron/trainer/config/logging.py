@@ -10,7 +10,7 @@ from megatron.trainer.config.fields import option
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """The log line, TensorBoard, Weights & Biases, Prometheus, and traces."""
+    """The log line, TensorBoard, Weights & Biases, and traces."""
 
     log_interval: int = option(100)
     """Iterations between two log lines."""
@@ -42,8 +42,6 @@ class LoggingConfig:
     """Weights & Biases entity."""
     wandb_save_dir: str | None = option(None)
     """Folder for Weights & Biases files."""
-    prometheus_textfile: str | None = option(None)
-    """Text file for Prometheus's node_exporter. Each log interval rewrites it."""
     profile: bool = option(False)
     """Write Chrome traces of some steps and of the controller's decisions into traces/ of the run
     directory."""

@@ -1,5 +1,5 @@
 """Sinks of the tracker by their flags, imported only when asked for: TensorBoard, Weights & Biases,
-a text file for Prometheus."""
+and those of extras."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.trainer.logging.prometheus import PrometheusSink
+from megatron.trainer.common.extras import extras_with
 from megatron.trainer.logging.tracker import Sink
 
 if TYPE_CHECKING:
-    from megatron.trainer.config import LoggingConfig
+    from megatron.trainer.config import Config, LoggingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def open_sinks(
     """Returns the sinks that the flags ask for; one that cannot start is left out with a warning.
 
     Args:
-        logging_config: its `tensorboard_*`, `wandb_*` and `prometheus_*` fields.
+        logging_config: its `tensorboard_*` and `wandb_*` fields.
         run_dir: where W&B writes unless `--wandb-save-dir` says otherwise.
         config: resolved configuration, shown by W&B.
     """
@@ -117,7 +117,7 @@ def open_sinks(
                 queue_size=c.tensorboard_queue_size,
             )
 
-        sinks += _started("--tensorboard-dir", "track", tensorboard)
+        sinks += started("--tensorboard-dir", "track", tensorboard)
     if c.wandb_project:
         project = c.wandb_project
 
@@ -131,22 +131,26 @@ def open_sinks(
                 config=config,
             )
 
-        sinks += _started("--wandb-project", "wandb", wandb)
-    if c.prometheus_textfile:
-        path = Path(c.prometheus_textfile)
-
-        def prometheus() -> Sink:
-            return PrometheusSink(path, run=str(run_dir), interval=c.log_interval)
-
-        sinks += _started("--prometheus-textfile", "prometheus", prometheus)
+        sinks += started("--wandb-project", "wandb", wandb)
     return sinks
 
 
-def _started(flag: str, extra: str, start: Callable[[], Sink]) -> list[Sink]:
+def sinks_of_extras(config: Config, run_dir: Path) -> list[Sink]:
+    """The same of the extras; see `Extra.sinks`."""
+    return [sink for _, sinks in extras_with("sinks") for sink in sinks(config, run_dir)]
+
+
+def started(flag: str, requirement: str, start: Callable[[], Sink]) -> list[Sink]:
+    """A sink, or none and a warning where it cannot start.
+
+    Args:
+        flag: that asks for it.
+        requirement: of setup.py, which brings its library.
+    """
     try:
         return [start()]
     except ImportError as error:
-        logger.warning('%s ignored: %s; run: pip install -e ".[%s]"', flag, error, extra)
+        logger.warning('%s ignored: %s; run: pip install -e ".[%s]"', flag, error, requirement)
     except Exception as error:
         logger.warning("%s ignored, it could not be started: %r", flag, error)
     return []

@@ -26,7 +26,7 @@ from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.train_state import TrainState
 from megatron.trainer.config import Config
 from megatron.trainer.logging import metrics
-from megatron.trainer.logging.sinks import open_sinks
+from megatron.trainer.logging.sinks import open_sinks, sinks_of_extras
 from megatron.trainer.logging.tracker import NullTracker, Tracker
 from megatron.trainer.resilience.lock import Lock
 from megatron.trainer.resilience.watchdog import EXIT_CODE, exit_immediately
@@ -162,10 +162,11 @@ def open_run(
         raise UsageError(problem)
     if dist.get_rank() != 0:
         return NullTracker()
+    sinks = open_sinks(config.logging, run.path, config=settings)
     tracker = Tracker(
         run.path,
         launch=run.launch,
-        sinks=open_sinks(config.logging, run.path, config=settings),
+        sinks=[*sinks, *sinks_of_extras(config, run.path)],
         timers_to_sinks=config.logging.log_timers_to_tensorboard,
         ppl_to_sinks=config.logging.log_validation_ppl_to_tensorboard,
     )

@@ -17,11 +17,14 @@ from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
 from copus_ext.goodput.state import WINDOW_STEPS
-from megatron.trainer.config import LoggingConfig
+from megatron.trainer.config import Config
+from megatron.trainer.config.arguments import parse_args, resolve
+from megatron.trainer.extras.prometheus.sink import PrometheusSink, metric_name
 from megatron.trainer.logging.metrics import read_metrics
-from megatron.trainer.logging.prometheus import PrometheusSink, metric_name
-from megatron.trainer.logging.sinks import open_sinks
+from megatron.trainer.logging.sinks import sinks_of_extras
 from megatron.trainer.logging.tracker import Tracker
+from tests.helpers.jobs import TINY
+from tests.helpers.launch import ROOT
 from tests.helpers.recorded import (
     BATCH,
     LAYOUT,
@@ -31,10 +34,13 @@ from tests.helpers.recorded import (
     step,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD, RULES = (ROOT / "docs" / "grafana" / name for name in ("copus.json", "alerts.yml"))
-CASES = ROOT / "tests" / "unit" / "data" / "alerts_test.yml"
+CASES = Path(__file__).with_name("alerts_test.yml")
 parser = pytest.importorskip("prometheus_client.parser")
+
+
+def config_of(flags: str) -> Config:
+    return resolve(parse_args(flags.split()), 1)
 
 
 def sink_of(path: Path, run: str = "run", interval: int = 1) -> Any:
@@ -69,7 +75,8 @@ def test_the_numbers_are_those_of_the_record(tmp_path: Path) -> None:
 
 def test_it_is_written_at_the_log_interval_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "copus.prom"
-    (sink,) = open_sinks(LoggingConfig(prometheus_textfile=str(path), log_interval=4), tmp_path)
+    flags = f"{TINY} --train-iters 9 --prometheus-textfile {path} --log-interval 4"
+    (sink,) = sinks_of_extras(config_of(flags), tmp_path)
     seen = []
     with Tracker(tmp_path, launch="a.0.0", sinks=[sink]) as tracker:
         tracker.event("run.start", 0, 0, config={}, layout=LAYOUT)
@@ -145,8 +152,8 @@ def test_hostile_names_are_escaped(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_written_costs_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    flags = LoggingConfig(prometheus_textfile=str(tmp_path / "none" / "x.prom"))
-    assert open_sinks(flags, tmp_path) == []
+    flags = f"{TINY} --train-iters 9 --prometheus-textfile {tmp_path / 'none' / 'x.prom'}"
+    assert sinks_of_extras(config_of(flags), tmp_path) == []
     assert len(caplog.records) == 1 and "--prometheus-textfile" in caplog.text
 
 

@@ -1,0 +1,5 @@
+"""Writes the numbers of a run as a text file that Prometheus's node_exporter collects."""
+
+from megatron.trainer.common.extras import Extra
+
+EXTRA = Extra(title="prometheus", flags="flags:PrometheusConfig", sinks="flags:sinks")
