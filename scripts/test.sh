@@ -8,10 +8,13 @@
 #   bash scripts/test.sh --quick                lint, unit, and one run of four ranks: it trains,
 #                                               measures noise, changes its layout, saves, resumes
 #
-# `nightly` runs the rank tests of all extras, the core without each of them, more tests on the newest
-# megatron-core, and `gpu_stub`. `ranks` runs those of the extras that have changed within a day of
-# the last commit, or of all if their hooks have. `gpu_stub` runs torch's CUDA build (5 GB, in an
-# environment of its own) on a stub of CUDA's libraries.
+# `ranks` has every kind of test once: each dimension, flag and way to end, under few layouts. What it
+# leaves out bears the mark `nightly`, and the part of that name runs it: the other layouts, models
+# and commands in the same comparisons; further engines, disks and faults; what a link or a step is
+# timed for; the core without each extra, the rank tests of all extras, all of this on the newest
+# megatron-core with its checkpoints, kills and moves of experts; and `gpu_stub`.
+# `ranks` runs those of the extras that have changed within two hours of the last commit. `gpu_stub`
+# runs torch's CUDA build (5 GB, in an environment of its own) on a stub of CUDA's libraries.
 #
 # PARTS names the parts, too. As root on Debian it installs the packages of SLURM, Chromium and
 # Prometheus. Without them the last two parts, and the test of the alert rules, are skipped.
@@ -119,16 +122,16 @@ rank_files() {
         awk '!seen[$0]++'
 }
 
-# Files of rank tests of the extras that have changed, or of all.
+# Files of rank tests of the extras that have changed, or of all. A change of what they hook into
+# shows in their unit tests, and at night in these.
 extra_rank_files() {
-    local changed extra all=tests/extras/*/test_ranks_*.py
-    changed=$(git log --since="@$(($(git log -1 --format=%ct) - 86400))" --name-only --format=) ||
-        changed=megatron/trainer/common/extras.py
-    if has nightly || grep -qE '/(extras|step_feature|step|job|loop|segment|run_data|resume|relaunch|segments|launchers|workers|supervisor|formats|policies|saved_state|planner/commands)\.py$' <<<"$changed"; then
-        # shellcheck disable=SC2086
-        ls $all 2>/dev/null || true
+    local changed extra
+    if has nightly; then
+        ls tests/extras/*/test_ranks_*.py 2>/dev/null || true
         return
     fi
+    changed=$(git log --since="@$(($(git log -1 --format=%ct) - 7200))" --name-only --format=) ||
+        return 0
     for extra in $(grep -oE 'extras/[a-z_]+/' <<<"$changed" | cut -d/ -f2 | sort -u); do
         ls "tests/extras/$extra"/test_ranks_*.py 2>/dev/null || true
     done
@@ -144,20 +147,25 @@ waiting_lane() {
     if has slurm; then group "tests on SLURM" tests -m slurm tests/slurm tests/extras; fi
     if has browser; then group "tests in a browser" tests tests/browser; fi
     if has ranks; then
-        group "ranks that wait" parallel --dist loadfile --no-loadscope-reorder -m waits \
-            $(rank_files relayout_faults faults local_cpu)
+        group "ranks that wait" parallel --dist loadfile --no-loadscope-reorder \
+            -m "waits and not nightly" $(rank_files relayout_faults faults local_cpu)
+    fi
+    if has nightly; then
+        group "nightly ranks that wait" parallel --dist loadfile -m "waits and nightly" \
+            tests/distributed
     fi
 }
 
 # What the newest megatron-core may change without an error, on its own code beside the pinned one;
-# "all" adds what costs minutes and has not differed since 0.16.
+# "all" adds what is nightly, and what costs minutes and has not differed since 0.16.
 newest_core() {
-    local beside more=()
+    local beside more=() marked="not waits and not alone and not nightly"
     if python -c 'from megatron.trainer.common.core_version import since; exit(not since("0.19"))'; then
         echo "this environment has it"
         return
     fi
     if [ "${1:-}" = all ]; then
+        marked="not waits and not alone"
         more=(tests/unit/test_moe.py tests/distributed/test_resume.py tests/distributed/test_layouts.py
             tests/distributed/test_moe.py)
         for name in generate convert; do
@@ -165,10 +173,12 @@ newest_core() {
         done
     fi
     beside=$(python -m tests.newest_core.prepare)
-    PYTHONPATH=$PYTHONPATH:$beside parallel --dist loadfile -m "not waits and not alone" \
+    # Muon of the pinned one is another.
+    PYTHONPATH=$PYTHONPATH:$beside parallel --dist loadfile -m "$marked" \
         tests/unit/test_private_names.py tests/unit/test_newest_core.py tests/unit/test_restore.py \
         tests/distributed/test_noise.py tests/distributed/test_relayout.py \
-        tests/newest_core/test_same_losses.py tests/guest $(ls -d tests/extras/muon 2>/dev/null) \
+        tests/newest_core/test_same_losses.py tests/guest \
+        $(ls tests/extras/muon/test_muon.py 2>/dev/null) $(extra_rank_files | grep /muon/) \
         ${more[@]+"${more[@]}"}
 }
 
@@ -193,7 +203,8 @@ computing_lane() {
         group "ranks of extras" parallel --dist loadfile -m "distributed and not alone" $files
     fi
     if has nightly; then
-        group "the core without each extra" tests tests/distributed -m nightly
+        group "nightly ranks that compute" parallel --dist loadfile \
+            -m "nightly and not waits and not alone" tests/distributed
         group "all tests on the newest megatron-core" newest_core all
     fi
     if has nightly || has gpu_stub; then group "CUDA on a stub" on_gpu_stub; fi
@@ -214,7 +225,7 @@ lane computing_lane
 if has lint; then lane reading_lane; fi
 failed=0
 for lane in ${lanes[@]+"${lanes[@]}"}; do wait "$lane" || failed=1; done
-if { has ranks || has nightly; } && [ $failed = 0 ]; then
+if has nightly && [ $failed = 0 ]; then
     # They time links and steps: nothing else runs.
     # shellcheck disable=SC2046
     group "ranks that are timed" tests -m alone tests/distributed $(extra_rank_files) || failed=1

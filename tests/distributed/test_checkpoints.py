@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,23 +11,26 @@ from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_
 from megatron.core.safe_globals import register_safe_globals
 
 from megatron.trainer.checkpoint.files import folder_of
-from tests.distributed.worker_checkpoints import AFTER, BEFORE, LAYOUTS
+from tests.distributed.worker_checkpoints import AFTER, BEFORE, DAILY, PAIRS
+from tests.helpers.nightly import case, words_of
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("single_process_group")
-NAMES = ["-".join(map(str, layout)) for layout in LAYOUTS]
-PAIRS = [f"{a}_{b}" for a, b in product(NAMES, NAMES)]
+CASES = [
+    case("_".join("-".join(map(str, layout)) for layout in pair), daily=pair in DAILY)
+    for pair in PAIRS
+]
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    on_ranks("worker_checkpoints", folder, 4, timeout_s=1600)
+    on_ranks("worker_checkpoints", folder, 4, *words_of(request), timeout_s=1600)
     return folder
 
 
 @pytest.mark.timeout(1680)
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", CASES)
 def test_every_stored_tensor_comes_through_bit_for_bit(output: Path, pair: str) -> None:
     register_safe_globals()
     source = folder_of(output / pair.split("_")[0], BEFORE)
@@ -47,7 +49,7 @@ def test_every_stored_tensor_comes_through_bit_for_bit(output: Path, pair: str) 
     assert steps == [BEFORE, BEFORE]
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", CASES)
 def test_the_next_losses_equal_the_uninterrupted_run(output: Path, pair: str) -> None:
     result = json.loads((output / "result.json").read_text())
     assert len(result["whole"]) == AFTER

@@ -16,6 +16,7 @@ from tests.helpers import processes
 from tests.helpers.jobs import ENDLESS, TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT, free_port
 from tests.helpers.manifests import NODES, Engine, Use, indexed_job, kubeflow, ray, skypilot
+from tests.helpers.nightly import case
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(600)]
 STEPS, EVERY = 100, 10
@@ -73,10 +74,10 @@ class Nodes:
     ("engine", "lost", "again"),
     [
         pytest.param(indexed_job, 1, [1], id="job"),
-        pytest.param(kubeflow, 0, [0], id="kubeflow"),
+        case(kubeflow, 0, [0], daily=False, id="kubeflow"),
         # These end all nodes when one fails.
-        pytest.param(skypilot, 1, [0, 1], id="skypilot"),
-        pytest.param(ray, 0, [0, 1], id="ray"),
+        case(skypilot, 1, [0, 1], daily=False, id="skypilot"),
+        case(ray, 0, [0, 1], daily=False, id="ray"),
     ],
 )
 def test_a_run_goes_on_when_a_node_is_started_again(

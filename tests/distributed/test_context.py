@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_context import CASES, CASES_OF_EIGHT, RESUMED, WRONG
+from tests.distributed.worker_context import CASES, CASES_OF_EIGHT, DAILY, RESUMED, WRONG
+from tests.helpers.nightly import case
 from tests.helpers.on_ranks import on_ranks, ranks_fixture
 
 ConfigBatch = dict[str, dict[str, Any]]
 
-found = ranks_fixture("worker_context", 4, timeout_s=800)
+found = ranks_fixture("worker_context", 4, timeout_s=800, has_nightly=True)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,9 @@ def rows(found: dict[str, Any]) -> ConfigBatch:
 
 
 @pytest.mark.timeout(880)
-@pytest.mark.parametrize(("model", "layout"), [c for c in CASES if c[1] != "dp4"])
+@pytest.mark.parametrize(
+    ("model", "layout"), [case(*c, daily=" ".join(c) in DAILY) for c in CASES if c[1] != "dp4"]
+)
 def test_loss_and_gradients_equal_those_of_whole_samples(
     rows: ConfigBatch, model: str, layout: str
 ) -> None:
@@ -33,7 +36,13 @@ def test_loss_and_gradients_equal_those_of_whole_samples(
     assert row["distances"][worst] < (3e-6 if model == "moe" else 1e-6), worst
 
 
-@pytest.mark.parametrize("layout", ["cp4", "cp4 a2a", "cp2 dp2", "tp2 cp2", "tp2 cp2 sp a2a"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        case(name, daily=f"llama {name}" in DAILY)
+        for name in ("cp4", "cp4 a2a", "cp2 dp2", "tp2 cp2", "tp2 cp2 sp a2a")
+    ],
+)
 def test_what_a_rank_receives_is_what_formulas_say(rows: ConfigBatch, layout: str) -> None:
     """Gathered keys and values, or heads for tokens: as much forward as backward."""
     sizes = dict(re.findall(r"(tp|cp|dp)(\d)", layout))
@@ -46,6 +55,7 @@ def test_what_a_rank_receives_is_what_formulas_say(rows: ConfigBatch, layout: st
     assert received == 2 * forward * layers * micro_batches
 
 
+@pytest.mark.nightly
 def test_eight_ranks_in_three_dimensions(tmp_path: Path) -> None:
     rows = on_ranks("worker_context", tmp_path, 8, "eight", timeout_s=400)["rows"]
     whole = rows["llama dp8"]

@@ -245,6 +245,7 @@ def test_ranks_under_torchrun_find_each_other(tmp_path: Path) -> None:
     assert result.stdout.count("sum 2") == 2
 
 
+@pytest.mark.nightly
 def test_a_hung_collective_shows_who_stays_away(tmp_path: Path) -> None:
     # On a busy machine two ranks may not have reached the collective in 20 seconds.
     for timeout_s in (20, 100):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from tests.distributed.worker_layouts import CASES, PIPELINES, STEPS
+from tests.distributed.worker_layouts import CASES, NUM_DAILY, PIPELINES, STEPS
+from tests.helpers.nightly import case
 from tests.helpers.on_ranks import ranks_fixture
 
-rows = ranks_fixture("worker_layouts", 4, timeout_s=1600)
+rows = ranks_fixture("worker_layouts", 4, timeout_s=1600, has_nightly=True)
+
+
+def numbered(numbers: Iterable[int]) -> list[Any]:
+    return [case(n, daily=n < NUM_DAILY, id=str(CASES[n])) for n in numbers]
 
 
 @pytest.mark.timeout(1680)
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
+@pytest.mark.parametrize("number", numbered(range(len(CASES))))
 def test_losses_and_norms_equal_those_of_plain_data_parallelism(
     rows: list[dict[str, Any]], number: int
 ) -> None:
@@ -29,7 +35,7 @@ def test_losses_and_norms_equal_those_of_plain_data_parallelism(
 
 
 @pytest.mark.timeout(1680)
-@pytest.mark.parametrize("number", PIPELINES, ids=[str(CASES[n]) for n in PIPELINES])
+@pytest.mark.parametrize("number", numbered(PIPELINES))
 def test_later_stages_gather_their_weights_before_they_wait_for_a_message(
     rows: list[dict[str, Any]], number: int
 ) -> None:

@@ -13,15 +13,25 @@ from tests.distributed.worker_moe import (
     BIASED_CASES,
     BY_SAMPLE_CASES,
     CORE_CASES,
+    DAILY,
     LAYOUT_CASES,
     RESUMED,
     STEPS,
 )
+from tests.helpers.nightly import case
 from tests.helpers.on_ranks import ranks_fixture
 
 Steps = list[dict[str, Any]]
 
-runs = ranks_fixture("worker_moe", 4, timeout_s=1600)
+runs = ranks_fixture("worker_moe", 4, timeout_s=1600, has_nightly=True)
+
+
+def named(kind: str, flags: list[str]) -> list[Any]:
+    return [case(f, daily=f"{kind} {f}" in DAILY) for f in flags]
+
+
+def pairs(cases: list[tuple[str, str]]) -> list[Any]:
+    return [case(*c, daily=" ".join(c) in DAILY) for c in cases]
 
 
 def numbers(steps: Steps) -> list[float]:
@@ -34,7 +44,7 @@ def numbers(steps: Steps) -> list[float]:
 
 
 @pytest.mark.timeout(1680)
-@pytest.mark.parametrize(("model", "layout"), [c for c in LAYOUT_CASES if c[1] != "dp4"])
+@pytest.mark.parametrize(("model", "layout"), pairs([c for c in LAYOUT_CASES if c[1] != "dp4"]))
 def test_numbers_equal_those_of_plain_data_parallelism(
     runs: dict[str, Steps], model: str, layout: str
 ) -> None:
@@ -56,21 +66,21 @@ def assert_equal_losses_and_gradients(own: Steps, whole: Steps) -> None:
     assert (got - want).norm() <= 1e-6 * want.norm(), "element by element"
 
 
-@pytest.mark.parametrize(("mode", "flags"), [c for c in BALANCE_CASES if c[1]])
+@pytest.mark.parametrize(("mode", "flags"), pairs([c for c in BALANCE_CASES if c[1]]))
 def test_the_balance_loss_depends_on_no_layout_and_no_cutting(
     runs: dict[str, Steps], mode: str, flags: str
 ) -> None:
     assert_equal_losses_and_gradients(runs[f"{mode} {flags}"], runs[f"{mode} "])
 
 
-@pytest.mark.parametrize("flags", BY_SAMPLE_CASES[1:])
+@pytest.mark.parametrize("flags", named("by sample", BY_SAMPLE_CASES[1:]))
 def test_losses_of_samples_and_tokens_depend_on_no_layout_and_no_cutting(
     runs: dict[str, Steps], flags: str
 ) -> None:
     assert_equal_losses_and_gradients(runs[f"by sample {flags}"], runs["by sample "])
 
 
-@pytest.mark.parametrize("flags", BIASED_CASES[1:])
+@pytest.mark.parametrize("flags", named("biased", BIASED_CASES[1:]))
 def test_losses_beside_a_bias_depend_on_no_layout_and_no_cutting(
     runs: dict[str, Steps], flags: str
 ) -> None:
@@ -84,7 +94,7 @@ PLAIN_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "flags"), PLAIN_CASES)
+@pytest.mark.parametrize(("name", "flags"), pairs(PLAIN_CASES))
 def test_losses_and_gradients_are_those_of_plain_torch(
     runs: dict[str, Steps], name: str, flags: str
 ) -> None:

@@ -7,16 +7,22 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_noise import FAMILIES, SPOILT, STEPS, case_name
+from tests.distributed.worker_noise import FAMILIES, SPOILT, STEPS, case_name, cases
+from tests.helpers.nightly import case as parameter
 from tests.helpers.on_ranks import ranks_fixture
 
-CASES = [(*family, layout) for family, layouts in FAMILIES.items() for layout in layouts]
+CASES = [
+    parameter(one, daily=daily, id=case_name(*one))
+    for daily in (True, False)
+    for one in cases(daily=daily)
+]
+FIRST = case_name(*cases(daily=True)[0])
 
-runs = ranks_fixture("worker_noise", 4, timeout_s=1000)
+runs = ranks_fixture("worker_noise", 4, timeout_s=1000, has_nightly=True)
 
 
 @pytest.mark.timeout(1040)
-@pytest.mark.parametrize("case", CASES, ids=[case_name(*case) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_squared_norms_do_not_depend_on_the_layout(runs: dict[str, Any], case: Any) -> None:
     model, estimator, group, _ = case
     run = runs[case_name(*case)]
@@ -55,7 +61,7 @@ def test_the_small_groups_are_what_they_are_said_to_be(runs: dict[str, Any]) -> 
 def test_micro_batches_of_one_sample_are_per_sample_gradients(runs: dict[str, Any]) -> None:
     """Brute force: the optimizer's norm of steps of one sample each, with weights held still."""
     alone = runs["alone"]["grad_norms"]
-    measured = runs[case_name(*CASES[0])]["noise"][0]["squares"]["small"]
+    measured = runs[FIRST]["noise"][0]["squares"]["small"]
     assert len(alone) == 8
     want = sum(norm**2 for norm in alone) / 8
     assert sum(measured.values()) == pytest.approx(want, rel=1e-5)
@@ -126,7 +132,7 @@ def test_the_state_moves_to_another_layout(runs: dict[str, Any]) -> None:
 
 def test_norms_counted_on_every_rank_would_be_found(runs: dict[str, Any]) -> None:
     """The comparison of layouts can fail."""
-    right = runs[case_name(*CASES[0])]["noise"][0]["squares"]
+    right = runs[FIRST]["noise"][0]["squares"]
     wrong = runs["wrong"]["noise"][0]["squares"]
     assert wrong["big"]["mlp"] == pytest.approx(right["big"]["mlp"], rel=1e-5)
     for size in ("small", "big"):

@@ -104,6 +104,7 @@ def test_it_does_what_its_page_says(
     assert command and shutil.which(command[1])
 
 
+@pytest.mark.nightly
 def test_a_mixture_of_experts_trains_and_shares_its_experts_out(tmp_path: Path) -> None:
     done = quickstart(tmp_path / "run", 12, "--moe")
     assert done.returncode == 0, done.stdout + done.stderr

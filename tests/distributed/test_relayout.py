@@ -7,24 +7,30 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_relayout import BEFORE, SHARING, VARIANTS
+from tests.distributed.worker_relayout import BEFORE, DAILY, SHARING, VARIANTS
+from tests.helpers.nightly import case, words_of
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(840)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All variants in two launches."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """All variants in two launches, or those of every commit in one."""
     found: dict[str, Any] = {}
+    chosen = VARIANTS if words_of(request) else DAILY
     for ranks in (4, 3):
-        names = [name for name in VARIANTS if (name == "three") == (ranks == 3)]
+        names = [name for name in chosen if (name == "three") == (ranks == 3)]
+        if not names:
+            continue
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         found |= on_ranks("worker_relayout", folder, ranks, *names, timeout_s=800)
     return found
 
 
-@pytest.fixture(params=list(VARIANTS))
+@pytest.fixture(params=[case(name, daily=name in DAILY) for name in VARIANTS])
 def result(request: pytest.FixtureRequest, results: dict[str, Any]) -> dict[str, Any]:
     return {**results[request.param], "name": request.param}
 

@@ -109,6 +109,7 @@ def test_broken_so_that_nobody_can_go_on_it_leaves_and_goes_on_from_the_last_che
     assert all(row["orphans"] == 0 for row in rows if row["kind"] != "kill")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_with_experts_goes_on_after_a_kill_in_the_middle(tmp_path: Path) -> None:
     whole = uninterrupted(tmp_path / "whole", more=EXPERTS)

@@ -66,6 +66,15 @@ OF_MODEL = {
     "moe": ("dp4", "ep2", "cp4", "cp2 ep2", "cp2 ep4", "tp2 cp2 ep2 etp1", "pp2 cp2"),
 }
 CASES = [(model, layout) for model in MODELS for layout in OF_MODEL[model]]
+DAILY = {
+    *(f"llama {name}" for name in ("dp4", "cp4", "cp4 a2a", "cp2 dp2", "tp2 cp2 sp a2a")),
+    *(f"llama {name}" for name in ("pp2 vpp2 cp2", "pp2 cp2 in parts")),
+    *("per token dp4", "per token tp2 cp2 sp a2a"),
+    *("gpt2 dp4", "gpt2 tp2 cp2", "gpt2 tp2 sp in parts"),
+    *("latent dp4", "latent tp2 cp2 sp"),
+    *("moe dp4", "moe cp2 ep2", "moe tp2 cp2 ep2 etp1"),
+}
+"""The cases of every commit; the others are nightly."""
 CASES_OF_EIGHT = [("llama", layout) for layout in EIGHT]
 RESUMED = ("cp2 dp2", "tp2 cp2 sp", "pp2 vpp2 cp2", "dp4")
 """Layouts that go on from a checkpoint of the first."""
@@ -136,7 +145,7 @@ def first_step(flags: str, folder: Path, *, base: str) -> tuple[float | None, Gr
 def main(output: Path, *words: str) -> Any:
     """Returns the loss of the first batch, the elements that a rank receives to share samples, and
     how far each gradient is from that of plain data parallelism, over the largest entry of the
-    tensor."""
+    tensor; with the word `eight` those of eight ranks."""
     from megatron.trainer.distributed import context_parallel
     from megatron.trainer.train import step
 
@@ -150,11 +159,12 @@ def main(output: Path, *words: str) -> Any:
 
     rows: dict[str, dict[str, Any]] = {}
     whole: dict[str, Gradients] = {}
-    for model, layout in CASES_OF_EIGHT if words else CASES:
+    chosen = [case for case in CASES if "all" in words or " ".join(case) in DAILY]
+    for model, layout in CASES_OF_EIGHT if "eight" in words else chosen:
         row, own = one(model, layout, f"{model} {layout}")
         row["distances"] = distances(own, whole.setdefault(model, own))
         rows[f"{model} {layout}"] = row
-    if words:
+    if "eight" in words:
         return {"rows": rows}
     loss = step.language_model_loss
 

@@ -25,31 +25,33 @@ BASES = {
 CASES = [
     ("llama", 1, 1, 1, ""),
     ("llama", 1, 1, 1, OVERLAP),
+    ("llama", 2, 2, 2, f"{SHARDED} --sequence-parallel"),
+    ("llama", 1, 2, 1, f"{OVERLAP} --pipeline-model-parallel-layout E|tt|t|tL"),
+    ("llama", 1, 4, 1, "--pipeline-model-parallel-layout E|ttt|t|L"),
+    ("llama", 2, 1, 1, f"{UNEVEN} {OVERLAP} --calculate-per-token-loss"),
+    ("llama-bytes", 1, 1, 1, ""),
+    ("llama-bytes", 2, 1, 1, ""),
+    ("gpt2", 1, 1, 1, SHARDED),
+    ("gpt2", 2, 2, 1, f"--recompute-activations {SHARDED}"),
+    ("gpt2", 1, 2, 2, f"{OVERLAP} {RECOMPUTE}"),
+    ("llama-bf16", 1, 1, 1, OVERLAP),
+    ("llama-bf16", 2, 2, 1, f"{SHARDED} --sequence-parallel"),
     ("llama", 2, 1, 1, "--sequence-parallel"),
     ("llama", 1, 4, 1, ""),
     ("llama", 2, 2, 1, "--sequence-parallel"),
     ("llama", 1, 2, 2, f"{SHARDED} --overlap-grad-reduce"),
-    ("llama", 2, 2, 2, f"{SHARDED} --sequence-parallel"),
     ("llama", 1, 2, 1, f"{SHARDED} --pipeline-model-parallel-layout Et|tttL"),
     ("llama", 1, 2, 1, OVERLAP),
-    ("llama", 1, 2, 1, f"{OVERLAP} --pipeline-model-parallel-layout E|tt|t|tL"),
     ("llama", 1, 2, 1, f"{OVERLAP} --pipeline-model-parallel-layout E|t|t|t|t|L"),
-    ("llama", 1, 4, 1, "--pipeline-model-parallel-layout E|ttt|t|L"),
     ("llama", 2, 1, 1, f"{UNEVEN} {SHARDED}"),
-    ("llama", 2, 1, 1, f"{UNEVEN} {OVERLAP} --calculate-per-token-loss"),
     ("llama", 1, 1, 1, f"{UNEVEN} {OVERLAP}"),
-    ("llama-bytes", 1, 1, 1, ""),
-    ("llama-bytes", 2, 1, 1, ""),
-    ("gpt2", 1, 1, 1, SHARDED),
     ("gpt2", 4, 1, 1, "--sequence-parallel"),
-    ("gpt2", 2, 2, 1, f"--recompute-activations {SHARDED}"),
     ("gpt2", 1, 4, 1, RECOMPUTE),
     ("gpt2", 2, 2, 1, f"{SHARDED} --pipeline-model-parallel-layout Ettt|tL {RECOMPUTE}"),
-    ("gpt2", 1, 2, 2, f"{OVERLAP} {RECOMPUTE}"),
-    ("llama-bf16", 1, 1, 1, OVERLAP),
-    ("llama-bf16", 2, 2, 1, f"{SHARDED} --sequence-parallel"),
     ("llama-bf16", 1, 2, 2, f"--no-create-attention-mask-in-dataloader {RECOMPUTE}"),
 ]
+NUM_DAILY = 13
+"""Those behind are nightly: their dimensions and flags are, in other company, among the first."""
 PIPELINES = [n for n, (_, _, pp, _, more) in enumerate(CASES) if pp > 1 and OVERLAP in more]
 """Cases whose later stages gather weights behind their passes."""
 STEPS = 4
@@ -111,12 +113,13 @@ def early_gathers(number: int, output: Path) -> dict[str, Any]:
     return {"gathers": of_all, "losses": losses, "evaluations": evaluations}
 
 
-def main(output: Path) -> Any:
-    """Returns losses, gradient norms, early gathers and resources of every case."""
+def main(output: Path, *words: str) -> Any:
+    """Returns losses, gradient norms, early gathers and resources of every case, or of those that
+    are not nightly."""
     import psutil
 
     rows = []
-    for number, (model, tp, pp, vpp, more) in enumerate(CASES):
+    for number, (model, tp, pp, vpp, more) in enumerate(CASES if words else CASES[:NUM_DAILY]):
         flags = [*layout_flags(tp, pp, vpp), *more.split(), "--train-iters", str(STEPS)]
         base = f"{BASES[model]} {EVALUATION}"
         steps = run(flags, output / str(number), base=base)

@@ -64,6 +64,13 @@ OF_MODEL = {
     "latent": ("dp4", "tp2.ep4.etp1", "pp2.ep2"),
 }
 LAYOUT_CASES = [(model, layout) for model in MODELS for layout in OF_MODEL[model]]
+DAILY = {
+    *(f"plain {name}" for name in (*FEW, "etp2", "ep2.etp2 gathered")),
+    *(f"{name} dp4" for name in MODELS),
+    *("shared pp2.vpp2.ep2", "bias ep2", "bias pp2.tp2.ep2", "gpt2 tp2.ep4.etp1"),
+    *("latent pp2.ep2", "further ep2", "further pp2.vpp2.ep2"),
+}
+"""Model and layout of every commit; the other cases are nightly."""
 STEPS = 2
 
 # The balance loss alone decides these: its weight is large. The weights stay as they are, so that
@@ -122,6 +129,17 @@ BIASED_CASES = [
     f"{CP2} {PER_TOKEN}",
 ]
 """Both losses beside a bias of the experts, which moves although the weights do not."""
+DAILY |= {
+    *(f"{mode} {BALANCE_CASES[n][1]}" for mode in ("lagged", "exact") for n in (0, 2, 6, 7)),
+    *(f"by sample {BY_SAMPLE_CASES[n]}" for n in (0, 4, 5)),
+    *(f"biased {BIASED_CASES[n]}" for n in (0, 1, 4)),
+}
+# What is neither here nor there, each run makes.
+NIGHTLY = {
+    *(" ".join(case) for case in (*LAYOUT_CASES, *BALANCE_CASES)),
+    *(f"by sample {flags}" for flags in BY_SAMPLE_CASES),
+    *(f"biased {flags}" for flags in BIASED_CASES),
+} - DAILY
 PLAIN = {
     "lagged": (Losses(balance="given", coefficient=10), 2),
     "exact": (Losses(balance="batch", coefficient=10), 2),
@@ -138,12 +156,14 @@ RESUMED = {"bias": "tp2.ep2.etp1", "shared": "pp2.ep2"}
 """Models that are saved after the second of three steps, and where they also go on."""
 
 
-def main(output: Path) -> Any:
+def main(output: Path, *words: str) -> Any:
     results: dict[str, list[dict[str, Any]]] = {}
 
     seen = Seen()
 
     def record(name: str, flags: str, base: str, steps: int = STEPS) -> None:
+        if not words and name in NIGHTLY:
+            return
         folder = output / str(len(results))
         routers = RouterGradients() if base.startswith(STILL) else None
         all_flags = (

@@ -29,17 +29,17 @@ SPOILT = 3
 FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
     ("llama", "micro", "1"): [
         (1, 1, 1, ""),
-        (1, 1, 1, f"{OVERLAP} --calculate-per-token-loss"),
-        (2, 1, 1, "--sequence-parallel --overlap-grad-reduce"),
-        (1, 4, 1, SHARDED),
         (1, 2, 2, OVERLAP),
+        (2, 1, 1, "--sequence-parallel --overlap-grad-reduce"),
+        (1, 1, 1, f"{OVERLAP} --calculate-per-token-loss"),
+        (1, 4, 1, SHARDED),
         (2, 2, 2, ""),
         (2, 1, 1, "--use-tp-pp-dp-mapping --calculate-per-token-loss"),
     ],
     ("gpt2", "micro", "1"): [
         (1, 1, 1, OVERLAP),
-        (4, 1, 1, "--sequence-parallel"),
         (2, 2, 1, f"--recompute-activations {SHARDED}"),
+        (4, 1, 1, "--sequence-parallel"),
     ],
     ("further", "micro", "1"): [
         (1, 1, 1, ""),
@@ -47,8 +47,8 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
     ],
     ("llama", "micro", "1, some tokens masked"): [
         (1, 1, 1, MASKED),
-        (2, 1, 1, f"{MASKED} --sequence-parallel"),
         (1, 2, 2, f"{MASKED} {REDUCE}"),
+        (2, 1, 1, f"{MASKED} --sequence-parallel"),
     ],
     ("llama", "micro", "1, masked, per token"): [
         (1, 1, 1, f"{MASKED} --calculate-per-token-loss"),
@@ -65,8 +65,8 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
     ],
     ("llama", "rank", "4 one by one"): [
         (2, 1, 1, ""),
-        (1, 2, 2, REDUCE),
         (1, 1, 1, f"{CP2} {OVERLAP}"),
+        (1, 2, 2, REDUCE),
         (1, 1, 1, f"{CP2} --cp-comm-type a2a --calculate-per-token-loss"),
         (1, 2, 1, f"{SHARDED} --calculate-per-token-loss"),
     ],
@@ -89,26 +89,26 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
     ],
     ("llama", "half", "4"): [
         (4, 1, 1, ""),
-        (1, 4, 1, f"{SHARDED} --micro-batch-size 4"),
         (2, 2, 2, f"{SHARDED} --overlap-grad-reduce --micro-batch-size 1"),
-        (2, 2, 1, "--calculate-per-token-loss --micro-batch-size 2"),
         (1, 1, 1, f"{CP4} {OVERLAP} --micro-batch-size 2"),
+        (1, 4, 1, f"{SHARDED} --micro-batch-size 4"),
+        (2, 2, 1, "--calculate-per-token-loss --micro-batch-size 2"),
         (2, 1, 1, f"{CP2} --calculate-per-token-loss"),
         (1, 2, 2, f"{CP2} {SHARDED} --micro-batch-size 2"),
     ],
     ("gpt2", "half", "1"): [(1, 1, 1, ""), (1, 1, 1, OVERLAP)],
     ("moe", "micro", "1"): [
         (1, 1, 1, OVERLAP),
-        (2, 1, 1, SHARDED),
         (2, 1, 1, f"{EP2} {ALONE} {OVERLAP}"),
+        (2, 1, 1, SHARDED),
         (2, 2, 1, f"{EP2} {ALONE}"),
         (1, 4, 1, "--calculate-per-token-loss"),
         (4, 1, 1, f"{EP4} {ALONE} --calculate-per-token-loss {SHARDED}"),
     ],
     ("moe", "micro", "1, experts 2"): [
         (1, 1, 1, f"{EP2} {OVERLAP}"),
-        (2, 1, 1, f"{EP4} {ALONE}"),
         (1, 2, 1, f"{EP2} {SHARDED}"),
+        (2, 1, 1, f"{EP4} {ALONE}"),
     ],
     ("moe", "micro", "2"): [
         (2, 1, 1, "--micro-batch-size 2"),
@@ -128,6 +128,30 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
         (1, 1, 1, f"{EP2} --micro-batch-size 2"),
     ],
 }
+
+NUM_DAILY = {
+    ("llama", "micro", "1"): 3,
+    ("llama", "micro", "3 and 1"): 0,
+    ("llama", "rank", "4 one by one"): 3,
+    ("llama", "rank", "4 in twos"): 0,
+    ("llama", "rank", "4 at once"): 0,
+    ("gpt2", "rank", "2"): 0,
+    ("llama", "half", "4"): 3,
+    ("gpt2", "half", "1"): 0,
+    ("moe", "micro", "2"): 1,
+    ("moe", "micro", "1, experts 2, masked"): 0,
+    ("moe", "rank", "2 in twos, experts 4"): 0,
+}
+"""How many of a family's layouts every commit measures, the first of them; two of another."""
+
+
+def cases(*, daily: bool) -> list[tuple[str, str, str, tuple[int, int, int, str]]]:
+    """Family and layout: those of every commit, or those that are nightly."""
+    found = []
+    for family, layouts in FAMILIES.items():
+        num = NUM_DAILY.get(family, 2)
+        found += [(*family, layout) for layout in (layouts[:num] if daily else layouts[num:])]
+    return found
 
 
 def watched_class() -> Any:
@@ -162,7 +186,7 @@ def watched_class() -> Any:
     return Watched
 
 
-def main(output: Path) -> Any:
+def main(output: Path, *words: str) -> Any:
     import torch.distributed as dist
 
     from copus_ext.controller import gns_callback
@@ -192,13 +216,12 @@ def main(output: Path) -> Any:
             }
 
     count = _CollectiveCount(dist)
-    for (model, estimator, group), layouts in FAMILIES.items():
-        for tp, pp, vpp, more in layouts:
-            flags = " ".join([*layout_flags(tp, pp, vpp), more, f"--train-iters {STEPS}"])
-            if MASKED in more:
-                flags += f" --data-path {lines_prefix()}"
-            name = case_name(model, estimator, group, (tp, pp, vpp, more))
-            record(name, flags, BASES[model], copus_gns_estimator=estimator)
+    for model, estimator, group, layout in cases(daily=True) + cases(daily=False) * bool(words):
+        flags = " ".join([*layout_flags(*layout[:3]), layout[3], f"--train-iters {STEPS}"])
+        if MASKED in flags:
+            flags += f" --data-path {lines_prefix()}"
+        name = case_name(model, estimator, group, layout)
+        record(name, flags, BASES[model], copus_gns_estimator=estimator)
     alone = (
         f"--train-iters {8 * STEPS} --exit-interval 8 --global-batch-size 1 --lr 1e-30 --min-lr 0"
     )

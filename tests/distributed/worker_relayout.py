@@ -104,6 +104,8 @@ VARIANTS: dict[str, tuple[str, list[Any], Any]] = {
 }
 """Flags of a model; the layouts (a text, or tp, pp, vpp and uneven layers of chunks) that it goes
 through, first to last, which are the same; and the one that it then trains on in."""
+DAILY = ("llama", "gpt2-odd-bf16", "llama-plain", "llama-kept", "context", "moe", "own-batch")
+"""The variants of every commit; what the others have beside is nightly."""
 BEFORE, AFTER = 2, 2
 SIZES = {"own-batch": (8, 2)}
 """Batch and micro-batch that a controller has set where the changes begin. Of the layouts of this

@@ -49,15 +49,24 @@ def on_ranks(
 
 
 def ranks_fixture(
-    worker: str, ranks: int, *arguments: str, timeout_s: float, launcher: Launcher = "direct"
+    worker: str,
+    ranks: int,
+    *arguments: str,
+    timeout_s: float,
+    launcher: Launcher = "direct",
+    has_nightly: bool = False,
 ) -> Any:
-    """A fixture of one launch for all tests of a module; see `on_ranks`."""
+    """A fixture of one launch for all tests of a module; see `on_ranks`. With `has_nightly` the
+    worker's last argument is `nightly.ALL` if nightly tests were chosen."""
     import pytest
 
+    from tests.helpers.nightly import words_of
+
     @pytest.fixture(scope="module")
-    def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder = tmp_path_factory.mktemp(worker.replace(".", "_"))
-        return on_ranks(worker, folder, ranks, *arguments, timeout_s=timeout_s, launcher=launcher)
+        words = [*arguments, *(words_of(request) if has_nightly else [])]
+        return on_ranks(worker, folder, ranks, *words, timeout_s=timeout_s, launcher=launcher)
 
     return found
 
