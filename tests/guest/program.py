@@ -21,7 +21,7 @@ MODEL = """--num-layers 4 --hidden-size 32 --ffn-hidden-size 128 --num-attention
 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 8 --lr 2e-3
 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --tokenizer-type NullTokenizer
 --vocab-size 127 --split 95,4,1 --eval-iters 1 --eval-interval 20 --log-interval 1
---save-interval 1000 --num-workers 0 --train-iters 64"""
+--save-interval 1000 --num-workers 0 --train-iters 40"""
 ON_CPU = """--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
 --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
 --no-bias-dropout-fusion --no-rope-fusion"""
@@ -31,6 +31,19 @@ _STEP = re.compile(
     r"global batch size: +(\d+) \| lm loss: (\S+) \|.*grad norm: (\S+) \|"
 )
 _EVALUATION = re.compile(r"(validation|test) set \| lm loss value: (\S+) \|")
+
+
+class Runs(dict[str, Any]):
+    """Runs by name, in a folder. Each is made when a test asks for it first, so that a part of the
+    tests makes no more than it looks at."""
+
+    def __init__(self, folder: Path, make: Callable[[Runs, str], Any]) -> None:
+        super().__init__()
+        self.folder, self._make = folder, make
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self._make(self, name)
+        return self[name]
 
 
 def train(folder: Path, name: str, kind: str, flags: str, *more: str, ranks: int) -> RanksResult:

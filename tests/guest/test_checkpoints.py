@@ -16,6 +16,7 @@ from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.text import text_prefix
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.distributed,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not HAS_PROGRAM, reason="PYTHONPATH lacks Megatron-LM's own program"),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from copus_ext.commands import replay
 from megatron.trainer.logging.metrics import read_metrics
-from tests.guest.program import HAS_PROGRAM, SPLIT, steps, train
+from tests.guest.program import HAS_PROGRAM, SPLIT, Runs, steps, train
+from tests.helpers.nightly import case
 
 pytestmark = [
     pytest.mark.distributed,
@@ -37,51 +36,48 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("guest")
-    settings = folder / "settings.yaml"
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("guest"), _steps)
+
+
+def _steps(runs: Runs, name: str) -> list[tuple[float, ...]]:
+    """Trains, or resumes from what a run had saved at step 20, under its second batch."""
+    settings, own = runs.folder / "settings.yaml", runs.folder / name.replace(" ", "_")
     settings.write_text(SETTINGS)
-    found: dict[str, Any] = {"folder": folder}
-    for name, (kind, flags) in RUNS.items():
-        more = ["--copus-config", str(settings)] if GROWS in flags else []
-        more += ["--step-batch-size-schedule", "0:4 1K:8"] if "scheduled" in name else []
-        found[name] = steps(
-            train(folder, name.replace(" ", "_"), kind, flags, *more, ranks=2).stdout
-        )
-    for name, flags in RESUMED.items():
-        _resume_from(folder / "grown", folder / name)
-        flags = f"--load {folder / name} {flags}"
-        done = train(folder, name, "copus", flags, "--copus-config", str(settings), ranks=2)
-        found[name] = steps(done.stdout)
-    return found
+    if name in RESUMED:
+        assert runs["grown"]
+        shutil.copytree(runs.folder / "grown" / "iter_0000020", own / "iter_0000020")
+        (own / "latest_checkpointed_iteration.txt").write_text("20")
+        kind, flags = "copus", f"--load {own} {RESUMED[name]}"
+    else:
+        kind, flags = RUNS[name]
+    more = ["--copus-config", str(settings)] if GROWS in flags or name in RESUMED else []
+    more += ["--step-batch-size-schedule", "0:4 1K:8"] if "scheduled" in name else []
+    return steps(train(runs.folder, own.name, kind, flags, *more, ranks=2).stdout)
 
 
-def _resume_from(run: Path, copy: Path) -> None:
-    """A folder with what a run had saved at step 20, under its second batch."""
-    shutil.copytree(run / "iter_0000020", copy / "iter_0000020")
-    (copy / "latest_checkpointed_iteration.txt").write_text("20")
+@pytest.mark.parametrize("name", ["observed", case("off", daily=False)])
+def test_observing_changes_no_digit(runs: Runs, name: str) -> None:
+    assert len(runs["plain"]) == 40
+    assert runs[name] == runs["plain"]
 
 
-def test_observing_changes_no_digit(runs: dict[str, Any]) -> None:
-    assert len(runs["plain"]) == 64
-    assert runs["observed"] == runs["off"] == runs["plain"]
-
-
-def test_a_schedule_of_the_batch_goes_on_when_it_is_watched(runs: dict[str, Any]) -> None:
+@pytest.mark.nightly
+def test_a_schedule_of_the_batch_goes_on_when_it_is_watched(runs: Runs) -> None:
     assert [row[3] for row in runs["scheduled"]] == [4] * 8 + [8] * 4
     assert runs["scheduled observed"] == runs["scheduled"]
 
 
-def test_the_batch_grows_at_its_samples_and_every_sample_counts(runs: dict[str, Any]) -> None:
+def test_the_batch_grows_at_its_samples_and_every_sample_counts(runs: Runs) -> None:
     rows = runs["grown"]
     # That loop prints the rate of the step to come, which is the first of the new batch.
     assert rows[:15] == runs["plain"][:15] and rows[15][3:] == runs["plain"][15][3:]
-    assert [row[3] for row in rows] == [8] * 16 + [16] * 8 + [32] * 8
-    assert rows[-1][1] == 512
+    assert [row[3] for row in rows] == [8] * 16 + [16] * 8 + [32] * 2
+    assert rows[-1][1] == 320
 
 
 def test_a_resumed_run_goes_on_with_its_batch_its_rates_and_its_losses(
-    runs: dict[str, Any],
+    runs: Runs,
 ) -> None:
     own, whole = runs["resumed"], runs["grown"][20:]
     # That loop prints the mean of two losses at the second step of a launch.
@@ -89,26 +85,26 @@ def test_a_resumed_run_goes_on_with_its_batch_its_rates_and_its_losses(
     assert own[:1] + own[2:] == whole[:1] + whole[2:]
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_watched_from_now_on_has_the_batch_and_rates_of_its_flags(
-    runs: dict[str, Any],
+    runs: Runs,
 ) -> None:
     rows, plain = runs["watched"], runs["plain"]
-    assert {row[3] for row in rows} == {8} and rows[-1][1] == 512
+    assert {row[3] for row in rows} == {8} and rows[-1][1] == 320
     at = {row[1]: row[2] for row in plain}
     assert all(row[2] == at[row[1]] for row in rows)
 
 
-def test_the_default_policy_shrinks_a_batch_that_is_too_large(runs: dict[str, Any]) -> None:
+def test_the_default_policy_shrinks_a_batch_that_is_too_large(runs: Runs) -> None:
     sizes = [row[3] for row in runs["adaptive"]]
     assert sizes[0] == 32 and min(sizes) < 32
     rows = runs["adaptive"]
     assert rows[-1][1] == sum(sizes)
 
 
-def test_the_journal_can_be_decided_again(
-    runs: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run: Path = runs["folder"] / "grown"
+def test_the_journal_can_be_decided_again(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert runs["grown"]
+    run = runs.folder / "grown"
     assert replay.main([str(run)]) == 0
     assert "0 different" in capsys.readouterr().out
     lines = map(json.loads, (run / "journal.jsonl").read_text().splitlines())
@@ -116,14 +112,15 @@ def test_the_journal_can_be_decided_again(
     assert measured["grad_norm_sq"] is not None
 
 
-def test_the_record_has_every_step_and_checkpoint(runs: dict[str, Any]) -> None:
-    rows = read_metrics(runs["folder"] / "grown")
+def test_the_record_has_every_step_and_checkpoint(runs: Runs) -> None:
+    assert runs["grown"]
+    rows = read_metrics(runs.folder / "grown")
     steps_of = [row for row in rows if row["kind"] == "step"]
     own = [
         (row["iteration"], row["consumed_samples"], row["global_batch_size"]) for row in steps_of
     ]
     assert own == [(row[0], row[1], row[3]) for row in runs["grown"]]
-    assert [r["iteration"] for r in rows if r["kind"] == "checkpoint.commit"] == [20, 32]
+    assert [r["iteration"] for r in rows if r["kind"] == "checkpoint.commit"] == [20, 26]
     assert [r["why"] for r in rows if r["kind"] == "run.end"] == ["done"]
 
 

@@ -13,6 +13,7 @@ from megatron.trainer.logging.metrics import read_metrics
 from tests.guest.program import HAS_PROGRAM, SPLIT, launch, steps, train
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.distributed,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not HAS_PROGRAM, reason="PYTHONPATH lacks Megatron-LM's own program"),

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron.trainer.logging.metrics import read_metrics
-from tests.guest.program import HAS_PROGRAM, SPLIT, evaluations, steps, tensors, train
+from tests.guest.program import HAS_PROGRAM, SPLIT, Runs, evaluations, steps, tensors, train
+from tests.helpers.nightly import case
 
 pytestmark = [
     pytest.mark.distributed,
@@ -53,58 +54,58 @@ def listed(layouts: dict[int, str]) -> str:
     return ",".join(rows)
 
 
+RUNS = {
+    "plain": ("plain", DENSE),
+    "there and back": ("moving=" + ",".join(ROUND_TRIPS), f"{DENSE} {MOVES}"),
+    "muon": ("plain", MUON),
+    "muon moved": (f"moving={MUON_TRIPS}", f"{MUON} {MOVES}"),
+    "stayed": ("moving=" + listed({}), f"{EXPERTS} {MOVES}"),
+    "moved": ("moving=" + listed(LAYOUTS), f"{EXPERTS} {MOVES}"),
+    "cut anew": (f"moving={CUT_ANEW}", f"--train-iters 16 --eval-interval 6 {MOVES}"),
+}
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("moves")
-    found: dict[str, Any] = {"folder": folder}
-    for name, kind, flags in (
-        ("plain", "plain", DENSE),
-        ("there and back", "moving=" + ",".join(ROUND_TRIPS), f"{DENSE} {MOVES}"),
-        *(
-            (("muon", "plain", MUON), ("muon moved", f"moving={MUON_TRIPS}", f"{MUON} {MOVES}"))
-            if find_spec("emerging_optimizers")
-            else ()
-        ),
-        ("stayed", "moving=" + listed({}), f"{EXPERTS} {MOVES}"),
-        ("moved", "moving=" + listed(LAYOUTS), f"{EXPERTS} {MOVES}"),
-        ("cut anew", f"moving={CUT_ANEW}", f"--train-iters 16 --eval-interval 6 {MOVES}"),
-    ):
-        ranks = 4 if name in ("plain", "there and back", "stayed", "moved") else 2
-        output = train(folder, name.replace(" ", "_"), kind, flags, ranks=ranks).stdout
-        found[name] = {
-            "steps": steps(output),
-            "evaluations": evaluations(output),
-            "moves": [json.loads(row) for row in MOVE.findall(output)],
-        }
-    return found
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("moves"), _told)
 
 
-def test_a_layout_that_comes_back_leaves_every_bit(runs: dict[str, Any]) -> None:
+def _told(runs: Runs, name: str) -> dict[str, Any]:
+    kind, flags = RUNS[name]
+    ranks = 4 if name in ("plain", "there and back", "stayed", "moved") else 2
+    output = train(runs.folder, name.replace(" ", "_"), kind, flags, ranks=ranks).stdout
+    return {
+        "steps": steps(output),
+        "evaluations": evaluations(output),
+        "moves": [json.loads(row) for row in MOVE.findall(output)],
+    }
+
+
+def test_a_layout_that_comes_back_leaves_every_bit(runs: Runs) -> None:
     plain, moved = runs["plain"], runs["there and back"]
     assert len(plain["steps"]) == 17 and moved["steps"] == plain["steps"]
     assert len(plain["evaluations"]) == 2 and moved["evaluations"] == plain["evaluations"]
     own, theirs = (
-        tensors(runs["folder"] / name / "iter_0000017") for name in ("there_and_back", "plain")
+        tensors(runs.folder / name / "iter_0000017") for name in ("there_and_back", "plain")
     )
     assert own.keys() == theirs.keys() and len(own) > 30
     assert any("exp_avg_sq" in name for name in own)
     assert [name for name in own if not own[name].equal(theirs[name])] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="lacks emerging-optimizers")
-def test_muon_comes_back_with_every_bit(runs: dict[str, Any]) -> None:
+def test_muon_comes_back_with_every_bit(runs: Runs) -> None:
     plain, moved = runs["muon"], runs["muon moved"]
     assert [move["kind"] for move in moved["moves"]] == ["moved"] * 4
     assert len(plain["steps"]) == 10 and moved["steps"] == plain["steps"]
     assert moved["evaluations"] == plain["evaluations"]
-    own, theirs = (
-        tensors(runs["folder"] / name / "iter_0000010") for name in ("muon_moved", "muon")
-    )
+    own, theirs = (tensors(runs.folder / name / "iter_0000010") for name in ("muon_moved", "muon"))
     assert own.keys() == theirs.keys() and any("momentum" in name for name in own)
     assert [name for name in own if not own[name].equal(theirs[name])] == []
 
 
-def test_every_layout_was_there_and_what_fails_goes_back(runs: dict[str, Any]) -> None:
+def test_every_layout_was_there_and_what_fails_goes_back(runs: Runs) -> None:
     kinds = [move["kind"] for move in runs["there and back"]["moves"]]
     assert kinds[:14] == ["moved"] * 14
     assert kinds[14:] == ["cancelled"] * 2 + ["rolled_back"] * 4
@@ -116,12 +117,13 @@ def _rates(run: Path) -> list[float]:
     return [row["learning_rate"] for row in read_metrics(run) if row["kind"] == "step"]
 
 
-def test_experts_and_batches_move_as_on_a_layout_that_stays(runs: dict[str, Any]) -> None:
+@pytest.mark.nightly
+def test_experts_and_batches_move_as_on_a_layout_that_stays(runs: Runs) -> None:
     stayed, moved = runs["stayed"], runs["moved"]
     assert [move["kind"] for move in moved["moves"]] == ["moved"] * 4 and stayed["moves"] == []
     assert [row[3] for row in moved["steps"]] == [8] * 3 + [16] * 6 + [8] * 9
     # The log has the rate of the step to come, which that trainer prints before a layout changes.
-    assert _rates(runs["folder"] / "moved") == _rates(runs["folder"] / "stayed")
+    assert _rates(runs.folder / "moved") == _rates(runs.folder / "stayed")
     for own, fixed in zip(moved["steps"], stayed["steps"], strict=True):
         assert (*own[:2], own[3]) == (*fixed[:2], fixed[3])
         assert own[4] == pytest.approx(fixed[4], rel=1e-5)
@@ -130,15 +132,16 @@ def test_experts_and_batches_move_as_on_a_layout_that_stays(runs: dict[str, Any]
         assert name == of and own == pytest.approx(fixed, rel=1e-5)
 
 
-def test_a_layout_need_not_cut_the_batch_before_it(runs: dict[str, Any]) -> None:
+@pytest.mark.nightly
+def test_a_layout_need_not_cut_the_batch_before_it(runs: Runs) -> None:
     run = runs["cut anew"]
     assert [(move["kind"], move["reason"]) for move in run["moves"]] == [("moved", "")] * 2
     assert [row[3] for row in run["steps"]] == [8] * 4 + [3] * 4 + [8] * 10
     assert run["steps"][-1][1] == 124, "a rest smaller than the batch is dropped"
 
 
-@pytest.mark.parametrize("name", ["there and back", "moved"])
-def test_a_process_holds_no_more_after_many_changes(runs: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", ["there and back", case("moved", daily=False)])
+def test_a_process_holds_no_more_after_many_changes(runs: Runs, name: str) -> None:
     moves = runs[name]["moves"]
     assert {move["groups"] for move in moves} == {moves[0]["groups"]}
     # gloo's own threads and sockets of a layout come with its groups, and go with them.
@@ -146,8 +149,10 @@ def test_a_process_holds_no_more_after_many_changes(runs: dict[str, Any], name: 
     assert max(move["descriptors"] for move in moves) <= moves[0]["descriptors"] + 100
 
 
-def test_the_journal_has_every_change(runs: dict[str, Any]) -> None:
-    file: Path = runs["folder"] / "moved" / "journal.jsonl"
+@pytest.mark.nightly
+def test_the_journal_has_every_change(runs: Runs) -> None:
+    assert runs["moved"]
+    file = runs.folder / "moved" / "journal.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     found = [(row["start"], row["to"]) for row in rows if row["kind"] == "relayout"]
     ends = list(LAYOUTS.values())
