@@ -9,13 +9,15 @@
 #
 #   ACCEPT_PYTHON   the device's release of Python   (default 3.12)
 #   ACCEPT_CORES    releases of megatron-core        (default "0.16.1 0.19.2")
-#   ACCEPT_MINUTES  begin no check after so many, for each release   (default 4)
-#   ACCEPT_FLAGS    more flags of copus accept, such as "--device cpu --checks sums"
+#   ACCEPT_MINUTES  for each release, in their order (default "5.5 2.5"); what they do not suffice
+#                   for is left out: of the second release all but the checks that tell faults
+#   ACCEPT_FLAGS    more flags of copus accept, such as "--device cpu --checks arithmetic"
 set -euo pipefail
 unset CDPATH
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 cores=${ACCEPT_CORES:-0.16.1 0.19.2}
+minutes=${ACCEPT_MINUTES:-5.5 2.5}
 packed=.accept
 
 # Wheels of the device's Python, into a folder. What torch brings, numpy among it, is its own.
@@ -37,7 +39,8 @@ pack() {
 }
 
 run() {
-    local output=${1:-accept} release failed=0
+    local output=${1:-accept} release failed=0 left
+    read -ra left <<<"$minutes"
     mkdir -p "$output"
     for release in $cores; do
         if [ ! -d "$packed/$release" ]; then
@@ -47,8 +50,10 @@ run() {
         echo "== megatron-core $release"
         # shellcheck disable=SC2086
         PYTHONPATH=$PWD:$PWD/$packed/$release:$PWD/$packed/common${PYTHONPATH:+:$PYTHONPATH} \
-            python3 -m copus_ext.commands.main accept --minutes "${ACCEPT_MINUTES:-4}" \
+            python3 -m copus_ext.commands.main accept --minutes "${left[0]}" \
             --output "$output/accept-$release.jsonl" ${ACCEPT_FLAGS:-} || failed=$?
+        # The last number is that of all further releases.
+        if [ ${#left[@]} -gt 1 ]; then left=("${left[@]:1}"); fi
     done
     return $failed
 }

@@ -15,8 +15,12 @@ from tests.gpu_stub import on_stub
 from tests.gpu_stub.launch import variables
 from tests.helpers.launch import ROOT
 
-CHECKS = {1: "sums,resume,memory", 2: "moves,noise_of_layouts,recovery"}
-"""By the number of GPUs. `noise` has tests of its own here; a full GPU has, too."""
+CHECKS = {
+    1: ["arithmetic,resume,memory"],
+    2: ["moves,moves_of_experts,communicators", "recovery,checkpoints,noise_of_layouts"],
+}
+"""By the number of GPUs. `noise` has tests of its own here."""
+CASES = [(gpus, checks) for gpus, parts in CHECKS.items() for checks in parts]
 
 
 def accepted(gpus: int, checks: str, folder: Path, **more: str) -> list[dict[str, Any]]:
@@ -31,14 +35,18 @@ def accepted(gpus: int, checks: str, folder: Path, **more: str) -> list[dict[str
     first, *rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert (first["device"], first["ranks"]) == ("cuda", gpus) and first["versions"]["nccl"]
     assert [row["check"] for row in rows] == checks.split(",")
-    assert {row["verdict"] for row in rows} == {"passed"}
+    assert {row["verdict"] for row in rows} == {"passed"}, rows
     return rows
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("gpus", CHECKS)
-def test_checks_pass(gpus: int, tmp_path: Path) -> None:
-    accepted(gpus, CHECKS[gpus], tmp_path)
+@pytest.mark.parametrize(("gpus", "checks"), CASES)
+def test_checks_pass(gpus: int, checks: str, tmp_path: Path) -> None:
+    rows = accepted(gpus, checks, tmp_path)
+    for row in (row for row in rows if row["check"] == "memory"):
+        # Of so small a model a check within 2 % would miss half of what moves.
+        for peaks in row["rows"].values():
+            assert peaks["alone"]["peak"] == peaks["allocated_bytes"]
 
 
 REFUSED = r"cancelled .*1\.9\d GB are needed beside the old state and 1\.7\d GB are free"

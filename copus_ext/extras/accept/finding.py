@@ -36,6 +36,10 @@ class Failed(Exception):
         self.tail = tail
 
 
+class OutOfTime(Failed):
+    """What a check has started was still running at the end of its time."""
+
+
 @dataclass(frozen=True)
 class Check:
     """A check by name."""

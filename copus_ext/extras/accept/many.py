@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -55,6 +56,8 @@ def moves_of_experts(bench: Bench) -> Finding:
         raise Skipped("needs an even number of ranks")
     home, half = f"tp1.pp1.ep2.dp{bench.ranks}", bench.ranks // 2
     walk = [f"tp2.pp1.ep2.etp1.dp{half}", home, f"tp1.pp2.dp{half}", home]
+    if bench.ranks % 4 == 0:
+        walk += [f"tp1.pp1.ep4.dp{bench.ranks}", home]
     flags = [*bench.flags(), *_EXPERTS.split(), "--train-iters", "6", *flags_of(home)]
     return _walked(bench, "moves-experts", flags, walk)
 
@@ -131,22 +134,57 @@ def noise_of_layouts(bench: Bench) -> Finding:
 
 
 def checkpoints(bench: Bench) -> Finding:
-    """Every layout saves, and the next one goes on from it."""
-    every = layouts(bench.ranks)
+    """Every layout saves, and every layout loads all of them into one job, the last one to go on
+    from: weights and moments bit for bit, and losses."""
+    every, places, saved = layouts(bench.ranks), {}, {}
     base = [*bench.flags(), "--train-iters", "6"]
     whole = bench.train("layouts-whole", [*base, *flags_of(every[0])], ranks=bench.ranks)
-    worst = 0.0
-    for save, load in zip(every, [*every[1:], every[0]], strict=True):
-        name = f"layouts-{save}"
-        place = str(bench.folder / name / "checkpoints")
-        flags = [*base, "--save", place, "--load", place]
-        first = [*flags, *flags_of(save), "--exit-interval", "3"]
-        bench.train(name, first, ranks=bench.ranks)
-        run = bench.train(name, [*flags, *flags_of(load)], ranks=bench.ranks)
-        worst = max(worst, most_apart(run.losses, whole.losses))
-        bench.forget(name)
-    line = f"a ring of {len(every)} layouts: losses {worst:.1e} apart (at most {_limit(base):g})"
-    return judged(worst <= _limit(base), line, layouts=every)
+    for layout in every:
+        name = f"saved-{layout}"
+        places[layout] = str(bench.folder / name / "checkpoints")
+        flags = [*base, *flags_of(layout), "--save", places[layout], "--exit-interval", "3"]
+        saved[layout] = bench.train(name, flags, ranks=bench.ranks, task={}).ranks[0]["sums"]
+    worst, others = 0.0, []
+    for layout, first in zip(every, [*every[1:], every[0]], strict=True):
+        flags = [*base, *flags_of(layout), "--load", places[first]]
+        run = bench.train(f"loaded-{layout}", flags, ranks=bench.ranks, task={"load": places})
+        worst = max(worst, most_apart(run.losses, whole.losses[3:]))
+        loaded = run.ranks[0]["loaded"]
+        others += [f"{a} in {layout}" for a in every if loaded[a] != saved[a]]
+    bench.forget(*(f"saved-{layout}" for layout in every))
+    line = (
+        f"{len(every) ** 2} pairs of {len(every)} layouts: weights and moments are "
+        f"{f'NOT those of {others[0]}' if others else 'bit-equal'}, losses {worst:.1e} apart (at "
+        f"most {_limit(base):g})"
+    )
+    return judged(worst <= _limit(base) and not others, line, layouts=every, differ=others)
+
+
+def communicators(bench: Bench) -> Finding:
+    """A start and a change of layout with the communicators of NCCL made when they are first used,
+    and with all of them made at once, since torch was told of the GPU. The times are noted."""
+    if bench.device == "cpu":
+        raise Skipped("gloo makes no communicators ahead")
+    home, away, *_ = layouts(bench.ranks)
+    flags = [*bench.flags("large"), "--train-iters", "4", *flags_of(home)]
+    rows, losses, kinds = {}, [], set()
+    for name, is_bound in (("lazy", False), ("eager", True)):
+        begin_s = time.time()
+        task = {"walk": [away], "at": 2, "bind": is_bound}
+        run = bench.train(f"communicators-{name}", flags, ranks=bench.ranks, task=task)
+        ends_s = [step["t"] for step in run.steps]
+        # The next step makes those that are only then used.
+        rows[name] = {"start_s": ends_s[0] - begin_s, "move_s": ends_s[2] - ends_s[1]}
+        losses.append(run.losses)
+        kinds |= {move["kind"] for move in run.ranks[0]["moves"]}
+    is_same = losses[0] == losses[1]
+    line = "; ".join(
+        f"{name}: a start takes {row['start_s']:.1f} s, a change with its next step "
+        f"{row['move_s']:.1f} s"
+        for name, row in rows.items()
+    )
+    line += f"; losses are {'' if is_same else 'NOT '}bit-equal"
+    return judged(is_same and kinds == {"moved"}, line, times=rows)
 
 
 def speeds(bench: Bench) -> Finding:
@@ -178,15 +216,13 @@ def _timed(layout: str, row: dict[str, Any]) -> str:
 
 
 def recovery(bench: Bench) -> Finding:
-    """An elastic run that loses a rank in the forward pass, behind the reduction, and behind a
-    step: how long until the next step, and with which losses."""
-    if bench.ranks < 2:
-        raise Skipped("needs two ranks that can be left")
+    """An elastic run that loses a rank in the forward pass, behind the reduction, and before the
+    ranks share the numbers of a step: how long until the next step, and with which losses."""
     flags = [*bench.flags(), "--train-iters", "30"]
     elastic = ["--elastic", "--copy-interval", "4"]
     whole = bench.train("recovery-whole", flags, ranks=bench.ranks)
     rows: dict[str, dict[str, Any]] = {}
-    for event in ("forward", "reduce", "end"):
+    for event in ("forward", "reduce", "share"):
         name = f"recovery-{event}"
         task = {"kill": {"rank": 1, "iteration": 10, "event": event}}
         place = ["--save", str(bench.folder / name / "checkpoints")]

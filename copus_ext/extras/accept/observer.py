@@ -1,5 +1,6 @@
 """What a check asks of a run of `pretrain_gpt.py` besides its flags: to move through layouts, to
-fill the memory, to lose a rank, and to say at the end what every rank holds."""
+load checkpoints, to fill the memory, to lose a rank, and to say at the end what every rank
+holds."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ _MIB = 1 << 20
 def callbacks(config: Any, controller: Any) -> list[Callback]:
     """The observer of a run that a check has started; nothing in any other run."""
     path = os.environ.get(VARIABLE)
-    return [Observer(parse_json(Path(path).read_text()))] if path else []
+    if not path:
+        return []
+    task = parse_json(Path(path).read_text())
+    if task.get("bind"):
+        _bind_device()
+    return [Observer(task)]
 
 
 class Observer(Callback):
@@ -32,13 +38,15 @@ class Observer(Callback):
         task: `folder` for a file of each rank; `walk`, layouts to move to one after the other
             behind step `at`; `free`, the share of a GPU's memory that stays free meanwhile;
             `limit_bytes`, what the run may use of it; `kill`, with a rank, an iteration and an
-            event: `forward`, `reduce` or `end`.
+            event: `forward`, `reduce` or `share`; `load`, checkpoints to load before the first
+            step, by name; `reshard`, layouts for `reshards.compared`; `bind`, tell torch of the
+            GPU as it joins the world; `sums`, false to leave out those of the end.
     """
 
     def __init__(self, task: dict[str, Any]) -> None:
         self._task = task
         self._folder = Path(task["folder"])
-        self._moves: list[dict[str, Any]] = []
+        self._row: dict[str, Any] = {"moves": []}
         self._mover: Any = None
         self._ballast: Any = None
 
@@ -47,8 +55,20 @@ class Observer(Callback):
             from copus_ext.reshard.inprocess import InProcessResharder
 
             self._mover = InProcessResharder()
+        if self._task.get("kill"):
+            from megatron.trainer.train import step
+
+            share = step.share_numbers
+
+            def share_or_die(*args: Any, iteration: int, **named: Any) -> Any:
+                self._strike("share", iteration)
+                return share(*args, iteration=iteration, **named)
+
+            step.share_numbers = share_or_die
 
     def on_train_start(self, context: CallbackContext) -> None:
+        if places := self._task.get("load"):
+            self._row["loaded"] = {name: _load(place, context) for name, place in places.items()}
         limit = self._task.get("limit_bytes")
         if limit is not None:
             import torch
@@ -57,13 +77,13 @@ class Observer(Callback):
             self._fill(total - int(limit))
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        self._strike("forward", context)
+        # The iteration counts finished steps.
+        self._strike("forward", context.state.iteration + 1)
 
     def on_grads_ready(self, context: CallbackContext) -> None:
-        self._strike("reduce", context)
+        self._strike("reduce", context.state.iteration + 1)
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
-        self._strike("end", context)
         if self._mover is None or context.state.iteration != self._task.get("at", 2):
             return None
         return Request(kind="change", reason="copus accept", move=self._walk)
@@ -72,15 +92,20 @@ class Observer(Callback):
         if self._mover is not None:
             self._mover.close()
         self._ballast = None
-        row = {"moves": self._moves, **self._sums(context), **_memory(context)}
-        (self._folder / f"rank{_rank()}.json").write_text(json.dumps(row))
+        # First, as sums need memory, too.
+        self._row |= _memory(context)
+        if self._task.get("sums", True):
+            self._row |= _sums(context)
+        if walk := self._task.get("reshard"):
+            from copus_ext.extras.accept.reshards import compared
 
-    def _strike(self, event: str, context: CallbackContext) -> None:
+            self._row["reshards"] = compared(context.config, _shards(context), walk)
+        (self._folder / f"rank{_rank()}.json").write_text(json.dumps(self._row))
+
+    def _strike(self, event: str, iteration: int) -> None:
         """Kills this rank once, where the task says so."""
         kill = self._task.get("kill")
-        # The iteration counts finished steps.
-        begun = context.state.iteration + (event != "end")
-        if not kill or (kill["event"], kill["iteration"]) != (event, begun):
+        if not kill or (kill["event"], kill["iteration"]) != (event, iteration):
             return
         mark = self._folder / "killed"
         if kill["rank"] == _rank() and not mark.exists():
@@ -104,7 +129,7 @@ class Observer(Callback):
             result = self._mover.move(host, Layout.from_text(text), job.state.settings)
             row = {"from": before, "to": text, "kind": result.kind, "reason": result.reason}
             row |= {"pause_s": result.pause_s, "phases_s": result.phases, **_held()}
-            self._moves.append(row)
+            self._row["moves"].append(row)
 
     def _fill(self, size: int) -> None:
         """Takes so many bytes of the GPU until the run ends."""
@@ -113,28 +138,67 @@ class Observer(Callback):
         if size > 0:
             self._ballast = torch.empty(size, dtype=torch.uint8, device="cuda")
 
-    def _sums(self, context: CallbackContext) -> dict[str, Any]:
-        """Sums over all bits of weights and moments, as a change of layout compares them, and
-        whether the device computes them as the CPU does. Collective."""
-        from dataclasses import replace
 
-        import torch
-        import torch.distributed as dist
+def _bind_device() -> None:
+    """Lets torch know the GPU of this rank when it joins the world, as Megatron-LM does. It then
+    makes the communicator of each group at once, as a part of the world's."""
+    import torch
+    import torch.distributed as dist
 
-        from copus_ext.reshard.verify import all_sums, local_sums
-        from megatron.trainer.common.collectives import all_gather_object
-        from megatron.trainer.model.shards import local_shards
+    join = dist.init_process_group
 
-        model: Any = SimpleNamespace(chunks=context.model)
-        shards = local_shards(model, context.optimizer, context.groups, with_the_rest=True)
-        known = all_gather_object([record.key for record in shards.records])
-        keys = sorted({key for row in known for key in row})
-        own = local_sums(shards, keys)
-        there = [{kind: t.cpu() for kind, t in row.items()} for row in shards.tensors]
-        again = local_sums(replace(shards, tensors=there), keys) if there else own
-        sums = all_sums(own, keys, group=dist.group.WORLD)
-        is_equal = bool(torch.equal(own.cpu(), again.cpu()))
-        return {"sums": sums, "device_sums_as_on_cpu": is_equal}
+    def join_bound(*args: Any, **named: Any) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        join(*args, **named, device_id=device)
+
+    dist.init_process_group = join_bound
+
+
+def _model(context: CallbackContext) -> Any:
+    """What functions of the trainer read of a model."""
+    from megatron.core.utils import unwrap_model
+
+    return SimpleNamespace(chunks=context.model, unwrapped=unwrap_model(context.model))
+
+
+def _load(place: str, context: CallbackContext) -> dict[str, int]:
+    """Loads a checkpoint into the job; sums over the bits that it then has. Collective."""
+    from megatron.trainer.checkpoint.load import load_weights, read_stored
+
+    stored = read_stored(Path(place), step=None, verify=True)
+    assert stored is not None
+    load_weights(stored, context.config, _model(context), context.optimizer, context.groups)
+    return _sums(context)["sums"]
+
+
+def _shards(context: CallbackContext) -> Any:
+    from megatron.trainer.model.shards import local_shards
+
+    return local_shards(_model(context), context.optimizer, context.groups)
+
+
+def _sums(context: CallbackContext) -> dict[str, Any]:
+    """Sums over all bits of weights and moments, as a change of layout compares them, and whether
+    the device computes them as the CPU does. Collective."""
+    from dataclasses import replace
+
+    import torch
+    import torch.distributed as dist
+
+    from copus_ext.reshard.verify import all_sums, local_sums
+    from megatron.trainer.common.collectives import all_gather_object
+    from megatron.trainer.model.shards import local_shards
+
+    groups = context.groups
+    shards = local_shards(_model(context), context.optimizer, groups, with_the_rest=True)
+    known = all_gather_object([record.key for record in shards.records])
+    keys = sorted({key for row in known for key in row})
+    own = local_sums(shards, keys)
+    there = [{kind: t.cpu() for kind, t in row.items()} for row in shards.tensors]
+    again = local_sums(replace(shards, tensors=there), keys) if there else own
+    sums = all_sums(own, keys, group=dist.group.WORLD)
+    is_equal = bool(torch.equal(own.cpu(), again.cpu()))
+    return {"sums": sums, "device_sums_as_on_cpu": is_equal}
 
 
 def _rank() -> int:
@@ -177,7 +241,11 @@ def _memory(context: CallbackContext) -> dict[str, float]:
     assert context.step is not None and gpu is not None
     sizes = context.step.micro_batch_size, context.step.global_batch_size
     one = points_of([configuration_of_run(config, *sizes)])
-    measured = {"peak_bytes": float(torch.cuda.max_memory_reserved() + outside)}
+    measured = {
+        "peak_bytes": float(torch.cuda.max_memory_reserved() + outside),
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "padded_vocab_size": config.model.padded_vocab_size,
+    }
     try:
         cluster = preset(f"{kind_of(*gpu)}:{config.layout.world_size}")
         rows = to_config_batch(model_of(config), cluster, one)

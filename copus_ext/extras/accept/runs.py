@@ -10,17 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from copus_ext.extras.accept.finding import Failed
+from copus_ext.extras.accept.finding import Failed, OutOfTime
 from copus_ext.extras.accept.observer import VARIABLE
 from megatron.trainer.common.outside import parse_json
 from megatron.trainer.logging.metrics import read_metrics
 
 _ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = _ROOT / "pretrain_gpt.py"
+_TRAINER = ["-m", "copus_ext.commands.pretrain"]
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+_ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""What a launcher would set for the only rank; this shell may be that of a job of several."""
 _TAIL = 25
 """Lines of a failed run's output that are kept."""
 _TICK_S, _GRACE_S = 0.1, 10.0
@@ -52,7 +55,8 @@ SIZES = {
             --micro-batch-size 1 --global-batch-size 32 --bf16""",
     },
 }
-"""Size of the checks -> name of a model -> its flags; an empty one is as `model`."""
+"""Size of the checks -> name of a model -> its flags; an empty one is as `model`. `fast` is for one
+rank."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ class Bench:
     has_engine: bool = False
     deadline_s: float = float("inf")
     """On the monotonic clock, of the check that runs."""
+    known: dict[tuple[str, ...], RunResult] = field(default_factory=dict)
+    """Runs of one rank that several checks read, by their flags."""
 
     def text(self) -> Path:
         """The prefix of a data set: the sources of Python's standard library, byte by byte."""
@@ -141,7 +147,8 @@ class Bench:
             code: the exit code that it must have.
 
         Raises:
-            Failed: it ended with another code, or the time of the check is over.
+            Failed: it ended with another code.
+            OutOfTime: the time of the check is over.
         """
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -150,21 +157,43 @@ class Bench:
             file = folder / "task.json"
             file.write_text(json.dumps({**task, "folder": str(folder)}))
             env[VARIABLE] = str(file)
-        own = [str(PROGRAM), *flags, "--run-dir", str(folder)]
-        if supervisor is None:
-            start = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            words = [sys.executable, "-m", *start, *own]
+        own = [*flags, "--run-dir", str(folder)]
+        count = ["--nproc-per-node", str(ranks)]
+        if supervisor is not None:
+            start = ["copus_ext.launch.supervisor", *count, *supervisor]
+            words = ["-m", *start, "--", "pretrain_gpt.py", *own]
+        elif ranks == 1:  # torchrun would import torch once more
+            words, env = [*_TRAINER, *own], env | _ALONE
         else:
-            start = ["copus_ext.launch.supervisor", "--nproc-per-node", str(ranks), *supervisor]
-            words = [sys.executable, "-m", *start, "--", *own]
-        ended, output = self.run(words, folder / "output.txt", env)
+            words = ["-m", "torch.distributed.run", "--standalone", *count, *_TRAINER, *own]
+        ended, output = self.run([sys.executable, *words], folder / "output.txt", env)
         if ended != code:
-            tail = "\n".join(output.splitlines()[-_TAIL:])
-            raise Failed(f"the run {name} ended with code {ended}, not {code}", tail)
+            message = f"the run {name} ended with code {ended}, not {code}"
+            raise Failed(message, last_lines(output))
         files = [folder / f"rank{rank}.json" for rank in range(ranks)]
         rows = [parse_json(file.read_text()) for file in files if file.exists()]
         steps = [row for row in read_metrics(folder) if row["kind"] == "step"]
         return RunResult(steps=steps, ranks=rows, output=output, folder=folder)
+
+    def once(self, name: str, flags: Sequence[str]) -> RunResult:
+        """As `train` of one rank, without sums; a run with the same flags is not repeated."""
+        key = tuple(flags)
+        if key not in self.known:
+            self.known[key] = self.train(name, flags, task={"sums": False})
+        return self.known[key]
+
+    def peak_of_rank(self, name: str, flags: Sequence[str]) -> dict[str, int]:
+        """What `peak_of_rank.py` measures of the only rank of a run.
+
+        Raises:
+            Failed: it ended with an error.
+        """
+        words = [sys.executable, "-m", "copus_ext.extras.accept.peak_of_rank", "1", "0", *flags]
+        code, output = self.run(words, self.folder / f"{name}.txt", {})
+        found = [line for line in output.splitlines() if line.startswith("PEAK ")]
+        if code or not found:
+            raise Failed(f"{name} ended with code {code}", last_lines(output))
+        return parse_json(found[-1].removeprefix("PEAK "))
 
     def run(self, words: Sequence[str], log: Path, env: dict[str, str]) -> tuple[int, str]:
         """Runs a command until the check's time is over.
@@ -173,15 +202,18 @@ class Bench:
             Its exit code and what it printed.
 
         Raises:
-            Failed: it was still running.
+            OutOfTime: it was still running.
         """
         with log.open("w") as file:
-            child = _start(words, file, env)
+            # Not where the user is: `python -m` finds what lies there first.
+            child = _start(words, file, env, self.folder)
             try:
                 while child.poll() is None and time.monotonic() < self.deadline_s:
                     time.sleep(_TICK_S)
                 if child.poll() is None:
-                    raise Failed("ran past its limit", _tail_of(log))
+                    raise OutOfTime(
+                        "ran past its limit", last_lines(log.read_text(errors="replace"))
+                    )
             finally:
                 _end(child)
         return child.returncode, log.read_text(errors="replace")
@@ -192,13 +224,16 @@ class Bench:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
 
-def _start(words: Sequence[str], file: IO[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    words: Sequence[str], file: IO[str], env: dict[str, str], folder: Path
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         words,
         stdout=file,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         env=_environment() | env,
+        cwd=folder,
         start_new_session=True,
     )
 
@@ -231,5 +266,6 @@ def _signal(child: subprocess.Popen[bytes], number: int) -> None:
         return
 
 
-def _tail_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
+def last_lines(output: str) -> str:
+    """The end of what a run has printed, for the file."""
+    return "\n".join(output.splitlines()[-_TAIL:])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from copus_ext.extras.accept import command, many
+from copus_ext.extras.accept import command, many, one
 from copus_ext.extras.accept.finding import Check, Failed, Finding, Skipped, judged, most_apart
 from copus_ext.extras.accept.runs import SIZES, Bench, RunResult
 from megatron.trainer.common.errors import UsageError
+from tests.helpers.launch import ROOT
 from tests.helpers.processes import wait_until
 
 pytestmark = pytest.mark.unit
@@ -50,6 +54,98 @@ def test_a_run_that_lasts_is_ended_with_its_children(bench: Bench, tmp_path: Pat
     assert (finding.verdict, finding.line) == ("failed", "ran past its limit")
     pid = int(mark.read_text())
     assert wait_until(lambda: not _is_alive(pid), 20)
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "left_s", "verdict"), [(0.1, math.inf, "failed"), (9.0, 0.3, "skipped")]
+)
+def test_what_all_checks_have_no_time_for_is_left_out(
+    bench: Bench, tmp_path: Path, limit_s: float, left_s: float, verdict: str
+) -> None:
+    def check(bench: Bench) -> Finding:
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        return judged(bench.run(sleep, tmp_path / "log", {})[0] == 0, "ended")
+
+    end_s = time.monotonic() + left_s
+    lasting = Check("lasting", "", 1, limit_s, check)
+    assert command.carry_out(lasting, bench, end_s).verdict == verdict
+    if verdict == "skipped":
+        late = command.carry_out(Check("never begun", "", 1, 9.0, many.moves), bench, end_s)
+        assert late.verdict == "skipped" and "--minutes" in late.line
+
+
+def test_faults_come_before_figures_and_have_a_time(bench: Bench) -> None:
+    names = [check.name for check in command.CHECKS]
+    figures = ["memory", "out_of_memory", "throughput"]
+    assert names[4:7] == figures and names[-2:] == ["communicators", "speeds"]
+    bench.device = "cuda"
+    # Only where all go well do all of them fit.
+    assert command._default_minutes(bench) == 8
+    assert max(check.limit_s for check in command.CHECKS[:7]) < 8 * 60 / 2
+    bench.ranks = 8
+    assert command._default_minutes(bench) == 30
+
+
+def test_the_page_has_every_check_in_its_order() -> None:
+    page = (ROOT / "docs" / "gpus.md").read_text()
+    rows = re.findall(r"(?m)^\| `(\w+)` \| (\d) \|", page)
+    assert rows == [(check.name, str(check.min_ranks)) for check in command.CHECKS]
+
+
+def test_a_run_that_two_checks_read_is_made_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def train(self: Bench, name: str, flags: Any, **more: Any) -> RunResult:
+        names.append(name)
+        return RunResult(steps=[], ranks=[], output="", folder=self.folder)
+
+    monkeypatch.setattr(Bench, "train", train)
+    first = bench.once("a", ["--seed", "1"])
+    assert bench.once("b", ["--seed", "1"]) is first
+    assert bench.once("c", ["--seed", "2"]) is not first
+    assert names == ["a", "c"]
+
+
+def test_one_rank_is_no_part_of_the_job_of_this_shell(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(self: Bench, words: list[str], log: Path, env: dict[str, str]) -> Any:
+        started.append((words, env))
+        raise Skipped("seen")
+
+    monkeypatch.setattr(Bench, "run", run)
+    for ranks in (1, 2):
+        with pytest.raises(Skipped):
+            bench.train("one", [], ranks=ranks)
+    (alone, env), (several, others) = started
+    assert env["WORLD_SIZE"] == "1" and env["RANK"] == env["LOCAL_RANK"] == "0"
+    assert "torch.distributed.run" not in alone and "torch.distributed.run" in several
+    assert others == {}
+
+
+@pytest.mark.parametrize(
+    ("alone", "predicted", "verdict"),
+    [(1e9, 1.2e9, "passed"), (1.03e9, 1.2e9, "failed"), (1e9, 1.5e9, "failed")],
+)
+def test_peaks_are_compared_with_both_predictions(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, alone: float, predicted: float, verdict: str
+) -> None:
+    bench.device, bench.size = "cuda", "full"
+    row = {"peak_bytes": 1.2e9, "allocated_bytes": 1e9, "padded_vocab_size": 384}
+    run = RunResult(
+        steps=[], ranks=[row | {"predicted_bytes": predicted}], output="", folder=bench.folder
+    )
+    monkeypatch.setattr(Bench, "once", lambda self, name, flags: run)
+    monkeypatch.setattr(Bench, "peak_of_rank", lambda self, name, flags: {"peak": alone})
+    monkeypatch.setattr(Bench, "text", lambda self: Path("text"))
+    finding = one.memory(bench)
+    assert finding.verdict == verdict
+    assert list(finding.numbers["rows"]) == list(finding.numbers["errors"])
+    assert len(finding.numbers["rows"]) == 4
 
 
 def test_runs_compute_fp32_in_full(
@@ -115,8 +211,10 @@ def test_layouts_have_all_ranks_and_divide_the_models(ranks: int) -> None:
     assert all(layout.world_size == ranks for layout in found)
     assert sum(layout.cp > 1 for layout in found) == 1
     for models in SIZES.values():
-        for flags in filter(None, models.values()):
+        for name, flags in models.items():
             words = flags.split()
+            if not words or name == "fast":  # of one rank
+                continue
             heads, layers, batch, micro = (
                 int(words[words.index(f"--{name}") + 1])
                 for name in (
@@ -152,6 +250,52 @@ def test_what_is_left_behind_is_told() -> None:
 def test_series_of_other_lengths_are_apart() -> None:
     assert most_apart([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
     assert most_apart([1.0], [1.0, 2.0]) == most_apart([], []) == float("inf")
+
+
+LOSSES = [{"losses": {"lm loss": 1 / n}, "t": 10.0 * n} for n in range(1, 7)]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_checkpoint_that_loads_otherwise_is_named(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    bench.ranks = 2
+
+    def train(self: Bench, name: str, flags: Any, task: Any = None, **more: Any) -> RunResult:
+        sums = {"param.a": 1}
+        loaded = dict.fromkeys((task or {}).get("load", ()), sums)
+        if is_damaged and name == "loaded-tp1.pp2.dp1":
+            loaded["tp2.pp1.dp1"] = {"param.a": 2}
+        steps = LOSSES[3:] if loaded else LOSSES
+        rows = [{"sums": sums, "loaded": loaded}]
+        return RunResult(steps=steps, ranks=rows, output="", folder=self.folder)
+
+    monkeypatch.setattr(Bench, "train", train)
+    monkeypatch.setattr(Bench, "text", lambda self: Path("text"))
+    finding = many.checkpoints(bench)
+    assert finding.verdict == ("failed" if is_damaged else "passed")
+    assert finding.numbers["differ"] == ["tp2.pp1.dp1 in tp1.pp2.dp1"] * is_damaged
+
+
+@pytest.mark.parametrize(("kind", "verdict"), [("moved", "passed"), ("cancelled", "failed")])
+def test_both_kinds_of_communicators_must_move(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: str, verdict: str
+) -> None:
+    bench.ranks, bench.device = 2, "cuda"
+    tasks: list[dict[str, Any]] = []
+
+    def train(self: Bench, name: str, flags: Any, task: Any = None, **more: Any) -> RunResult:
+        tasks.append(task)
+        rows = [{"moves": [{"kind": kind if task["bind"] else "moved"}]}]
+        return RunResult(steps=LOSSES[:4], ranks=rows, output="", folder=self.folder)
+
+    monkeypatch.setattr(Bench, "train", train)
+    monkeypatch.setattr(Bench, "text", lambda self: Path("text"))
+    finding = many.communicators(bench)
+    assert finding.verdict == verdict and [task["bind"] for task in tasks] == [False, True]
+    # Nothing that a line of the file has of every check.
+    assert [*finding.numbers] == ["times"]
+    assert finding.numbers["times"]["eager"]["move_s"] == pytest.approx(10.0)
 
 
 def test_the_measured_time_is_shown_beside_the_planned_one(

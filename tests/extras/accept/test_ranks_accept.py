@@ -16,19 +16,23 @@ from tests.helpers.launch import ROOT
 from tests.helpers.processes import wait_until
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
-CHECKS = ["sums", "noise", "resume", "moves", "moves_of_experts", "noise_of_layouts"]
+CHECKS = ["arithmetic", "noise", "resume", "moves", "moves_of_experts"]
+CHECKS += ["checkpoints", "noise_of_layouts"]
+OF_GPUS = ["memory", "communicators"]
 
 
 def test_checks_pass_on_two_ranks(tmp_path: Path) -> None:
     file = tmp_path / "accept.jsonl"
     words = ["--device", "cpu", "--nproc-per-node", "2", "--output", str(file)]
-    assert command.main([*words, "--checks", ",".join([*CHECKS, "memory"])]) == 0
+    assert command.main([*words, "--checks", ",".join([*CHECKS, *OF_GPUS])]) == 0
     first, *rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert first["check"] == "environment" and first["versions"]["torch"]
     verdicts = {row["check"]: row["verdict"] for row in rows}
-    assert verdicts == {**dict.fromkeys(CHECKS, "passed"), "memory": "skipped"}
+    assert verdicts == dict.fromkeys(CHECKS, "passed") | dict.fromkeys(OF_GPUS, "skipped")
     moves = next(row for row in rows if row["check"] == "moves")
     assert [move["kind"] for move in moves["moves"][0]] == ["moved"] * 10
+    layouts = next(row for row in rows if row["check"] == "checkpoints")
+    assert layouts["line"].startswith("16 pairs of 4 layouts") and layouts["differ"] == []
     assert all(row["seconds"] > 0 and row["line"] for row in rows if row["check"] in CHECKS)
 
 
