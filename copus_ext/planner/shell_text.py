@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import shlex
 from collections.abc import Sequence
@@ -21,6 +23,15 @@ _ASSIGNED = re.compile(
 _ARRAY = re.compile(r'"(\$\{\w+\[[@*]\]\})"')
 _USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^}$]*))?\})")
 _COMPUTED = re.compile(r"\$\(\([^\n]*?\)\)|\$\([^()\n]*\)|`[^`\n]*`")
+_SUM = re.compile(r"\$\(\(([^\n]*?)\)\)(?!\))")
+_OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    # Both round towards zero in a shell.
+    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),
+    ast.Mod: lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
+}
 _ENDS = re.compile(r"\||\|\||&&?|;|\d?>>?.*|&>.*|2>&1")
 """What ends a command, or says where its output goes."""
 
@@ -76,4 +87,24 @@ def _filled(text: str, values: dict[str, str]) -> str:
         known = values.get(found[1] or found[2])
         return next((x for x in (known, found[3]) if x is not None), found[0])
 
-    return _USED.sub(value, _ARRAY.sub(r"\1", text))
+    def computed(found: re.Match[str]) -> str:
+        terms = re.sub(r"\b[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), found[1])
+        try:
+            return str(_number(ast.parse(terms.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return found[0]
+
+    return _SUM.sub(computed, _USED.sub(value, _ARRAY.sub(r"\1", text)))
+
+
+def _number(term: ast.expr) -> int:
+    """The value of whole numbers and their sums, products and quotients. ValueError for others."""
+    match term:
+        case ast.Constant(value=number) if type(number) is int:
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_number(inner)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_number(left), _number(right))
+        case _:
+            raise ValueError("not a whole number that is known")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jsonschema
 import pytest
 
 from copus_ext.commands import plan
+from copus_ext.planner import shell_text
 from copus_ext.planner.request import parsed_flags
 from tests.helpers.launch import ROOT
 
@@ -276,6 +278,28 @@ def test_a_backslash_at_an_end_joins_lines_and_is_nothing_more(end: str) -> None
     pasted = plan.parse(["--from-command", f"{TORCHRUN} {lines}"])
     assert pasted.launched == whole.launched
     assert parsed_flags(lines).explicit_flags == parsed_flags(whole.megatron_args).explicit_flags
+
+
+@pytest.mark.parametrize(
+    ("written", "batch"),
+    [
+        ("$((NODES * GPUS * 4))", 64),
+        ("$(( ($NODES*${GPUS}+2)/4 * 8 ))", 32),
+        ("$(((NODES+2)*(GPUS+0)))", 32),
+        ("$((-7 / 2 + 8 % 9 - -7 % 4 + 56))", 64),
+    ],
+)
+def test_a_pasted_script_computes_whole_numbers_as_bash_does(written: str, batch: int) -> None:
+    script = f"NODES=2\nGPUS=8\nBATCH={written}\n"
+    bash = subprocess.run(["bash", "-c", f"{script} echo $BATCH"], capture_output=True, text=True)
+    assert int(bash.stdout) == batch
+    for text in (f"{script}X --batch $BATCH", f"NODES=2\nGPUS=8\nX --batch {written}"):
+        assert shell_text.words_of(text) == ["X", "--batch", str(batch)]
+
+
+@pytest.mark.parametrize("written", ["$((N * 2))", "$((1 / 0))", "$((1 << 2))", "$((9**9**9))"])
+def test_what_only_a_shell_computes_stays_one_word(written: str) -> None:
+    assert shell_text.words_of(f"X --batch {written} --b") == ["X", "--batch", written, "--b"]
 
 
 def test_a_pasted_script_has_the_values_that_it_assigns(
