@@ -12,7 +12,7 @@ from filelock import FileLock
 from tests.helpers.jobs import ENDLESS, losses_of, train
 from tests.helpers.one_rank import cpu_of_one
 
-UNINTERRUPTED_STEPS = 40
+UNINTERRUPTED_STEPS = 60
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def uninterrupted(shared_folder: Path) -> list[float]:
-    """Losses of the first 40 steps of `TINY` with `ENDLESS`, on two ranks that nothing disturbs."""
+    """Losses of the first 60 steps of `TINY` with `ENDLESS`, on two ranks that nothing disturbs."""
     run = shared_folder / "uninterrupted"
     with FileLock(f"{run}.lock"):
         if not run.exists():

@@ -19,16 +19,11 @@ from megatron.trainer.checkpoint import files
 from tests.helpers import processes
 from tests.helpers.jobs import ENDLESS, TINY, losses_of, train
 from tests.helpers.launch import ROOT
+from tests.helpers.nightly import case
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(900)]
 WORKER = Path(__file__).with_name("worker_ways_out.py")
-STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def base() -> str:
-    """Flags of a run on real text, of two ranks."""
-    return " ".join([TINY, *ENDLESS, "--split 1,0,0"])
+BASE = " ".join([TINY, *ENDLESS])
 
 
 class Torchrun:
@@ -96,29 +91,28 @@ def kinds(run: Path) -> list[str]:
 
 
 def test_ctrl_c_saves_and_the_run_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, base: str
+    tmp_path: Path, uninterrupted: list[float]
 ) -> None:
     save = tmp_path / "save"
-    flags = [*base.split(), "--save", str(save), "--load", str(save), "--run-dir", str(save)]
-    with torchrun(flags, tmp_path) as job:
+    own = ["--save", str(save), "--load", str(save)]
+    with torchrun([*BASE.split(), *own, "--run-dir", str(save)], tmp_path) as job:
         job.wait_for(lambda: kinds(save).count("step") >= 3)
         job.type_ctrl_c()
         said = job.end()
     latest = files.read_latest(save)
     assert latest is not None and f"stopped after iteration {latest}: SIGINT" in said
-    assert files.complete_iterations(save) == [latest] and 3 <= latest < STEPS
+    steps = len(uninterrupted)
+    assert files.complete_iterations(save) == [latest] and 3 <= latest < steps
     assert said.count("Ctrl-C: finishes the step") == 1, "rank 0 says it"
     assert kinds(save)[-1] == "run.end"
-    exit_at = ["--exit-interval", str(STEPS)]
-    train([*flags[len(base.split()) :], *exit_at], 2, save, base=base).check()
-    train(exit_at, 2, tmp_path / "whole", base=base).check()
-    assert losses_of(save) == losses_of(tmp_path / "whole") and len(losses_of(save)) == STEPS
+    train([*own, "--exit-interval", str(steps)], 2, save, base=BASE).check()
+    assert losses_of(save) == uninterrupted
 
 
-def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, base: str) -> None:
+def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     """During a save that does not come to its end."""
     way = json.dumps({"at": "never", "writers_hang": True})
-    flags = [*base.split(), "--save", str(tmp_path / "save")]
+    flags = [*BASE.split(), "--save", str(tmp_path / "save")]
     with torchrun(flags, tmp_path, WORKER, COPUS_TEST_WAY=way) as job:
         job.wait_for(lambda: "step" in kinds(tmp_path / "save"))
         job.type_ctrl_c()
@@ -129,11 +123,11 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, base: str) -> None:
     assert files.read_latest(tmp_path / "save") is None
 
 
-@pytest.mark.parametrize("after", ["start", "lock"])
-def test_ctrl_c_before_training_leaves_quietly(tmp_path: Path, base: str, after: str) -> None:
+@pytest.mark.parametrize("after", [case("start", daily=False), "lock"])
+def test_ctrl_c_before_training_leaves_quietly(tmp_path: Path, after: str) -> None:
     """During the imports, and while the run is put together."""
     save = tmp_path / "save"
-    with torchrun([*base.split(), "--save", str(save)], tmp_path) as job:
+    with torchrun([*BASE.split(), "--save", str(save)], tmp_path) as job:
         locked = save / "control" / "lock"
         job.wait_for(locked.exists if after == "lock" else job.all_import_torch)
         job.type_ctrl_c()

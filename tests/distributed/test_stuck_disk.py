@@ -17,6 +17,7 @@ from tests.distributed.worker_stuck_disk import STALL_S
 from tests.helpers import stuck_disk
 from tests.helpers.jobs import losses_of
 from tests.helpers.launch import run_ranks
+from tests.helpers.nightly import case
 from tests.helpers.on_ranks import program
 from tests.helpers.text import text_prefix
 
@@ -38,7 +39,7 @@ def train(folder: Path, mode: str) -> Any:
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [case("sync", daily=False), "async"])
 def test_no_call_that_a_disk_holds_holds_the_run_up(tmp_path: Path, mode: str) -> None:
     result = train(tmp_path, mode)
     calls = {int(iteration): call for iteration, (_, call) in result["calls"].items()}

@@ -120,7 +120,8 @@ def test_what_a_node_had_is_taken_over_when_it_is_lost(tmp_path: Path) -> None:
     temporary.mkdir()
     with job(tmp_path, words, nodes=2, TMPDIR=str(temporary)) as it:
         it.wait_for(lambda: all((tmp_path / f"up{rank}of2").exists() for rank in (0, 1)))
-        assert len(processes.marked(it.mark)) == 8 and len(list(temporary.glob("copus-*"))) == 2
+        it.wait_for(lambda: len(processes.marked(it.mark)) == 8)
+        assert len(list(temporary.glob("copus-*"))) == 2
         it.children[1].send_signal(signal.SIGKILL)
         it.wait_for(lambda: len(processes.marked(it.mark)) <= 4, 30)
         assert it.codes()[0] == 0, it.log
