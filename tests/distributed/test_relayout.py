@@ -104,6 +104,7 @@ def test_training_goes_on_as_if_nothing_had_been(result: dict[str, Any]) -> None
     assert losses[:BEFORE] == whole[:BEFORE]
 
 
+@pytest.mark.nightly
 def test_sharing_samples_or_not_moves_no_state(results: dict[str, Any]) -> None:
     rows = results["context"]["rows"][0]
     gone = [row for row in rows if row["from"] in SHARING and row["to"] in SHARING]

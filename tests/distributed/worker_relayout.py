@@ -104,7 +104,7 @@ VARIANTS: dict[str, tuple[str, list[Any], Any]] = {
 }
 """Flags of a model; the layouts (a text, or tp, pp, vpp and uneven layers of chunks) that it goes
 through, first to last, which are the same; and the one that it then trains on in."""
-DAILY = ("llama", "gpt2-odd-bf16", "llama-plain", "llama-kept", "context", "moe", "own-batch")
+DAILY = ("llama", "gpt2-odd-bf16", "llama-plain", "llama-kept", "moe", "own-batch")
 """The variants of every commit; what the others have beside is nightly."""
 BEFORE, AFTER = 2, 2
 SIZES = {"own-batch": (8, 2)}
