@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,17 @@ from megatron.trainer.checkpoint.files import folder_of
 from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
 from tests.extras.convert.worker import AFTER, BEFORE, CASES
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.one_rank import cpu_of_one
 
 pytestmark = pytest.mark.usefixtures("single_process_group")
 SAME_LOSS = [name for name in CASES if name not in ("vocab", "vocab_dp", "dtype")]
+
+
+@pytest.fixture(scope="module")
+def single_process_group() -> Iterator[None]:
+    """A world of one rank, in which megatron-core loads a checkpoint."""
+    with cpu_of_one():
+        yield
 
 
 @pytest.fixture(scope="module")
