@@ -112,7 +112,6 @@ def _train(
     check_environment()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_torch_build(args.device)
-    import torch
 
     from copus_ext.reshard import relaunch
     from megatron.trainer.common import optional
@@ -120,13 +119,7 @@ def _train(
 
     if args.use_checkpoint_args and (stored is not None or args.load):
         args = with_checkpoint_args(args, _stored_arguments(args, stored))
-    resolved = functools.partial(
-        resolve_run,
-        world_size=world_size,
-        cuda_available=torch.cuda.is_available(),
-        transformer_engine_available=optional.have_transformer_engine(),
-        apex_available=optional.have_nvidia_apex(),
-    )
+    resolved = functools.partial(resolve_run, world_size=world_size, **optional.abilities())
     if args.global_batch_size == AUTO:
         config, own = _with_first_batch(args, stored, resolved)
         more = [own, *more]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.trainer.common.extras import step_period
+from megatron.trainer.common.optional import abilities
 from megatron.trainer.common.program import CommandParser, program_name, refused, tell
 
 _AGAIN = 85
@@ -210,7 +211,7 @@ def config_of(c: Any, count: int, flags: list[str]) -> Any:
     sizes = ["--context-parallel-size", str(c.layout.cp)]
     sizes += ["--expert-model-parallel-size", str(c.layout.ep)]
     own = [*without_cut(flags), *sizes, *c.with_num_microbatches(count).to_flags()]
-    return resolve(parse_args(own), dist.get_world_size(), **_environment())
+    return resolve(parse_args(own), dist.get_world_size(), **abilities())
 
 
 def build(c: Any, flags: list[str], args: argparse.Namespace, device: Any) -> Any:
@@ -265,18 +266,6 @@ def time_count(job: Any, c: Any, schedule: Any, args: argparse.Namespace, store:
         )
 
 
-def _environment() -> dict[str, bool]:
-    import torch
-
-    from megatron.trainer.common import optional
-
-    return {
-        "cuda_available": torch.cuda.is_available(),
-        "transformer_engine_available": optional.have_transformer_engine(),
-        "apex_available": optional.have_nvidia_apex(),
-    }
-
-
 def machine(model: Any, world: int) -> dict[str, Any]:
     import platform
 
@@ -318,7 +307,7 @@ def model_of(flags: list[str], world: int) -> Any:
     from megatron.trainer.data.tokenizer import build_tokenizer
     from megatron.trainer.train.pretrain import tokenizer_flags
 
-    config = resolve(parse_args(flags), world, **_environment())
+    config = resolve(parse_args(flags), world, **abilities())
     tokenizer = build_tokenizer(**tokenizer_flags(config))
     spec = spec_of_flags(flags)
     if config.model.padded_vocab_size is not None:
@@ -399,7 +388,7 @@ def main(argv: list[str] | None = None) -> int:
         from megatron.trainer.resilience.determinism import deterministic_algorithms, prepare
 
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        given = resolve(parse_args(flags), world, **_environment())
+        given = resolve(parse_args(flags), world, **abilities())
         config = prepare(given)
         if os.environ.get("RANK", "0") == "0":
             for note in config.runtime.notes[len(given.runtime.notes) :]:
@@ -408,7 +397,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_PORT", "0")
-        kind = "cuda" if _environment()["cuda_available"] else "cpu"
+        kind = "cuda" if abilities()["cuda_available"] else "cpu"
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         with use_device(kind, local_rank=local_rank) as device, deterministic_algorithms(config):
             init_distributed(device, timeout_minutes=10)

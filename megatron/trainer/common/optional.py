@@ -18,6 +18,21 @@ _ENGINE_OF_NEWER_CORE = ">=2.11"
 """Of 0.17 and later, which declare none: what their code asks for."""
 
 
+def abilities() -> dict[str, bool]:
+    """What `resolve` asks of this machine, by its keywords.
+
+    Raises:
+        UsageError: as `have_transformer_engine`.
+    """
+    import torch
+
+    return {
+        "cuda_available": torch.cuda.is_available(),
+        "transformer_engine_available": have_transformer_engine(),
+        "apex_available": have_nvidia_apex(),
+    }
+
+
 @functools.cache
 def have_transformer_engine() -> bool:
     """Whether Transformer Engine imports (GPU images only).

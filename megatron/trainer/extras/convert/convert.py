@@ -7,7 +7,7 @@ in the common state change, and the checks prove that the target loads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import copyfile
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.formats import ConversionResult, side_files
+from megatron.trainer.checkpoint.formats import model_formats
 from megatron.trainer.common.errors import Refused, VerificationFailed
 from megatron.trainer.extras.convert.target import (
     DTYPES,
@@ -49,6 +49,28 @@ from megatron.trainer.extras.inspect_checkpoint.checks import (
     pieces,
 )
 from megatron.trainer.extras.inspect_checkpoint.layouts import stored_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionResult:
+    source: str
+    """Folder read."""
+    destination: str
+    """Folder made."""
+    iteration: int | None
+    """Iteration of the checkpoint; None for a model of another format."""
+    layout: str | None
+    """Layout the flags of the result name."""
+    num_tensors: int
+    num_rewritten: int
+    """Tensors that were written anew; 0 where files were copied."""
+    num_bytes: int
+    num_compared: int | None
+    """Tensors compared element by element, or None without `--verify`."""
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "notes": list(self.notes)}
 
 
 def convert(
@@ -99,7 +121,7 @@ def convert(
         common=common_of(archive.common, found, target),
         target=target,
         archive=archive,
-        side=side_files(archive.folder),
+        side=_side_files(archive.folder),
         verify=verify,
         file_bytes=file_bytes,
         notes=(*notes, *target.notes),
@@ -291,3 +313,11 @@ def _read_back(folder: Path, target: Target, expected: Recipe | None) -> int | N
         if result.read_blob(key) != make():
             raise VerificationFailed(f"the object {key} differs")
     return len(keys)
+
+
+def _side_files(checkpoint: Path) -> dict[str, Path]:
+    """What the imports of all formats kept beside a checkpoint; see `ModelFormat.side_files`."""
+    found: dict[str, Path] = {}
+    for one in model_formats().values():
+        found |= one.side_files(checkpoint)
+    return found

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.trainer.checkpoint.formats import end_tokens, format_of
+from megatron.trainer.checkpoint.formats import format_of, model_formats
 from megatron.trainer.checkpoint.load import Stored, load_weights, read_stored
 from megatron.trainer.checkpoint.resume import merge_resume_config
 from megatron.trainer.common import optional
@@ -88,7 +88,7 @@ class TextGenerator:
         require_eod(tokenizer, "text generation")
         self.tokenizer, self.stored = tokenizer, stored
         # megatron-core stops at one token only.
-        self._ends = end_tokens(stored.folder, stored.arguments)
+        self._ends = _end_tokens(stored.folder, stored.arguments)
         self.max_length = config.model.max_position_embeddings
         """Tokens of a prompt and what follows it, at most."""
         (chunk,) = model.chunks
@@ -379,10 +379,10 @@ def _config_of(stored: Stored, flags: Sequence[str]) -> Config:
     ]
     own += ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "0"]
     args = with_checkpoint_args(parse_args(own), stored.arguments)
-    return resolve(
-        args,
-        1,
-        cuda_available=torch.cuda.is_available(),
-        transformer_engine_available=optional.have_transformer_engine(),
-        apex_available=optional.have_nvidia_apex(),
-    )
+    return resolve(args, 1, **optional.abilities())
+
+
+def _end_tokens(checkpoint: Path, arguments: Mapping[str, Any]) -> frozenset[int]:
+    """The tokens of all formats that end a text; see `ModelFormat.end_tokens`."""
+    formats = model_formats().values()
+    return frozenset().union(*(one.end_tokens(checkpoint, arguments) for one in formats))

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 import torch
 
 from megatron.trainer.checkpoint import files
-from megatron.trainer.checkpoint.formats import ConversionResult
 from megatron.trainer.common.errors import Refused, UsageError, VerificationFailed
 from megatron.trainer.common.outside import parse_json
 from megatron.trainer.config.vocabulary import pad_vocab_size, padding_unit
 from megatron.trainer.extras.convert.convert import (
+    ConversionResult,
     Recipe,
     with_zero_rows,
     write_checkpoint,

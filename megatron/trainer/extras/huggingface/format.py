@@ -13,7 +13,7 @@ from megatron.trainer.common.outside import parse_json
 from megatron.trainer.extras.huggingface.names import CONFIG, CONFIG_BYTES, SIDE, WEIGHTS
 
 if TYPE_CHECKING:
-    from megatron.trainer.checkpoint.formats import ConversionResult
+    from megatron.trainer.extras.convert.convert import ConversionResult
     from megatron.trainer.extras.convert.target import Changes
 
 _KEYS = ("model_type", "architectures")
