@@ -16,7 +16,7 @@ from tests.gpu_stub.launch import variables
 from tests.helpers.launch import ROOT
 
 CHECKS = {
-    1: ["arithmetic,resume,memory"],
+    1: ["arithmetic,resume,memory,out_of_memory"],
     2: ["moves,moves_of_experts,communicators", "recovery,checkpoints,noise_of_layouts"],
 }
 """By the number of GPUs. `noise` has tests of its own here."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from copus_ext.extras.accept.finding import Failed, Finding, Skipped, apart, judged, most_apart
-from copus_ext.extras.accept.runs import Bench, RunResult, last_lines
+from copus_ext.extras.accept.runs import ALONE, Bench, RunResult, last_lines
 
 OBSERVE = ["--copus", "--copus-mode", "observe", "--copus-policy", "static"]
 _MAX_BF16, _MAX_ENGINE, _MAX_NOISE = 2e-2, 1e-2, 1e-3
@@ -226,11 +226,10 @@ def _of_megatron_lm(bench: Bench, flags: list[str]) -> float:
     own += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--eval-interval", "1000"]
     if not bench.has_engine:
         own += _UNFUSED
-    start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    words = [sys.executable, "-m", *start, str(bench.megatron_lm / "pretrain_gpt.py"), *own]
+    words = [sys.executable, str(bench.megatron_lm / "pretrain_gpt.py"), *own]
     # In front of the megatron-core that is installed.
     path = os.pathsep.join(filter(None, [str(bench.megatron_lm), os.environ.get("PYTHONPATH")]))
-    env = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    env = {**ALONE, "PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     code, output = bench.run(words, bench.folder / "megatron_lm.txt", env)
     took = re.findall(r"elapsed time per iteration \(ms\): ([0-9.]+)", output)
     if code or len(took) < 12:

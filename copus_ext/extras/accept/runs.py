@@ -21,8 +21,8 @@ from megatron.trainer.logging.metrics import read_metrics
 
 _ROOT = Path(__file__).resolve().parents[3]
 _TRAINER = ["-m", "copus_ext.commands.pretrain"]
-_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-_ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 """What a launcher would set for the only rank; this shell may be that of a job of several."""
 _TAIL = 25
 """Lines of a failed run's output that are kept."""
@@ -37,7 +37,10 @@ SIZES = {
         "model": """--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 8
             --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1
             --global-batch-size 8""",
-        "fast": "",
+        # Its micro-batch makes a difference to the memory.
+        "fast": """--num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 8
+            --seq-length 256 --max-position-embeddings 256 --micro-batch-size 8
+            --global-batch-size 16 --bf16""",
         "large": "",
     },
     "full": {
@@ -163,7 +166,7 @@ class Bench:
             start = ["copus_ext.launch.supervisor", *count, *supervisor]
             words = ["-m", *start, "--", "pretrain_gpt.py", *own]
         elif ranks == 1:  # torchrun would import torch once more
-            words, env = [*_TRAINER, *own], env | _ALONE
+            words, env = [*_TRAINER, *own], env | ALONE
         else:
             words = ["-m", "torch.distributed.run", "--standalone", *count, *_TRAINER, *own]
         ended, output = self.run([sys.executable, *words], folder / "output.txt", env)
