@@ -63,14 +63,13 @@ def one_rank(world: int, rank: int, flags: list[str]) -> Iterator[Callable[[], N
     set_process_defaults()
     import_core()
     from megatron.trainer.common.device import settle_memory, use_device
-    from megatron.trainer.common.optional import have_transformer_engine
+    from megatron.trainer.common.optional import abilities
     from megatron.trainer.config.arguments import parse_args, resolve
     from megatron.trainer.model.gpt import build_model
     from megatron.trainer.optim.optimizer import build_optimizer
     from megatron.trainer.train.build import groups_of
 
-    have = {"transformer_engine_available": have_transformer_engine()}
-    config = resolve(parse_args(flags), world, cuda_available=True, **have)
+    config = resolve(parse_args(flags), world, **abilities())
     with use_device("cuda", local_rank=0) as device:
         _use_fake_groups(world, rank)
         groups = groups_of(config)
