@@ -1,4 +1,4 @@
-"""The planner's answer as a table, as JSON, as flags, as a figure."""
+"""The planner's answer as a table and as JSON."""
 
 from __future__ import annotations
 
