@@ -13,7 +13,7 @@
 # and commands in the same comparisons; further engines, disks and faults; what a link or a step is
 # timed for; the core without each extra, the rank tests of all extras, all of this on the newest
 # megatron-core with its checkpoints, kills and moves of experts; and `gpu_stub`.
-# `ranks` runs those of the extras that have changed within two hours of the last commit. `gpu_stub`
+# `ranks` runs those of the extras that have changed within an hour of the last commit. `gpu_stub`
 # runs torch's CUDA build (5 GB, in an environment of its own) on a stub of CUDA's libraries.
 #
 # PARTS names the parts, too. As root on Debian it installs the packages of SLURM, Chromium and
@@ -130,7 +130,7 @@ extra_rank_files() {
         ls tests/extras/*/test_ranks_*.py 2>/dev/null || true
         return
     fi
-    changed=$(git log --since="@$(($(git log -1 --format=%ct) - 7200))" --name-only --format=) ||
+    changed=$(git log --since="@$(($(git log -1 --format=%ct) - 3600))" --name-only --format=) ||
         return 0
     for extra in $(grep -oE 'extras/[a-z_]+/' <<<"$changed" | cut -d/ -f2 | sort -u); do
         ls "tests/extras/$extra"/test_ranks_*.py 2>/dev/null || true
@@ -154,6 +154,18 @@ waiting_lane() {
         group "nightly ranks that wait" parallel --dist loadfile -m "waits and nightly" \
             tests/distributed
     fi
+    ranks_of_extras l "ranks of extras that wait"
+}
+
+# Those of the extras whose files do have the mark `waits` (l) or do not (L).
+ranks_of_extras() {
+    local files
+    files=$(extra_rank_files)
+    if [ -z "$files" ] || ! { has ranks || has nightly; }; then return 0; fi
+    # shellcheck disable=SC2086
+    files=$(grep -"$1" 'mark\.waits' $files || true)
+    # shellcheck disable=SC2086
+    [ -z "$files" ] || group "$2" parallel --dist loadfile -m "distributed and not alone" $files
 }
 
 # What the newest megatron-core may change without an error, on its own code beside the pinned one;
@@ -196,12 +208,7 @@ computing_lane() {
             $(rank_files relayout moe context layouts noise features megatron_commands \
                 quickstart installed commands memory controller)
     fi
-    local files
-    files=$(extra_rank_files)
-    if [ -n "$files" ] && { has ranks || has nightly; }; then
-        # shellcheck disable=SC2086
-        group "ranks of extras" parallel --dist loadfile -m "distributed and not alone" $files
-    fi
+    ranks_of_extras L "ranks of extras"
     if has nightly; then
         group "nightly ranks that compute" parallel --dist loadfile \
             -m "nightly and not waits and not alone" tests/distributed

@@ -98,6 +98,7 @@ def test_every_file_of_the_packages_is_in_the_wheel(installed: Installed) -> Non
     assert installed.run("copus", "--version") == f"copus {__version__}\n"
 
 
+@pytest.mark.nightly
 def test_every_command_says_what_it_takes(installed: Installed) -> None:
     shown = installed.run("copus", "--help")
     assert all(f"\n  {name} " in shown for name in names())

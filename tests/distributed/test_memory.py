@@ -9,10 +9,11 @@ import pytest
 
 from tests.distributed.worker_memory import CASES
 from tests.helpers.launch import ROOT, run_ranks
+from tests.helpers.nightly import case
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("number", range(3), ids=lambda number: str(CASES[number][2]))
+@pytest.mark.parametrize("number", [case(n, daily=n == 0, id=str(CASES[n][2])) for n in range(3)])
 def test_the_peak_is_predicted_within_five_percent(tmp_path: Path, number: int) -> None:
     file = tmp_path / "memory.json"
     program = [ROOT / "tests/distributed/worker_memory.py", str(number), file]

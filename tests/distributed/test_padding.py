@@ -13,6 +13,7 @@ from tests.helpers.launch import run_ranks
 from tests.helpers.on_ranks import program
 
 
+@pytest.mark.nightly
 def test_padding_between_buckets_is_not_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ from tests.distributed.worker_shown import NUM_FURTHER, SLOW_S
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.on_ranks import on_ranks
 
-pytestmark = pytest.mark.timeout(640)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(640)]
 RUNS = ("plain", "slow", "moved", "fp16", "doubled")
 
 
