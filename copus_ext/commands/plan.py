@@ -25,6 +25,7 @@ from copus_ext.commands.plan_answer import Beside, say_whole, tell_json, tell_ta
 from copus_ext.commands.plan_jobs import FIRST_ROW, rows_of
 from copus_ext.commands.plan_run import decay_of, first_batch_of, headroom_of, ranked
 from copus_ext.planner.commands import command_of, helps
+from copus_ext.planner.fixed import is_whole, kept
 from copus_ext.planner.from_command import (
     FLAG,
     FromCommand,
@@ -71,6 +72,8 @@ _WEIGHED = 64
 """Configurations of a batch that rows of the table are made of, and that the headroom looks at."""
 _TRIES = 2
 """Of a batch, how many that may not fit are shown."""
+CERTAIN = 0.2
+"""Probability not to fit from which on a configuration that was named comes with a note."""
 AUTO = "auto"
 """In place of batches: the one to begin the run with."""
 
@@ -158,7 +161,8 @@ def add_inputs(p: argparse.ArgumentParser) -> None:
     search = p.add_argument_group("search")
     words = "512, or 64,128, or 64:4096:x2, or 64:256:+64, or auto for the first batch of a run"
     search.add_argument("--global-batch-size", help=words)
-    search.add_argument("--fix", default="", help="sizes to keep, for example tp=4,pp=2")
+    words = "sizes to keep, for example tp=4,pp=2, or a CONFIG as an answer prints it"
+    search.add_argument("--fix", default="", help=words)
     search.add_argument("--max", default="", help="largest sizes, for example tp=8,micro_batch=16")
     search.add_argument(
         "--recompute", default="none,selective,full,block", help="kinds of recomputation to try"
@@ -241,7 +245,7 @@ def planner_of(args: argparse.Namespace) -> Any:
     from copus_ext.planner.known_runs import profiles_of
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits, may_overlap
-    from copus_ext.planner.timed import timed
+    from copus_ext.planner.timed import peak_warning, timed
 
     kinds = tuple(args.recompute.split(","))
     if not set(kinds) <= set(RECOMPUTE):
@@ -267,7 +271,6 @@ def planner_of(args: argparse.Namespace) -> Any:
         for note in notes_on(args.megatron_args, no_overlap=args.no_overlap, priced=priced):
             tell("plan.py", f"note: {note}")
     limits = Limits(
-        fixed=sizes("--fix", args.fix),
         largest=sizes("--max", args.max),
         recompute=kinds,
         cross_node_tp=args.allow_cross_node_tp,
@@ -278,6 +281,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         cp_comm_types=cp_comm_types_of_flags(args),
         logits_chunks=logits_chunks_of(args, model),
     )
+    limits = kept(args.fix, limits)
     if args.no_sequence_parallel:
         model.check_dense("--no-sequence-parallel")
         if megatron_flag(args, "sequence_parallel"):
@@ -308,17 +312,19 @@ def planner_of(args: argparse.Namespace) -> Any:
     for run in args.timed:
         if run.is_far_off:
             tell("plan.py", f"warning: {run.warning()}")
+    for told in filter(None, (peak_warning(planner, one) for one in ran)):
+        tell("plan.py", f"warning: {told}")
     return planner
 
 
-def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, int]:
-    """What the configuration asked for gives, or why it is none; and the exit code."""
+def explained(args: argparse.Namespace, planner: Any, batch: int, text: str) -> tuple[Any, int]:
+    """What the configuration of a text gives, or why it is none; and the exit code."""
     from copus_ext.planner.plan import Ranked
 
     world_size = planner.cluster.world_size
     found = planner.explain(
         configuration_of(
-            args.explain,
+            text,
             global_batch_size=batch,
             world_size=world_size,
             overlap=planner.limits.overlap,
@@ -335,7 +341,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     """Prices the configuration asked for at every batch."""
     from copus_ext.planner import report
 
-    answers = [explained(args, planner, batch) for batch in wanted]
+    answers = [explained(args, planner, batch, args.explain) for batch in wanted]
     answers = [(with_change(planner, a), code) for a, code in answers]
     answers = [
         (with_addition(args, planner, a), code) if code == 0 else (a, code) for a, code in answers
@@ -359,14 +365,53 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         machine = report.machine_line(planner.cluster, planner.constants)
         peak = report.peak_line(planner.cluster, planner.model.precision)
         head = "\n".join(filter(None, [length_line(args, planner.model), machine, peak]))
-        texts = [
-            report.breakdown(a, flags_of_row(a.configuration, planner.model, given_of(args)))
-            if code == 0
-            else report.refusal(a, batch, planner)
-            for (a, code), batch in zip(answers, wanted)
-        ]
+        texts = []
+        for (a, code), batch in zip(answers, wanted):
+            c = a.configuration if code == 0 else a.example
+            flags = flags_of_row(c, planner.model, given_of(args))
+            whole = report.breakdown(a, flags) if code == 0 else None
+            texts.append(whole or report.refusal(a, batch, planner, flags))
         write_output("\n\n".join([head, *texts]), args.output)
     return max(code for _, code in answers)
+
+
+def as_named(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[Any]:
+    """The configuration that `--fix` says whole at every batch, with a note on one that may not
+    fit.
+
+    Raises:
+        UsageProblem: one that is not legal.
+    """
+    from copus_ext.planner.known_peaks import WORDS
+    from copus_ext.planner.plan import Ranked
+
+    found = []
+    for batch in wanted:
+        one, _ = explained(args, planner, batch, args.fix)
+        if not isinstance(one, Ranked):
+            if one.code not in ("memory", "dominated"):
+                raise UsageProblem(f"--fix {args.fix}: {one.detail}; {one.fix}")
+            one = planner.priced(one.example)
+        p = one.prediction
+        if p.fit_probability < 1 - CERTAIN:
+            fits = WORDS[p.peak_source] or f"it fits with probability {p.fit_probability:.2f}"
+            tell("plan.py", f"note: {one.configuration} may not fit: {fits}")
+        found.append(one)
+    return found
+
+
+def tell_rows(args: argparse.Namespace, planner: Any, plans: list[Any]) -> None:
+    """Prints the first rows as what starts them, and says what `--fix` would print else."""
+    firsts = [plan.ranked[0] for plan in plans if plan.ranked]
+    for plan in plans:
+        for one in plan.ranked[:1] if args.fix else ():
+            tell("plan.py", f"note: what --fix leaves open is as in {one.configuration}")
+        for one in plan.tries[:1]:
+            likely = f"fits with probability {one.prediction.fit_probability:.2f}"
+            fix = f"--fix {one.configuration} prints it"
+            tell("plan.py", f"note: what to try first is not sure to fit ({likely}); {fix}")
+    if firsts:
+        write_output(rows_of(args, planner, firsts), args.output)
 
 
 def with_change(planner: Any, found: Any) -> Any:
@@ -456,11 +501,14 @@ def answer(args: argparse.Namespace) -> int:
     if is_auto and first is None:
         raise UsageProblem("--global-batch-size auto: no batch fits; give one to see why")
     wanted = [first[1]["global_batch_size"]] if first else batches(args.global_batch_size)
+    if args.format in FIRST_ROW and is_whole(args.fix):
+        write_output(rows_of(args, planner, as_named(args, planner, wanted)), args.output)
+        return 0
     found, weighed = search(args, planner, wanted)
     firsts = [plan.ranked[0] for plan in found.plans if plan.ranked]
     finish(args, [*(one.addition for one in firsts), *(found.additions or ())])
     if args.format in FIRST_ROW:
-        write_output(rows_of(args, planner, firsts), args.output)
+        tell_rows(args, planner, found.plans)
     else:
         if not is_auto and len(found.plans) == len(wanted):
             first = first_batch_of(args, planner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from copus_ext.cost_model.cluster_spec import GpuSpec
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
 from megatron.trainer.common.extras import extras
@@ -80,11 +81,19 @@ def min_gpus(planner: Planner, batch: int) -> int | None:
     if cluster.num_nodes == 1:
         cluster = replace(cluster, gpus_per_node=max(cluster.gpus_per_node, _NODE))
     world = planner.cluster.world_size
+    # More GPUs make more replicas.
+    fixed = {name: size for name, size in planner.limits.fixed.items() if name != "dp"}
+    limits = replace(planner.limits, fixed=fixed)
     for times in (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64):
         if world * times > cluster.gpus_per_node and world * times % cluster.gpus_per_node:
             continue
-        larger = planner.on(cluster.resize(world * times))
+        larger = planner.on(cluster.resize(world * times), limits)
         dividing = batch if batch % (world * times) == 0 else batch * times
-        if larger.rank([dividing], top=1)[0].num_ranked:
+        try:
+            found = larger.rank([dividing], top=1)[0]
+        except SpecError:
+            # What is fixed or at most leaves nothing for so many.
+            continue
+        if found.num_ranked:
             return world * times
     return None

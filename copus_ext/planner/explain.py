@@ -11,8 +11,9 @@ import numpy as np
 from copus_ext.cost_model.model_spec import ModelSpec, divisors
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.known_peaks import WORDS, known_of
 from copus_ext.planner.plan import Rejected
-from copus_ext.planner.space import REJECTION_CODES, extra_problems, to_config_batch
+from copus_ext.planner.space import REJECTION_CODES, extra_problems, points_of, to_config_batch
 from megatron.trainer.common.program import other_command
 from megatron.trainer.config.layout_rules import expert_problems
 
@@ -56,6 +57,7 @@ def reason(
     peak_bytes: float = 0.0,
     safe_bytes: float = 0.0,
     limit_bytes: float = 0.0,
+    known: str = "",
 ) -> tuple[str, str]:
     """What speaks against a configuration.
 
@@ -66,6 +68,7 @@ def reason(
         peak_bytes: what it needs, with the code `memory`.
         safe_bytes: how much it may need, its doubt counted.
         limit_bytes: what there is.
+        known: that it ran out of memory, in words, where a run says so.
 
     Returns:
         The numbers, and the fix.
@@ -125,6 +128,9 @@ def reason(
         less = f"{c}: less recomputation fits and is never slower"
         return less, f"`explain {c}` in front of your flags of model, cluster and batch prices it"
     if code == "memory":
+        if known:
+            told = f"{known} (predicted peak {peak_bytes / GIB:.1f} GiB: {c})"
+            return told, "more is needed than there is; use more GPUs or memory"
         peak, safe = _told_apart(peak_bytes / GIB, safe_bytes / GIB)
         much, _ = _told_apart((peak_bytes - safe_bytes) / GIB, 0.0)
         loaded = " (busiest experts at twice the mean)" if at.ep > 1 else ""
@@ -169,7 +175,11 @@ def rejected(planner: Any, space: Any, mine: Any, every: bool = False) -> list[R
             i = int(at[np.argmin(points.dp[at] * points.micro_batch_size[at])])
         example = points.configuration(i)
         safe = planner.safe_bytes(example) if name == "memory" else 0.0
-        detail, fix = reason(name, planner.model, example, peak, safe, planner.limit_bytes)
+        known = ""
+        if name == "memory":
+            _, (source,) = known_of(planner, points_of([example]), [peak])
+            known = WORDS[source]
+        detail, fix = reason(name, planner.model, example, peak, safe, planner.limit_bytes, known)
         members = [points.configuration(int(j)) for j in at] if every else None
         found.append(
             Rejected(

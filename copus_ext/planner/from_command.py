@@ -14,6 +14,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.equals import EQUAL
 from copus_ext.planner.explain import GIB
 from copus_ext.planner.given_flags import specs
+from copus_ext.planner.known_peaks import WORDS
 from copus_ext.planner.plan import Plan, Ranked
 from copus_ext.planner.request import UsageProblem, configuration_of, is_number, parsed_flags
 from copus_ext.planner.search import Planner
@@ -198,8 +199,6 @@ class Present:
     """The first row; None where nothing fits."""
     problem: str = ""
     """Why it has no price."""
-    ran_out: bool = False
-    """Whether it is known to run out of memory."""
 
     def line(self) -> str:
         if self.now is None:
@@ -211,10 +210,10 @@ class Present:
         elif (more := self._more()) is not None:
             line += f", {abs(100 * more):.0f} % {'longer' if more >= 0 else 'shorter'} than row 1"
             line += ", too little to tell" if abs(more) <= EQUAL else ""
+        if known := WORDS[p.peak_source]:
+            return f"{line}; peak {p.peak_bytes / GIB:.1f} GiB, {known}"
         line += f"; its {p.peak_bytes / GIB:.1f} GiB fit with probability {p.fit_probability:.2f}"
-        if self.ran_out:
-            line += ", and it ran out of memory"
-        elif p.fit_probability < _UNLIKELY:
+        if p.fit_probability < _UNLIKELY:
             line += "; if it runs, everything needs less memory than is said here"
         return line
 
@@ -242,9 +241,8 @@ def present_of(args: argparse.Namespace, planner: Planner, plan: Plan) -> Presen
         found = planner.explain(c)
     except (UsageProblem, SpecError) as error:
         return Present(now=None, first=first, problem=str(error))
-    ran_out = c in planner.too_large
     if isinstance(found, Ranked):
-        return Present(now=found, first=first, ran_out=ran_out)
+        return Present(now=found, first=first)
     if found.code in ("memory", "dominated"):
-        return Present(now=planner.priced(c), first=first, ran_out=ran_out)
+        return Present(now=planner.priced(c), first=first)
     return Present(now=None, first=first, problem=f"{found.detail}; {found.fix}")

@@ -37,6 +37,8 @@ class Prediction:
     """Seconds by part, along the stage that finishes last; they add up to `step_s`."""
     peak_bytes: float
     """Bytes of the stage that needs most."""
+    peak_source: str
+    """Where they come from; of `known_peaks.WORDS`."""
     worst_stage: int
     limit_bytes: float
     """Bytes that may be used."""
@@ -47,7 +49,7 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
-        names = ("peak_bytes", "worst_stage", "limit_bytes", "fit_probability")
+        names = ("peak_bytes", "peak_source", "worst_stage", "limit_bytes", "fit_probability")
         memory = {name: data.pop(name) for name in names}
         memory["stages"] = data.pop("stage_bytes")
         return {**data, "memory": memory}

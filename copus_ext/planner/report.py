@@ -19,6 +19,7 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.equals import difference
 from copus_ext.planner.explain import GIB, RULES
+from copus_ext.planner.known_peaks import WORDS
 from copus_ext.planner.plan import Addition, Plan, Prediction, Ranked, Rejected
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ _COLUMNS = ["rank", "B", "tp", "sp", "pp", "vpp", "dp", "b", "M", "recompute", "
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
 _EVEN = 0.3
 """Probability to fit above which a faster configuration is tried before the safe one."""
+_OF_PEAKS = {"measured": " measured", "ran": " ran"}
+"""What stands behind a peak that a run has, or bounds."""
 _EQUALS, _SHOWN = "as fast", 3
 """Last column, and how many it names."""
 _LEGEND = (
@@ -169,7 +172,7 @@ def cells(
         f"{p.tokens_per_s / c.layout.world_size:.0f}",
         f"{100 * p.mfu:.1f}",
         f"{100 * p.time_s['bubble'] / p.step_s:.1f}",
-        f"{p.peak_bytes / GIB:.1f}",
+        f"{p.peak_bytes / GIB:.1f}{_OF_PEAKS.get(p.peak_source, '')}",
         f"{100 * p.fit_probability:.0f}",
         f"{100 * answer.over_first_sd:.0f}" if answer.over_first_sd else "-",
         _equals_of(answer),
@@ -308,21 +311,24 @@ def peak_line(cluster: ClusterSpec, precision: str) -> str:
     return f"{line}, in TF32; torch computes in TF32 where it is told to, as in NVIDIA's containers"
 
 
-def refusal(found: Rejected, batch: int, planner: Planner) -> str:
-    """Why one configuration is no candidate, with the memory of one that does not fit."""
+def refusal(found: Rejected, batch: int, planner: Planner, flags: Sequence[str]) -> str:
+    """Why one configuration is no candidate, and part by part what one takes that does not fit or
+    is never faster, with the flags that say it."""
     problem = "does not fit" if found.code == "memory" else "not legal"
+    if found.code == "dominated":
+        problem = "never faster"
     line = f"{found.example}, global batch {batch}: {problem}: {found.detail}; {found.fix}"
     if found.code != "memory":
         return line
-    return "\n".join([line, *_memory_lines(planner.priced(found.example).prediction)])
+    return f"{line}\n{breakdown(planner.priced(found.example), flags)}"
 
 
 def _memory_lines(p: Prediction) -> list[str]:
     """The bytes of some stages by kind."""
-    lines = [
-        f"memory: peak {p.peak_bytes / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB on stage "
-        f"{p.worst_stage}, fits with probability {100 * p.fit_probability:.0f} %"
-    ]
+    of = f"of {p.limit_bytes / GIB:.1f} GiB on stage {p.worst_stage}"
+    fits = WORDS[p.peak_source] or f"fits with probability {100 * p.fit_probability:.0f} %"
+    fits += "; by kind as predicted" if p.peak_source == "measured" else ""
+    lines = [f"memory: peak {p.peak_bytes / GIB:.1f} {of}, {fits}"]
     names = list(p.stage_bytes[0])
     lines.append("  GiB    " + "".join(f"{name:>14s}" for name in names))
     shown = sorted({0, 1, p.worst_stage, len(p.stage_bytes) - 1} & set(range(len(p.stage_bytes))))

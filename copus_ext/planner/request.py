@@ -75,6 +75,8 @@ _IMPLEMENTED = ("implementation", "attention", "norm", "gradient_bytes", "optimi
 """Flags of a model that a name or a config.json does not say."""
 _LINKS = {"intra_bytes_per_s": "--intra", "nic_bytes_per_s": "--nic"}
 _MAPPING = "use_tp_pp_dp_mapping"
+OPTIONS = ("recompute", "sp", "zero", "overlap", "cp_comm_type", "logits_chunks", _MAPPING)
+"""What a CONFIG says besides sizes."""
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
 _SIZE = re.compile(rf"({'|'.join(SIZES[:-1])})([1-9]\d{{0,9}})")
 """A size in the text of a layout."""
@@ -165,8 +167,7 @@ def configuration_of(
     Raises:
         UsageProblem: no configuration of so many GPUs.
     """
-    words = ("recompute", "sp", "zero", "overlap", "cp_comm_type", "logits_chunks", _MAPPING)
-    given = sizes("CONFIG", text, words)
+    given = sizes("CONFIG", text, OPTIONS)
     chunks = given.get("logits_chunks")
     if chunks is not None and not (is_number(chunks) and int(chunks)):
         raise UsageProblem(f"{text}: logits_chunks is a whole number from 1 on")

@@ -8,7 +8,6 @@ no other dominates.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +30,7 @@ from copus_ext.cost_model.step import PARTS, StepTime, min_step_s, step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.equals import EQUAL, in_order, rarities, worth_trying
 from copus_ext.planner.explain import check_block, rejected
+from copus_ext.planner.known_peaks import FITS, correction_of, known_of, ran_out
 from copus_ext.planner.plan import Plan, Prediction, Ranked, Rejected
 from copus_ext.planner.profile import Measured, Timing
 from copus_ext.planner.pruning import least_bytes, prune_dominated
@@ -140,7 +140,7 @@ class Planner:
         otherwise."""
         known = timings, earlier, of_others
         self._measured = Measured(self.model, self.cluster, self.constants, *known)
-        self.set_peaks(self._measured_peaks([*timings, *earlier, *peaks]))
+        self.set_peaks(correction_of(self, [*timings, *earlier, *peaks]))
 
     def set_peaks(self, peaks: PeakCorrection) -> None:
         """Takes another correction of the memory, such as one that was measured elsewhere."""
@@ -148,19 +148,9 @@ class Planner:
             self.peaks = peaks
             self._space.clear()
 
-    def _measured_peaks(self, timings: Sequence[Timing]) -> PeakCorrection:
-        ran, lacked = [x.configuration for x in timings], self.too_large
-        if not (ran or lacked):
-            return AS_PREDICTED
-        sizes = [node.gpu.memory_bytes for node in self.cluster.nodes or [self.cluster]]
-        # A CPU rank may have more than the share of the memory that is thought its own, or less.
-        most, least = (math.inf, -math.inf) if self.cluster.is_gloo else (max(sizes), min(sizes))
-        return PeakCorrection.of(
-            memory(to_config_batch(self.model, self.cluster, points_of([*ran, *lacked]))),
-            [*(x.peak_bytes or math.nan for x in timings), *(math.nan for _ in lacked)],
-            at_most=[*(most for _ in ran), *(math.inf for _ in lacked)],
-            at_least=[*(-math.inf for _ in ran), *(least for _ in lacked)],
-        )
+    def did_run(self, points: Candidates) -> Any:
+        """[n] whether each was timed, so that it has the memory it needs."""
+        return self._measured.ran(points)
 
     def measured_factor(self, configuration: Configuration) -> float:
         """What measured times make of the predicted seconds of a configuration."""
@@ -366,6 +356,7 @@ class Planner:
                 rows = to_config_batch(self.model, self.cluster, points.take(alive))
                 peaks[alive], sd[alive] = self.peaks_of(rows.unevenly_loaded())
         lacks = max_bytes(np.nan_to_num(peaks, nan=0.0), sd, Z_SURE) > self.limit_bytes
+        lacks[legal] |= ran_out(self, points.take(legal))
         if self._measured.timings:
             at = np.flatnonzero(lacks)
             lacks[at] = ~self._measured.ran(points.take(at))
@@ -384,7 +375,7 @@ class Planner:
             needs, doubt = self.peaks_of(rows.unevenly_loaded())
             able = max_bytes(needs, doubt, Z_SURE) <= self.limit_bytes
             some = replace(points.take(at), logits_chunks=np.full(len(at), chunks))
-            able |= self._measured.ran(some)
+            able = (able & ~ran_out(self, some)) | self._measured.ran(some)
             now = at[able]
             points.logits_chunks[now], lacks[now] = chunks, False
             peaks[now], sd[now] = needs[able], doubt[able]
@@ -399,6 +390,7 @@ class Planner:
         likely = np.zeros(len(points))
         at = np.flatnonzero(lacks & (sd > 0))
         likely[at] = self.peaks.fit_probability(peaks[at], self.limit_bytes, sd[at])
+        likely[at[ran_out(self, points.take(at))]] = 0.0
         return _Space(points=points, fits=points.code == LEGAL, peaks=peaks, likely=likely)
 
     def _may_fit(self, points: Candidates, peaks: Any, chunks: int) -> Any:
@@ -487,7 +479,8 @@ class Planner:
         against_sd = None if against is None else self._measured.against(points, times, against)
         doubt = self.peaks_of(rows)[1]
         likely = self.peaks.fit_probability(bytes_.peak_bytes, self.limit_bytes, doubt)
-        likely = np.where(self._measured.ran(points), 1.0, likely)
+        needs, known = known_of(self, points, bytes_.peak_bytes)
+        likely = [FITS.get(name, float(p)) for name, p in zip(known, likely)]
         flops = flops_per_sample(self.model)
         lacks = {"ep"} if self.model.num_experts is None else set()
         answers = []
@@ -510,10 +503,11 @@ class Planner:
                         source=source[i],
                         blind=c.noise_unmeasurable,
                         time_s={p: float(times.parts[p][i]) * factor for p in parts},
-                        peak_bytes=float(bytes_.peak_bytes[i]),
+                        peak_bytes=float(needs[i]),
+                        peak_source=known[i],
                         worst_stage=int(bytes_.worst_stage[i]),
                         limit_bytes=self.limit_bytes,
-                        fit_probability=float(likely[i]),
+                        fit_probability=likely[i],
                         stage_bytes=[
                             {k: float(bytes_.stages[k][r, i]) for k in KINDS}
                             for r in range(c.layout.pp)
@@ -536,6 +530,7 @@ class Planner:
             limits=limits or self.limits,
             memory_margin=self.memory_margin,
             timings=self._measured.timings if cluster == self.cluster else (),
+            too_large=self.too_large if cluster == self.cluster else (),
             of_others=self._measured.of_others if cluster == self.cluster else (),
         )
         other.set_peaks(self.peaks)

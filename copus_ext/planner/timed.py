@@ -6,9 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from copus_ext.cost_model.memory import peaks
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.explain import GIB
+from copus_ext.planner.known_peaks import is_impossible, least_bytes_of, sizes_of
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
+from copus_ext.planner.space import points_of, to_config_batch
 
 _FAR_SD, _FAR_FACTOR = 3.0, 2.0
 """Standard deviations of a prediction, and factor, beyond which a time is doubted."""
@@ -76,3 +80,27 @@ def timed(planner: Planner, ran: Sequence[Timing]) -> list[Timed]:
             )
         )
     return found
+
+
+def peak_warning(planner: Planner, run: Timing) -> str:
+    """What may be wrong with the memory of a run: it cannot be, or it is far off; else empty."""
+    c = run.configuration
+    if is_impossible(planner, run):
+        least = least_bytes_of(planner, c) / GIB
+        most, whose = (run.peak_bytes, "measured") if run.peak_bytes else (sizes_of(planner)[0], "")
+        return (
+            f"{c}: weights, gradients and optimizer alone are {least:.1f} GiB of a GPU, above the "
+            f"{most / GIB:.1f} GiB {whose or 'that it has'}: the layout, zero or the bytes of "
+            "gradients and optimizer are not as described; correct what is wrong, since what this "
+            "run says of the memory of others is left out"
+        )
+    if run.peak_bytes is None or planner.cluster.is_gloo:
+        return ""
+    (peak,), (sd,) = peaks(to_config_batch(planner.model, planner.cluster, points_of([c])))
+    if abs(math.log(run.peak_bytes / peak)) <= min(_FAR_SD * sd, math.log(_FAR_FACTOR)):
+        return ""
+    return (
+        f"{c}: predicted peak {peak / GIB:.1f} GiB, measured {run.peak_bytes / GIB:.1f} GiB "
+        f"(doubt {100 * sd:.0f} %): is it what the whole process held at most, on the GPU "
+        "that needs most, in this layout? The memory of all rows follows it"
+    )

@@ -159,3 +159,63 @@ def test_what_ran_after_all_or_is_of_another_model_does_not_count(tmp_path: Path
     store.add_attempt(OUT_OF_MEMORY, **attempt)
     with pytest.raises(InputProblem, match=r"b\.jsonl: tp16\.pp1\.dp1: tp x pp x dp is"):
         profiles_of([path], MODEL, CLUSTER)
+
+
+SEVENTY = "--model llama-3-70b --cluster a100-80g:16 --global-batch-size 128 --seq-length 4096"
+
+
+def test_what_ran_out_of_memory_does_not_fit_nor_does_what_needs_more_on_its_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lacked = "tp8.pp2.dp1,micro_batch=1,recompute=full,sp=1,zero=1"
+    flags = f"{SEVENTY} --measured '{lacked}: oom'"
+    plan.main(shlex.split(f"{flags} --json"))
+    found = json.loads(capsys.readouterr().out)["plans"][0]
+    tried = [*found["ranked"], *found.get("try_first", [])]
+    assert not any((r["configuration"]["tp"], r["configuration"]["pp"]) == (8, 2) for r in tried)
+    assert plan.main(shlex.split(f"explain {lacked} {flags}")) == 4
+    assert "it ran out of memory" in (out := capsys.readouterr().out)
+    assert "fits with probability" not in out
+    more = lacked.replace("full", "block:33")
+    assert plan.main(shlex.split(f"explain {more} {flags}")) == 4
+    assert "needs no less than what ran out of memory" in capsys.readouterr().out
+
+
+def test_what_needs_less_than_what_ran_out_of_memory_keeps_its_chance() -> None:
+    lacked = configuration_of("tp=2,pp=2,micro_batch=4", global_batch_size=16, world_size=8)
+    planner = Planner(MODEL, CLUSTER, too_large=[lacked])
+    for change, may in ({"micro_batch_size": 1}, True), ({}, False), ({"micro_batch_size": 8}, 0):
+        c = dataclasses.replace(lacked, **change)
+        assert (planner.priced(c).prediction.fit_probability > 0) == may
+    # A run that ran says more than one that needs less and did not.
+    ran = dataclasses.replace(lacked, micro_batch_size=8)
+    planner = Planner(
+        MODEL, CLUSTER, too_large=[lacked], timings=[Timing(configuration=ran, step_s=9.0)]
+    )
+    assert planner.priced(ran).prediction.fit_probability == 1.0
+
+
+def test_a_measured_configuration_shows_its_own_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    where = "--model llama-2-13b --cluster a100-80g:8 --global-batch-size 32"
+    text = "tp1.pp1.dp8,micro_batch=1"
+    plan.main(shlex.split(f"{where} --json --measured '{text}: 8 s, 60 GiB'"))
+    out, err = capsys.readouterr()
+    assert "weights, gradients and optimizer alone are" in err and "above the 60.0 GiB" in err
+    for row in json.loads(out)["plans"][0]["ranked"]:
+        memory = row["prediction"]["memory"]
+        assert memory["peak_bytes"] <= 80 * 2**30
+        if row["configuration"]["dp"] == 8 and row["configuration"]["micro_batch_size"] == 1:
+            assert (memory["peak_bytes"], memory["peak_source"]) == (60 * 2**30, "measured")
+    # Without a peak it had what a GPU has.
+    plan.main(shlex.split(f"explain {text} {where} --measured '{text}: 8 s'"))
+    out, err = capsys.readouterr()
+    assert "peak 80.0 of 76.8 GiB on stage 0, it ran" in out and "above the 80.0 GiB" in err
+
+
+def test_a_peak_that_is_far_off_is_doubted(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {peak: f"--measured 'tp4.pp2,micro_batch=1: 6 s, {peak} GiB'" for peak in (75, 36)}
+    said = {}
+    for peak, flag in told.items():
+        assert plan.main(shlex.split(f"{WHERE} {flag}")) == 0
+        said[peak] = "The memory of all rows follows it" in capsys.readouterr().err
+    assert said == {75: True, 36: False}

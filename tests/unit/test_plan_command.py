@@ -121,7 +121,7 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
         (f"{EIGHT} --fix tp=\u00b2", 2, "--fix tp=\u00b2"),
         (f"{EIGHT} --fix micro_batch=99999999999999999999", 2, "--fix micro_batch"),
         (f"{EIGHT} --fix colour=1", 2, "--fix colour=1"),
-        (f"{EIGHT} --fix tp2.pp2", 2, "--fix tp2.pp2: write NAME=NUMBER"),
+        (f"{EIGHT} --fix tp2.qq2", 2, "--fix tp2.qq2: write NAME=NUMBER"),
         (f"explain recompute=block:32 {EIGHT}", 2, "use 1 to 31"),
         (f"explain pp=2,recompute=block:\u00b2 {EIGHT}", 2, "recompute is one of"),
         (f"explain recompute=some {EIGHT}", 2, "recompute is one of"),
