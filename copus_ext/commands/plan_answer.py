@@ -19,6 +19,9 @@ from copus_ext.planner.request import (
     length_line,
 )
 
+_FACTORS = {"across": "messages between nodes (of pp and dp)", "launch": "start of kernels"}
+"""What factors of a step are called that are none of its parts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
@@ -121,8 +124,8 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     for run in args.timed:
         say(f"{run}; {run.shares()}")
     if factors := {n: x for n, x in planner.part_factors().items() if abs(x - 1) >= 0.05}:
-        words = ", ".join(f"{name} x {x:.2f}" for name, x in factors.items())
-        say(f"parts of a step, measured over predicted: {words}")
+        words = ", ".join(f"{_FACTORS.get(name, name)} x {x:.2f}" for name, x in factors.items())
+        say(f"parts of a step in all rows, by the times measured over predicted: {words}")
     per_node = planner.cluster.gpus_per_node
     say(timing_line(found.worth_timing, gpus_per_node=per_node, is_mixture=is_mixture))
     if args.output is not None:

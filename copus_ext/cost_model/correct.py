@@ -69,7 +69,9 @@ _FACTORS_OF = {
     **{name: (name,) for name in ("tp", "pp", "dp", "optimizer")},
 }
 """Which factors multiply the seconds of a part of a step. That of launches enters `_WORK`."""
-_PP, _DP = (list(_FACTORS_OF).index(name) for name in ("pp", "dp"))
+_WITHIN = ("tp", "ep", "cp")
+"""Parts that are exchanges within layers, which have one factor."""
+_PP, _DP, _HOST = (list(_FACTORS_OF).index(name) for name in ("pp", "dp", "host"))
 _WORK = [list(_FACTORS_OF).index(name) for name in ("compute", "recompute", "bubble")]
 _AT_END = np.isin(list(_FACTORS_OF), ("dp", "optimizer", "host"))
 """Which parts follow the last backward pass."""
@@ -140,9 +142,20 @@ class Correction:
     """What the seconds of the parts are multiplied by, by the name of `PartSpread`."""
     of_parts: Any
     """[n]: what those, and the constant time, make of `factor`."""
+    seconds: Any
+    """[n, parts]: those of the parts then, in the order of `_FACTORS_OF`; they add up to `of_parts`
+    times the step. The constant time is the host's, or less of every part."""
     against_sd: Any = None
     """[n]: uncertainty of the corrected seconds over those of one of them, times `_TAILS`; None if
     none was named. Much of two uncertainties is common, and counts in none of the two."""
+
+    def parts(self, predicted: Mapping[str, Any]) -> dict[str, Any]:
+        """[n] `seconds` by the names of some predicted parts, of which those with one factor share
+        what became of them."""
+        now = dict(zip(_FACTORS_OF, self.seconds.T))
+        alike = sum(predicted[name] for name in _WITHIN if name in predicted)
+        share = now["tp"] / np.maximum(alike, 1e-30)
+        return {n: x * share if n in _WITHIN else now[n] for n, x in predicted.items()}
 
     def over_sd(self) -> Any:
         """[n]: the same as a standard deviation, not times `_TAILS`."""
@@ -209,7 +222,7 @@ class Steps:
         known = {name: parts.get(name, nothing) for name in _FACTORS_OF}
         # What goes to experts, or between ranks that share samples, has the factor of the other
         # collectives within layers.
-        for name in ("ep", "cp"):
+        for name in _WITHIN[1:]:
             if name in parts:
                 known["tp"] = known["tp"] + parts[name]
         work = np.maximum(known["compute"] + known["recompute"], 1e-12)
@@ -370,9 +383,9 @@ class _Parts:
 
     def log_factors(self, steps: Steps, theta: Any) -> Any:
         """[n] what theta makes of ln(measured / predicted)."""
-        return np.log(self._now(steps, theta).sum(axis=1) / steps.step_s)
+        return np.log(self.now(steps, theta).sum(axis=1) / steps.step_s)
 
-    def _now(self, steps: Steps, theta: Any) -> Any:
+    def now(self, steps: Steps, theta: Any) -> Any:
         """[n, parts + 1] seconds of every part, and the constant time."""
         seconds = steps.seconds * np.exp(_MIXING @ theta[:-1])
         seconds[:, _WORK] *= self._waiting(steps, theta)[0][:, None]
@@ -386,7 +399,7 @@ class _Parts:
 
     def slopes(self, steps: Steps, theta: Any) -> Any:
         """[n, k] derivatives of `log_factors`."""
-        now = self._now(steps, theta)
+        now = self.now(steps, theta)
         total = now.sum(axis=1, keepdims=True)
         waited = now[:, _WORK].sum(axis=1) * self._waiting(steps, theta)[1]
         now[:, _DP] += self._uncovered(steps, theta)[1]
@@ -495,11 +508,17 @@ def _answer(
     slopes = parts.spread(ask, theta)
     prior = s.variance(ask) + np.square(slopes).sum(axis=1)
     variance = np.maximum(prior - np.einsum("ij,ij->i", weights, cross), 0.0)
+    seconds = parts.now(ask, theta)
+    constant, seconds = seconds[:, -1:], seconds[:, :-1].copy()
+    less = 1.0 + np.minimum(constant, 0.0) / seconds.sum(axis=1, keepdims=True)
+    seconds *= less
+    seconds[:, _HOST] += np.maximum(constant[:, 0], 0.0)
     found = Correction(
         factor=np.exp(mean) if len(mean) else np.ones(len(ask)),
         relative_sd=np.sqrt(variance),
         part_factors=dict(zip(_NAMES, np.exp(theta[:-1]).tolist())),
         of_parts=np.exp(parts.log_factors(ask, theta)),
+        seconds=seconds,
     )
     if against is None:
         return found

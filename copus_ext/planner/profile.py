@@ -385,10 +385,21 @@ class Measured:
             found |= (own == key).all(axis=1) & (counts <= count)
         return found
 
-    def factors(self, point: Candidates, times: StepTime) -> tuple[float, float]:
-        """What the seconds of one point are multiplied by, and the share of the parts in it."""
+    def factors(
+        self, point: Candidates, times: StepTime
+    ) -> tuple[float, float, dict[str, tuple[float, float]]]:
+        """What the seconds of one point are multiplied by, the share of the parts in it, and the
+        seconds of each part as predicted and by its own factors."""
         found = self._correction(steps_of(point, times))
-        return float(found.factor[0]), float(found.of_parts[0])
+        now = found.parts(times.parts)
+        parts = {name: (float(x[0]), float(now[name][0])) for name, x in times.parts.items()}
+        return float(found.factor[0]), float(found.of_parts[0]), parts
+
+    def parts(self, points: Candidates, times: StepTime) -> dict[str, Any]:
+        """[n] corrected seconds of every part of a step, which add up to it."""
+        found = self._correction(steps_of(points, times))
+        scale = found.factor / found.of_parts
+        return {name: x * scale for name, x in found.parts(times.parts).items()}
 
     def part_factors(self) -> dict[str, float]:
         """What the times make of the seconds of every part of a step; empty without any."""

@@ -156,8 +156,11 @@ class Planner:
         """What measured times make of the predicted seconds of a configuration."""
         return self.correction_of(configuration)[1] if self.is_corrected else 1.0
 
-    def correction_of(self, configuration: Configuration) -> tuple[float, float, float]:
-        """Predicted seconds of a step, what times make of them, and the parts' share in that."""
+    def correction_of(
+        self, configuration: Configuration
+    ) -> tuple[float, float, float, dict[str, tuple[float, float]]]:
+        """Predicted seconds of a step, what times make of them, the parts' share in that, and the
+        seconds of each part before and after its own factors."""
         points = points_of([configuration])
         times = step_time(to_config_batch(self.model, self.cluster, points), self.constants)
         return float(times.step_s[0]), *self._measured.factors(points, times)
@@ -481,14 +484,13 @@ class Planner:
         likely = self.peaks.fit_probability(bytes_.peak_bytes, self.limit_bytes, doubt)
         needs, known = known_of(self, points, bytes_.peak_bytes)
         likely = [FITS.get(name, float(p)) for name, p in zip(known, likely)]
-        flops = flops_per_sample(self.model)
+        flops, of_parts = flops_per_sample(self.model), self._measured.parts(points, times)
         lacks = {"ep"} if self.model.num_experts is None else set()
         answers = []
         for i in range(len(points)):
             c = points.configuration(i)
             parts = [p for p in PARTS if p not in lacks and (p != "cp" or c.layout.cp > 1)]
             step_s = float(seconds[i])
-            factor = step_s / float(times.step_s[i])
             per_gpu = flops * c.global_batch_size / step_s / c.layout.world_size
             answers.append(
                 Ranked(
@@ -502,7 +504,7 @@ class Planner:
                         step_rel_sd=float(sd[i]),
                         source=source[i],
                         blind=c.noise_unmeasurable,
-                        time_s={p: float(times.parts[p][i]) * factor for p in parts},
+                        time_s={p: float(of_parts[p][i]) for p in parts},
                         peak_bytes=float(needs[i]),
                         peak_source=known[i],
                         worst_stage=int(bytes_.worst_stage[i]),

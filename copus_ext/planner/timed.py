@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from copus_ext.cost_model.memory import peaks
 from copus_ext.planner.configuration import Configuration
@@ -16,6 +16,9 @@ from copus_ext.planner.space import points_of, to_config_batch
 
 _FAR_SD, _FAR_FACTOR = 3.0, 2.0
 """Standard deviations of a prediction, and factor, beyond which a time is doubted."""
+
+_TOLD = 0.01
+"""Share of a step from which on what becomes of a part is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class Timed:
     """What all that is known of times multiplies the prediction by."""
     of_parts: float
     """The share of `factor` that the factors of the parts of a step have in it."""
+    parts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Seconds of each part of a step, predicted and by its own factors."""
 
     @property
     def is_far_off(self) -> bool:
@@ -56,8 +61,14 @@ class Timed:
     def shares(self) -> str:
         """Where the difference goes, in words."""
         other = self.factor / self.of_parts
+        told = [
+            f"{name} {before:.3g} to {now:.3g} s"
+            for name, (before, now) in self.parts.items()
+            if abs(now - before) >= _TOLD * self.predicted_s
+        ]
+        words = f" ({', '.join(told)})" if told else ""
         return (
-            f"counted as x {self.factor:.2f}: x {self.of_parts:.2f} by the parts of a step, "
+            f"counted as x {self.factor:.2f}: x {self.of_parts:.2f} by the parts of a step{words}, "
             f"x {other:.2f} by a factor of all rows, some of it only of rows like this one"
         )
 
@@ -68,7 +79,7 @@ def timed(planner: Planner, ran: Sequence[Timing]) -> list[Timed]:
     unmeasured = planner.on(planner.cluster)
     unmeasured.retime(())
     for timing in ran:
-        predicted_s, factor, of_parts = planner.correction_of(timing.configuration)
+        predicted_s, factor, of_parts, parts = planner.correction_of(timing.configuration)
         found.append(
             Timed(
                 configuration=timing.configuration,
@@ -77,6 +88,7 @@ def timed(planner: Planner, ran: Sequence[Timing]) -> list[Timed]:
                 measured_s=timing.step_s,
                 factor=factor,
                 of_parts=of_parts,
+                parts=parts,
             )
         )
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -219,3 +220,33 @@ def test_a_peak_that_is_far_off_is_doubted(capsys: pytest.CaptureFixture[str]) -
         assert plan.main(shlex.split(f"{WHERE} {flag}")) == 0
         said[peak] = "The memory of all rows follows it" in capsys.readouterr().err
     assert said == {75: True, 36: False}
+
+
+def test_the_parts_of_a_corrected_step_have_their_own_factors() -> None:
+    """A time that collectives explain makes them longer, not all parts alike."""
+    c = configuration_of("tp=8,micro_batch=1", global_batch_size=16, world_size=8)
+    plain = Planner(MODEL, CLUSTER).priced(c).prediction
+    corrected = (
+        Planner(MODEL, CLUSTER, timings=[Timing(configuration=c, step_s=1.3 * plain.step_s)])
+        .priced(c)
+        .prediction
+    )
+    assert sum(corrected.time_s.values()) == pytest.approx(corrected.step_s)
+    ratio = {n: corrected.time_s[n] / x for n, x in plain.time_s.items() if x > 0.01}
+    assert ratio["tp"] > 1.03 * ratio["compute"], ratio
+    found = Planner(MODEL, CLUSTER).priced(c).prediction.time_s
+    assert found == pytest.approx(plain.time_s) and sum(found.values()) == pytest.approx(
+        plain.step_s
+    )
+
+
+def test_what_a_time_makes_of_the_parts_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    plan.main(shlex.split(f"{WHERE} --measured 'tp=8,micro_batch=1: 6 s'"))
+    out, _ = capsys.readouterr()
+    line = next(x for x in out.splitlines() if "counted as" in x)
+    before, after = re.search(r"predicted (\S+) s.* x (\S+) by the parts", line).groups()
+    told = re.findall(r"(\w+) (\S+) to (\S+) s", line)
+    assert {"tp"} <= {name for name, _, _ in told}
+    more = sum(float(now) - float(then) for _, then, now in told)
+    assert more == pytest.approx(float(before) * (float(after) - 1), abs=0.05 * float(before))
+    assert "across" not in out
