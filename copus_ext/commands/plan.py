@@ -28,11 +28,11 @@ from copus_ext.planner.commands import command_of, helps
 from copus_ext.planner.fixed import is_whole, kept
 from copus_ext.planner.from_command import (
     FLAG,
-    FromCommand,
     fill_in,
     present,
     present_of,
     ranks_note,
+    take_apart,
 )
 from copus_ext.planner.given_flags import flags_of_row, given_of
 from copus_ext.planner.request import (
@@ -89,6 +89,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageProblem(with_hint(self, message))
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        if not rest:
+            take_apart(found)
+        return found, rest
+
 
 def parser(command: str = "search") -> argparse.ArgumentParser:
     """The flags of one of `commands`."""
@@ -128,7 +134,7 @@ def new_parser(**about: Any) -> argparse.ArgumentParser:
     """
     p = _Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **about)
     p.set_defaults(train_tokens=None, explain=None, rejected=False, command="search")
-    p.set_defaults(launched=None, timed=[], top=10)
+    p.set_defaults(launched=None, from_command=None, timed=[], top=10)
     return p
 
 
@@ -147,7 +153,7 @@ def add_inputs(p: argparse.ArgumentParser) -> None:
     model = p.add_argument_group("model")
     add_model_flags(model)
     words = "'torchrun ... pretrain_gpt.py FLAGS': model, software, batch and the layout of now"
-    model.add_argument(FLAG, action=FromCommand, metavar="COMMAND", help=words)
+    model.add_argument(FLAG, action="append", metavar="COMMAND", help=words)
     where = p.add_argument_group("cluster")
     where.add_argument("--cluster", help="KIND:GPUS, for example h100-80g:64; a JSON file; or here")
     where.add_argument("--nodes", type=int, help="number of nodes, with --gpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +14,19 @@ from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.equals import EQUAL
 from copus_ext.planner.explain import GIB
-from copus_ext.planner.given_flags import specs
 from copus_ext.planner.known_peaks import WORDS
 from copus_ext.planner.plan import Plan, Ranked
-from copus_ext.planner.request import UsageProblem, configuration_of, is_number, parsed_flags
+from copus_ext.planner.request import (
+    UsageProblem,
+    configuration_of,
+    is_number,
+    parsed_flags,
+    specs,
+    without_effect,
+)
 from copus_ext.planner.search import Planner
-from copus_ext.planner.shell_text import up_to_end, variables, words_of
+from copus_ext.planner.shell_script import Outcome, outcomes_of
+from copus_ext.planner.shell_text import variables
 
 FLAG = "--from-command"
 _TWICE = f"{FLAG} and --megatron-args say the same; give one of them, once"
@@ -26,6 +34,11 @@ _OF_TORCH = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
 _LAUNCHERS = {*_OF_TORCH, "srun", "mpirun", "python", "python3"}
 _COUNTS = ("nnodes", "nproc-per-node", "nodes", "N", "ntasks", "n", "ntasks-per-node")
 """Flags of launchers that say how many ranks there are."""
+_LAUNCHED = re.compile(r"(echo|printf|cat|ls|cp|mv|rm|sed|grep|chmod|git|ln|test|tee|wc|head)$")
+"""Programs that do no more with another one than name it."""
+_OTHERS = re.compile(r"pretrain_(bert|t5|retro|ict|realm|vision|vlm|mamba|hybrid|biencoder)")
+"""Programs of Megatron-LM whose models are not those of `pretrain_gpt.py`."""
+_SBATCH = re.compile(r"^[ \t]*#SBATCH[ \t]+([^#\n]*)", re.MULTILINE)
 _SHAPES = ("pipeline_model_parallel_layout", "moe_layer_freq", "cp_comm_type")
 """Fields of the trainer that are texts, and matter for a plan."""
 _UNLIKELY = 0.8
@@ -37,42 +50,142 @@ _UNEVEN = (
 )
 
 
-class FromCommand(argparse.Action):
-    """Takes `torchrun LAUNCHER-FLAGS pretrain_gpt.py FLAGS` apart: what follows the script is
-    `megatron_args`, and the launcher says how many ranks there are, as (nodes, ranks of a node,
-    `megatron_args`) in `launched`; a number that it does not say is None."""
+def take_apart(args: argparse.Namespace) -> None:
+    """Reads the text of `--from-command`: what follows the script is `megatron_args`, and the
+    launcher says how many ranks there are, as (nodes, ranks of a node, `megatron_args`) in
+    `launched`; a number that it does not say is None.
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        try:
-            words = words_of(str(values))
-        except ValueError as error:
-            parser.error(f"{FLAG}: {error}")
-        script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-        if script is None:
-            parser.error(f"{FLAG} names no script; write torchrun ... pretrain_gpt.py FLAGS")
-        before, flags = words[:script], up_to_end(words[script + 1 :])
-        if unknown := [*_unknown_of_launcher(before), *_unknown_of_training(flags)]:
-            names = ", ".join(dict.fromkeys(unknown))
-            fix = "write the values, or the lines that assign them"
-            parser.error(f"{FLAG} has {names}, which only a shell knows; {fix}")
-        if namespace.megatron_args is not None:
-            parser.error(_TWICE)
-        namespace.megatron_args = shlex.join(flags)
-        if {Path(word).name for word in before} & _OF_TORCH:
-            # It takes one rank, and one node, where it is not told. A task of srun may start it.
-            nodes = _number(before, "nnodes", absent=_number(before, "nodes", "N", absent=1))
-            per_node = _number(before, "nproc-per-node", absent=1)
+    Raises:
+        UsageProblem: no text that starts one training, or more than one flag that says it.
+    """
+    if not args.from_command:
+        return
+    if args.megatron_args is not None or len(args.from_command) > 1:
+        raise UsageProblem(_TWICE)
+    text = _read(args.from_command[0])
+    of_job = [word for line in _SBATCH.findall(text) for word in line.split()]
+    try:
+        outcomes = outcomes_of(text, _of_slurm(args, of_job))
+    except ValueError as error:
+        raise UsageProblem(f"{FLAG}: {error}") from None
+    before, script, flags = _training(outcomes, of_job)
+    if _OTHERS.match(script):
+        raise UsageProblem(f"{FLAG}: {script} trains no GPT; only pretrain_gpt.py is priced")
+    if unknown := [*_unknown_of_launcher(before), *_unknown_of_training(flags)]:
+        names = ", ".join(dict.fromkeys(unknown))
+        fix = "write the values, or the lines that assign them"
+        raise UsageProblem(f"{FLAG} has {names}, which only a shell knows; {fix}")
+    args.megatron_args = shlex.join(flags)
+    args.launched = *_ranks(before), args.megatron_args
+
+
+def _read(text: str) -> str:
+    """A text, or that of the file which it names."""
+    word = text.strip()
+    if not word.endswith((".sh", ".sbatch", ".slurm")) or len(word.split()) != 1:
+        return text
+    try:
+        return Path(word).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        fix = f'give its text, {FLAG} "$(cat {word})"'
+        raise UsageProblem(f"{FLAG}: there is no file {word} here; {fix}") from None
+
+
+def _of_slurm(args: argparse.Namespace, words: Sequence[str]) -> dict[str, str]:
+    """What SLURM sets in a job, by flags of the planner or lines of the job itself."""
+    nodes = getattr(args, "nodes", None) or _number(words, "nodes", "N")
+    gpus = getattr(args, "gpus_per_node", None) or _number(words, "gpus-per-node", "gres")
+    tasks = _number(words, "ntasks-per-node")
+    every = _number(words, "ntasks", "n") or (nodes * tasks if nodes and tasks else None)
+    found = {
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
+        **dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"), gpus),
+        **dict.fromkeys(("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), tasks),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), every),
+        "SLURM_CPUS_PER_TASK": _number(words, "cpus-per-task", "c"),
+    }
+    return {name: str(number) for name, number in found.items() if number}
+
+
+_Training = tuple[list[str], str, list[str]]
+
+
+def _training(outcomes: Sequence[Outcome], of_job: Sequence[str]) -> _Training:
+    """The command of a script that trains: its launcher, its program and its flags.
+
+    Raises:
+        UsageProblem: there is none, or conditions that are not known lead to several.
+    """
+    every = [(one, found) for one in outcomes if (found := _trainings(one.commands))]
+    if not every:
+        raise UsageProblem(f"{FLAG} names no script; write torchrun ... pretrain_gpt.py FLAGS")
+    told: list[tuple[Outcome, _Training, dict[str, str]]] = []
+    for one, found in every:
+        parts = [({**_effect(b, f), "program": script}) for b, script, f in found]
+        if any(part != parts[0] for part in parts):
+            raise UsageProblem(f"{FLAG} starts {len(found)} trainings; give one of them")
+        before, script, flags = found[-1]
+        told.append((one, ([*of_job, *before], script, flags), parts[-1]))
+    if all(parts == told[0][2] for _, _, parts in told):
+        # An unset variable, as most that are not known, takes the last way.
+        return told[-1][1]
+    raise UsageProblem(f"{FLAG}: {_undecided([(one, parts) for one, _, parts in told])}")
+
+
+def _undecided(told: Sequence[tuple[Outcome, dict[str, str]]]) -> str:
+    """Which condition leads to other trainings, to which, and what to do."""
+    pairs = [(a, b) for i, a in enumerate(told) for b in told[:i] if a[1] != b[1]]
+    turns = [{name for name, _ in {*a[0].unknown} ^ {*b[0].unknown}} for a, b in pairs]
+    names = min(turns, key=len)
+    every = dict.fromkeys(name for _, parts in told for name in parts)
+    what = []
+    for name in every:
+        values = dict.fromkeys(parts.get(name, "not given") or "given" for _, parts in told)
+        if len(values) > 1:
+            what.append(f"{name} {' or '.join(values)}")
+    more = f" and {len(what) - 3} more" if len(what) > 3 else ""
+    fix = "leave only the branch that runs"
+    if all(re.fullmatch(r"\$[A-Za-z_]\w*", name) for name in names):
+        fix = f"write {min(names)[1:]}=... in a line above"
+    return f"{', '.join(sorted(names))} decides {', '.join(what[:3])}{more}; {fix}"
+
+
+def _trainings(commands: Sequence[Sequence[str]]) -> list[_Training]:
+    """The commands that train, as launcher, program and flags; if no program has a name that says
+    so, the last one."""
+    found: list[_Training] = []
+    for words in commands:
+        at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+        starts = at is not None and _LAUNCHED.match(Path(words[0]).name) is None
+        if at is not None and starts:
+            found.append((list(words[:at]), Path(words[at]).name, list(words[at + 1 :])))
+    return [one for one in found if one[1].startswith("pretrain")] or found[-1:]
+
+
+def _effect(before: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
+    """What of a command changes a plan: its flags with their values, and its ranks."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in flags:
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            found[name] = [value] if value else []
         else:
-            nodes, ranks = _number(before, "nodes", "N"), _number(before, "ntasks", "n")
-            split = ranks // nodes if nodes and ranks and ranks % nodes == 0 else None
-            per_node = _number(before, "ntasks-per-node", absent=split)
-        namespace.launched = nodes, per_node, namespace.megatron_args
+            found.setdefault(name, []).append(word)
+    kept = {n: " ".join(v) for n, v in found.items() if n in specs() and n not in without_effect()}
+    nodes, per_node = _ranks(before)
+    return {**kept, "nodes": str(nodes), "ranks of a node": str(per_node)}
+
+
+def _ranks(before: Sequence[str]) -> tuple[int | None, int | None]:
+    """Nodes and ranks of one, as a launcher says them."""
+    if {Path(word).name for word in before} & _OF_TORCH:
+        # It takes one rank, and one node, where it is not told. A task of srun may start it.
+        nodes = _number(before, "nnodes", absent=_number(before, "nodes", "N", absent=1))
+        return nodes, _number(before, "nproc-per-node", absent=1)
+    nodes, ranks = _number(before, "nodes", "N"), _number(before, "ntasks", "n")
+    split = ranks // nodes if nodes and ranks and ranks % nodes == 0 else None
+    return nodes, _number(before, "ntasks-per-node", absent=split)
 
 
 def _unknown_of_launcher(words: Sequence[str]) -> list[str]:
@@ -93,7 +206,8 @@ def _unknown_of_launcher(words: Sequence[str]) -> list[str]:
 
 
 def _unknown_of_training(words: Sequence[str]) -> list[str]:
-    """The same of the flags of a run, of which only texts, such as paths, do not matter."""
+    """The same of the flags of a run, of which only texts, such as paths, and those without an
+    effect on a plan do not matter."""
     found, flag, count = [], "", 0
     for word in words:
         if word.startswith("--"):
@@ -104,7 +218,8 @@ def _unknown_of_training(words: Sequence[str]) -> list[str]:
         spec = specs().get(flag)
         is_text = flag != "" and (spec is None or (spec.kind is str and spec.choices is None))
         takes = count if spec is not None and spec.nargs is not None else 1
-        if not is_text or count > takes or (spec is not None and spec.dest in _SHAPES):
+        is_free = (is_text or flag in without_effect()) and count <= takes
+        if not is_free or (spec is not None and spec.dest in _SHAPES):
             found += variables(value)
     return found
 
@@ -122,6 +237,8 @@ def _number(words: Sequence[str], *names: str, absent: int | None = None) -> int
         flag, _, value = word.lstrip("-").replace("_", "-").partition("=")
         if flag in names:
             value = value or (words[i + 1] if i + 1 < len(words) else "")
+            # With a kind of GPU it is KIND:NUMBER.
+            value = value.rpartition(":")[2] if flag in ("gpus-per-node", "gres") else value
             return int(value) if is_number(value) and int(value) else None
     return absent
 
@@ -134,9 +251,7 @@ def fill_in(args: argparse.Namespace) -> None:
     """
     if args.launched is None:
         return
-    nodes, per_node, flags = args.launched
-    if args.megatron_args is not flags:
-        raise UsageProblem(_TWICE)
+    nodes, per_node, _ = args.launched
     if args.cluster is None and args.gpu is not None:
         if args.nodes is None and not (nodes and (per_node or args.gpus_per_node)):
             fix = "give --nodes and --gpus-per-node"

@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Collection, Sequence
-from functools import cache
-from typing import Any
 
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.request import SEARCHED, parsed_flags
-from megatron.trainer.config.arguments import GROUPS
-from megatron.trainer.config.fields import option_specs
+from copus_ext.planner.request import SEARCHED, parsed_flags, specs
 
 _OF_A_ROW = (
     *SEARCHED,
@@ -20,13 +16,6 @@ _OF_A_ROW = (
     *("use_tp_pp_dp_mapping", "microbatch_group_size_per_vp_stage"),
 )
 """Fields that a row says, also by the absence of their flags."""
-
-
-@cache
-def specs() -> dict[str, Any]:
-    """What every flag of the trainer is, by each of its names."""
-    every = (spec for group in GROUPS.values() for spec in option_specs(group))
-    return {name: spec for spec in every for name in spec.strings}
 
 
 def _flag(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from copus_ext.planner.space import may_overlap
 from megatron.trainer.common.extras import extras
 from megatron.trainer.common.program import unknown
 from megatron.trainer.config.draft import flag_of
+from megatron.trainer.config.fields import option_specs
 from megatron.trainer.config.known_flags import notes_of
 from megatron.trainer.config.layout import Layout
 
@@ -73,6 +74,8 @@ _SPELLED = {
 """Flags that are not spelled like their field."""
 _IMPLEMENTED = ("implementation", "attention", "norm", "gradient_bytes", "optimizer_bytes")
 """Flags of a model that a name or a config.json does not say."""
+_NO_MATTER = ("eval_", "exit_", "lr_", "min_lr", "adam_", "clip_grad")
+"""Beginnings of fields that no plan depends on."""
 _LINKS = {"intra_bytes_per_s": "--intra", "nic_bytes_per_s": "--nic"}
 _MAPPING = "use_tp_pp_dp_mapping"
 OPTIONS = ("recompute", "sp", "zero", "overlap", "cp_comm_type", "logits_chunks", _MAPPING)
@@ -297,12 +300,45 @@ def _described_model(args: argparse.Namespace) -> Any:
     return spec if args.seq_length is None else spec.with_seq_length(args.seq_length)
 
 
+@cache
+def specs() -> dict[str, Any]:
+    """What every flag of the trainer is, by each of its names."""
+    from megatron.trainer.config.arguments import GROUPS
+
+    every = (spec for group in GROUPS.values() for spec in option_specs(group))
+    return {name: spec for spec in every for name in spec.strings}
+
+
+@cache
+def without_effect() -> frozenset[str]:
+    """Flags that change nothing of a plan."""
+    from megatron.trainer.config.arguments import GROUPS
+
+    groups = ("data", "checkpoint", "logging", "runtime")
+    names = {spec.dest for group in groups for spec in option_specs(GROUPS[group])}
+    names |= {x.dest for x in specs().values() if x.dest.startswith(_NO_MATTER)}
+    names -= {*_UNPRICED, "tokenizer_type", "use_checkpoint_args", "device"}
+    return frozenset(name for name, spec in specs().items() if spec.dest in names)
+
+
 @lru_cache(maxsize=1)
 def parsed_flags(megatron_args: str) -> Any:
-    """Megatron's flags as the trainer reads them, by field name."""
+    """Megatron's flags as the trainer reads them, by field name. Numbers that a shell would fill
+    in, and that no plan depends on, are left out."""
     from megatron.trainer.config.arguments import parse_args
 
-    return parse_args(flags_of(megatron_args))
+    kept: list[str] = []
+    words = flags_of(megatron_args)
+    for i, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        following = value or "".join(words[i + 1 : i + 2])
+        before = words[i - 1] if i else ""
+        if not any(
+            name in without_effect() and specs()[name].kind is not str and "$" in text
+            for name, text in ((flag, following), (before, word))
+        ):
+            kept.append(word)
+    return parse_args(kept)
 
 
 def megatron_flag(args: argparse.Namespace, name: str) -> Any:

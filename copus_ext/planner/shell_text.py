@@ -1,4 +1,4 @@
-"""The words of a command in a pasted script, with the variables that the script itself assigns."""
+"""The words of a shell's text: what ends a command, and what variables that are known stand for."""
 
 from __future__ import annotations
 
@@ -6,25 +6,20 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 
-_REMARK = re.compile(
-    r"""^((?:[^'"\n]|"[^"\n]*"|'[^'\n]*')*?(?<!\S))\#(?!SBATCH).*$""", re.MULTILINE
-)
+Value = str | list[str]
+"""Of a variable: a text, or the elements of an array."""
 _CONTINUED = re.compile(r"\\[ \t\r]*(?:\n|\Z)")
 """A line that goes on, also where spaces slipped in behind its backslash, or nothing follows."""
-_ASSIGNED = re.compile(
-    r"""^[ \t]*(?:export[ \t]+)?([A-Za-z_]\w*)=
-    (?:"((?:[^"\\]|\\.)*)"|'([^']*)'|\(([^)]*)\)|((?:\$\([^\n]*\)|`[^`\n]*`|[^\s;&|"'()])*))
-    [ \t]*;?[ \t]*(?:\#.*)?$""",
-    re.MULTILINE | re.VERBOSE,
-)
-"""An assignment that is a line of its own: a text, an array, or one word."""
-_ARRAY = re.compile(r'"(\$\{\w+\[[@*]\]\})"')
-_USED = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^}$]*))?\})")
-_COMPUTED = re.compile(r"\$\(\([^\n]*?\)\)|\$\([^()\n]*\)|`[^`\n]*`")
-_SUM = re.compile(r"\$\(\(([^\n]*?)\)\)(?!\))")
-_OPERATIONS = {
+_OPERATOR = re.compile(r"\|\||&&|;;&?|;&|\|&|\(\)|[|&;()\n]")
+_REDIRECT = re.compile(r"(?:<<<|&?>>?|<)[&|]?[ \t]*")
+_HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*\n)(.*?)^[ \t]*\2[ \t]*$", re.DOTALL | re.M)
+_NAME = re.compile(r"\$(\w+|[#?@*!$-])")
+_BRACED = re.compile(r"\$\{(\w+)(?:\[([@*])\])?(?:(:?[-=+])(.*))?\}", re.DOTALL)
+_HIDDEN = re.compile("\ue000(\\d+)\ue001")
+_ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
+_OPERATIONS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -32,32 +27,9 @@ _OPERATIONS = {
     ast.Div: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),
     ast.Mod: lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
 }
-_ENDS = re.compile(r"\||\|\||&&?|;|\d?>>?.*|&>.*|2>&1")
-"""What ends a command, or says where its output goes."""
-
-
-def words_of(text: str) -> list[str]:
-    """The words of a text up to the end of its last command. A variable that a line before assigns
-    has its value; others, and what a shell would compute, stay as they are written.
-
-    Raises:
-        ValueError: a quotation that does not close.
-    """
-    text = _CONTINUED.sub(" ", _REMARK.sub(r"\1", text))
-    values: dict[str, str] = {}
-    for found in _ASSIGNED.finditer(text):
-        name, *forms = found.groups()
-        values[name] = _filled(next(x for x in forms if x is not None), values)
-    text = _filled(_ASSIGNED.sub("", text), values)
-    # A computed value may have spaces, and is one word.
-    computed: list[str] = []
-
-    def hidden(found: re.Match[str]) -> str:
-        computed.append(found[0])
-        return f"$({len(computed) - 1})"
-
-    words = shlex.split(_COMPUTED.sub(hidden, text))
-    return [re.sub(r"\$\((\d+)\)", lambda x: computed[int(x[1])], word) for word in words]
+_LARGEST_POWER = 62
+"""Exponent up to which powers are computed; a shell's numbers have 64 bits."""
+_NOT_CLOSED = "a quotation or a bracket does not close; paste the text whole, in single quotes"
 
 
 def flags_of(text: str) -> list[str]:
@@ -66,13 +38,10 @@ def flags_of(text: str) -> list[str]:
     Raises:
         ValueError: a quotation that does not close.
     """
-    return shlex.split(_CONTINUED.sub(" ", text))
-
-
-def up_to_end(words: Sequence[str]) -> list[str]:
-    """The words of a command, without what follows it or says where its output goes."""
-    end = next((i for i, word in enumerate(words) if _ENDS.fullmatch(word)), len(words))
-    return list(words[:end])
+    try:
+        return shlex.split(_CONTINUED.sub(" ", text))
+    except ValueError:
+        raise ValueError(_NOT_CLOSED) from None
 
 
 def variables(word: str) -> list[str]:
@@ -80,25 +49,234 @@ def variables(word: str) -> list[str]:
     return re.findall(r"\$\(.*\)|`.*`|\$\{[^}]*\}|\$\w+|\$[^\w\s]?", word)
 
 
-def _filled(text: str, values: dict[str, str]) -> str:
-    """A text with the variables that have a value; one without takes the default written there."""
+def tokens(text: str) -> list[tuple[str, str]]:
+    """The words of a script as they are written, `("word", ...)`; what ends a command, `("end",
+    ...)`; and texts that a command reads, `("here", ...)`. Redirections and remarks are left out,
+    and a line that begins with a flag goes on with the one before.
 
-    def value(found: re.Match[str]) -> str:
-        known = values.get(found[1] or found[2])
-        return next((x for x in (known, found[3]) if x is not None), found[0])
+    Raises:
+        ValueError: a quotation that does not close.
+    """
+    found: list[tuple[str, str]] = []
+    word, i, is_target = "", 0, False
+    while i <= len(text):
+        rest = text[i : i + 2]
+        joined = _CONTINUED.match(text, i)
+        if joined is None and rest and (rest[0] in "\\'\"`" or rest in ("$(", "${", "<(", ">(")):
+            end = _end(text, i + (rest[0] in "<>"))
+            word, i = word + text[i:end], end
+            continue
+        if rest[:1] == "(" and _ARRAY.fullmatch(word):
+            end = _end(text, i)
+            word, i = word + text[i:end], end
+            continue
+        goes_on = joined is None and rest and rest[0] not in " \t\r\n|&;()<>"
+        if goes_on and not (rest[0] == "#" and not word):
+            word, i = word + rest[0], i + 1
+            continue
+        # Something ends the word.
+        number = rest[:1] in ("<", ">") and word.isdecimal()
+        if word and not number:
+            if not is_target:
+                found.append(("word", word))
+            is_target = False
+        is_start = not found or found[-1][0] == "end" or found[-1][1] in ("if", "elif", "while")
+        word, was = "", word
+        if was == "[[" or (rest == "((" and is_start):
+            i, close = (i, "]]") if was == "[[" else (i + 2, "))")
+            end = text.find(close, i)
+            if end < 0:
+                raise ValueError(_NOT_CLOSED)
+            found[len(found) - (was == "[[") :] = [("word", close + text[i:end])]
+            i = end + 2
+        elif joined is not None:
+            i = joined.end()
+        elif rest[:1] == "#":
+            i += len(re.match(r"[^\n]*", text[i:])[0])  # pyright: ignore[reportOptionalSubscript]
+        elif here := _HERE.match(text, i):
+            found.append(("here", here[4]))
+            text = text[:i] + here[3] + text[here.end() :]
+        elif redirect := _REDIRECT.match(text, i) or (rest == "&>" and _REDIRECT.match(text, i)):
+            is_target, i = True, redirect.end()
+        elif end_of := _OPERATOR.match(text, i):
+            i = end_of.end()
+            if end_of[0] != "\n" or not re.match(r"\s*-", text[i:]):
+                found.append(("end", end_of[0]))
+                is_target = False
+        else:
+            i += 1
+    return found
 
-    def computed(found: re.Match[str]) -> str:
-        terms = re.sub(r"\b[A-Za-z_]\w*", lambda name: values.get(name[0], name[0]), found[1])
+
+def _end(text: str, i: int) -> int:
+    """Behind the quotation, the substitution or the brackets that begin at a place of a text."""
+    opening = text[i]
+    if opening == "\\":
+        return min(i + 2, len(text))
+    j = i + 1
+    if opening in "'`":
+        j = text.find(opening, j)
+        if j < 0:
+            raise ValueError(_NOT_CLOSED)
+        return j + 1
+    if opening == "$":
+        opening, j = text[j], j + 1
+    closing = {"(": ")", "{": "}"}.get(opening, opening)
+    while j < len(text) and text[j] != closing:
+        if opening == "(" and text[j] == "#" and text[j - 1].isspace():
+            j = (text.find("\n", j) + 1) or len(text)
+            continue
+        nested = "\\`" if opening == '"' else "\\`'\"" + "(" * (opening == "(")
+        inner = text[j] in nested or text.startswith(("$(", "${"), j)
+        j = _end(text, j) if inner else j + 1
+    if j >= len(text):
+        raise ValueError(_NOT_CLOSED)
+    return j + 1
+
+
+class Words:
+    """Fills in the variables that are known. What is not stays as it is written, in one word."""
+
+    def __init__(self) -> None:
+        self._hidden: list[str] = []
+
+    def shown(self, word: str) -> str:
+        """A word for the reader, with what only a shell computes as it was written."""
+        while _HIDDEN.search(word):
+            word = _HIDDEN.sub(lambda found: self._hidden[int(found[1])], word)
+        return word
+
+    def split(self, raw: str, values: dict[str, Value]) -> list[str]:
+        """The words that a written one becomes."""
+        found: list[str] = []
+        current: str | None = None
+        for piece, splits in self._pieces(raw, values):
+            fields = piece if isinstance(piece, list) else [piece]
+            text = fields[0] if splits and isinstance(piece, str) else ""
+            if splits:
+                fields = [word for field in fields for word in _fields(field)]
+            if text[:1].isspace() and current is not None:
+                found.append(current)
+                current = None
+            for n, part in enumerate(fields):
+                if n:
+                    found.append(current or "")
+                    current = None
+                current = (current or "") + part
+            if text[-1:].isspace() and current is not None:
+                found.append(current)
+                current = None
+        return found if current is None else [*found, current]
+
+    def text(self, raw: str, values: dict[str, Value]) -> str:
+        """What a written word is where it is not taken apart, as in an assignment."""
+        pieces = (piece for piece, _ in self._pieces(raw, values))
+        return "".join(" ".join(p) if isinstance(p, list) else p for p in pieces)
+
+    def _pieces(self, raw: str, values: dict[str, Value]) -> Iterator[tuple[Value, bool]]:
+        """Parts of a word with their values, and whether spaces in them part words."""
+        i = 0
+        while i < len(raw):
+            end = i + 1
+            if raw[i] == "'":
+                end = _end(raw, i)
+                yield raw[i + 1 : end - 1], False
+            elif raw[i] == '"':
+                end = _end(raw, i)
+                inner = [piece for piece, _ in self._filled(raw[i + 1 : end - 1], values)]
+                if len(inner) == 1:
+                    yield inner[0], False
+                else:
+                    yield "".join(" ".join(p) if isinstance(p, list) else p for p in inner), False
+            elif raw[i] == "\\":
+                end = _end(raw, i)
+                yield raw[i + 1 : end], False
+            else:
+                # Quotations within a substitution are part of it.
+                end = i
+                while end < len(raw) and raw[end] not in "'\"\\":
+                    nested = raw[end] == "`" or raw.startswith(("$(", "${"), end)
+                    end = _end(raw, end) if nested else end + 1
+                yield from self._filled(raw[i:end], values)
+            i = end
+
+    def _filled(self, text: str, values: dict[str, Value]) -> Iterator[tuple[Value, bool]]:
+        """Parts of a text outside of single quotes."""
+        i = plain = 0
+        while i < len(text):
+            name = _NAME.match(text, i)
+            if text[i] == "\\":
+                yield text[plain:i], False
+                joined = _CONTINUED.match(text, i)
+                end = joined.end() if joined else _end(text, i)
+                yield " " if joined else _unescaped(text[i:end]), False
+            elif name or text[i] == "`" or text.startswith(("$(", "${"), i):
+                end = name.end() if name else _end(text, i)
+                if plain < i:
+                    yield text[plain:i], False
+                yield self._value(text[i:end], values), True
+            else:
+                i += 1
+                continue
+            i = plain = end
+        if plain < len(text):
+            yield text[plain:], False
+
+    def _value(self, item: str, values: dict[str, Value]) -> Value:
+        if item.startswith("$(("):
+            return self.number(item[3:-2], values) or self._hide(item)
+        if item[0] == "`" or item.startswith("$("):
+            return self._hide(_NAME.sub(lambda x: _joined(values.get(x[1], x[0])), item))
+        if name := _NAME.fullmatch(item):
+            return values.get(name[1], item)
+        if not (found := _BRACED.fullmatch(item)):
+            return self._hide(item)
+        value, how, other = values.get(found[1]), found[3] or "", found[4] or ""
+        is_set = value is not None and (how[:1] != ":" or _joined(value) != "")
+        if how.endswith("+"):
+            return self.text(f'"{other}"', values) if is_set else ""
+        if how and not is_set:
+            value = self.text(other, values)
+            if how.endswith("="):
+                values[found[1]] = value
+            return value
+        if value is None:
+            return item
+        return _joined(value) if found[2] == "*" else value
+
+    def number(self, text: str, values: dict[str, Value]) -> str:
+        """What whole numbers make, as a text; empty where that is not known."""
+        text = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda x: x[1] or x[2], text)
+        terms = re.sub(r"\b[A-Za-z_]\w*", lambda x: _joined(values.get(x[0], x[0])), text)
         try:
             return str(_number(ast.parse(terms.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            return found[0]
+            return ""
 
-    return _SUM.sub(computed, _USED.sub(value, _ARRAY.sub(r"\1", text)))
+    def _hide(self, item: str) -> str:
+        self._hidden.append(item)
+        return f"\ue000{len(self._hidden) - 1}\ue001"
+
+
+def _joined(value: Value) -> str:
+    return value if isinstance(value, str) else " ".join(value)
+
+
+def _unescaped(pair: str) -> str:
+    """A character behind a backslash within double quotes."""
+    return pair[1:] if pair[1:] in ('"', "$", "`", "\\") else pair
+
+
+def _fields(text: str) -> list[str]:
+    """The words of a value. Quotes in it are taken as those of `eval`, for which they are meant."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
 
 
 def _number(term: ast.expr) -> int:
-    """The value of whole numbers and their sums, products and quotients. ValueError for others."""
+    """The value of whole numbers and what is made of them. ValueError for others."""
     match term:
         case ast.Constant(value=number) if type(number) is int:
             return number
@@ -106,5 +284,10 @@ def _number(term: ast.expr) -> int:
             return -_number(inner)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
             return _OPERATIONS[type(op)](_number(left), _number(right))
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            base, power = _number(left), _number(right)
+            if 0 <= power <= _LARGEST_POWER and abs(base) ** power < 2**63:
+                return base**power
+            raise ValueError("too large a power")
         case _:
             raise ValueError("not a whole number that is known")

@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from copus_ext.commands import plan
-from copus_ext.planner import shell_text
 from copus_ext.planner.request import parsed_flags
+from copus_ext.planner.shell_script import outcomes_of
 from tests.helpers.launch import ROOT
 
 SHAPE = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
@@ -40,6 +40,11 @@ def json_of(capsys: pytest.CaptureFixture[str], command: str, more: str) -> dict
     record = json.loads(out)
     jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
     return record
+
+
+def words_of(script: str) -> list[str]:
+    (one,) = outcomes_of(script, {})
+    return one.commands[-1]
 
 
 def test_a_command_says_model_ranks_batch_and_layout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +121,11 @@ def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(
     ("command", "more", "words"),
     [
         (f"torchrun {SHAPE}", "--gpu A100-80GB", "names no script"),
-        (f"{TORCHRUN} {SHAPE} --data-path '", "--gpu A100-80GB", "No closing quotation"),
+        (
+            f"{TORCHRUN} {SHAPE} --data-path '",
+            "--gpu A100-80GB",
+            "a quotation or a bracket does not close",
+        ),
         (
             "torchrun --nnodes $NODES pretrain_gpt.py",
             "--gpu A100-80GB",
@@ -294,12 +303,12 @@ def test_a_pasted_script_computes_whole_numbers_as_bash_does(written: str, batch
     bash = subprocess.run(["bash", "-c", f"{script} echo $BATCH"], capture_output=True, text=True)
     assert int(bash.stdout) == batch
     for text in (f"{script}X --batch $BATCH", f"NODES=2\nGPUS=8\nX --batch {written}"):
-        assert shell_text.words_of(text) == ["X", "--batch", str(batch)]
+        assert words_of(text) == ["X", "--batch", str(batch)]
 
 
 @pytest.mark.parametrize("written", ["$((N * 2))", "$((1 / 0))", "$((1 << 2))", "$((9**9**9))"])
 def test_what_only_a_shell_computes_stays_one_word(written: str) -> None:
-    assert shell_text.words_of(f"X --batch {written} --b") == ["X", "--batch", written, "--b"]
+    assert words_of(f"X --batch {written} --b") == ["X", "--batch", written, "--b"]
 
 
 def test_a_pasted_script_has_the_values_that_it_assigns(
