@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -97,18 +98,20 @@ def _leaks(ranks: list[list[dict[str, Any]]]) -> str:
 
 
 def moves_when_full(bench: Bench) -> Finding:
-    """A change of layout while a tenth of the GPU is free: done or refused, never out of memory."""
+    """Changes of layout while a tenth of the GPU is free: done or refused, never out of memory."""
     if bench.device == "cpu":
         raise Skipped("CPU ranks have no memory of their own")
-    home, away, *_ = layouts(bench.ranks)
+    home, *others = layouts(bench.ranks)
     flags = [*bench.flags("large"), "--train-iters", "4", *flags_of(home)]
-    task = {"walk": [away, home], "at": 2, "free": 0.1}
+    walk = [to for away in others for to in (away, home)]
+    task = {"walk": walk, "at": 2, "free": 0.1}
     run = bench.train("moves-full", flags, ranks=bench.ranks, task=task)
     rows = run.ranks[0]["moves"]
     ends = [f"{row['kind']} {row['reason']}".strip() for row in rows]
-    holds = all(row["kind"] in ("moved", "cancelled") for row in rows)
+    holds = len(rows) == len(walk) and all(r["kind"] in ("moved", "cancelled") for r in rows)
     holds = holds and not any("OutOfMemory" in end or "out of memory" in end for end in ends)
-    return judged(holds and len(run.steps) == 4, "; ".join(ends))
+    line = "; ".join(f"{count} times {end}" for end, count in Counter(ends).items())
+    return judged(holds and len(run.steps) == 4, line, moves=rows)
 
 
 def noise_of_layouts(bench: Bench) -> Finding:
