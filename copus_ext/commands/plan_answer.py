@@ -89,7 +89,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     from copus_ext.planner import report
     from copus_ext.planner.better_machine import what_would_help
     from copus_ext.planner.explain import help_line, timing_line
-    from copus_ext.planner.software import assumed_lines
+    from copus_ext.planner.software import assumed_lines, half_precision_line
 
     text = io.StringIO()
     console = report.console_for(sys.stdout if args.output is None else text)
@@ -103,6 +103,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     for line in (
         length_line(args, planner.model),
         report.machine_line(planner.cluster, planner.constants),
+        half_precision_line(args, planner, found.plans[0]),
         report.peak_line(planner.cluster, planner.model.precision),
         *assumed_lines(beside.assumed, beside.otherwise),
         *beside.better,

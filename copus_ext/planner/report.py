@@ -308,7 +308,10 @@ def peak_line(cluster: ClusterSpec, precision: str) -> str:
     line = f"fp32: MFU is a share of {peak / 1e12:.4g} TFLOP/s of a GPU"
     if peak < 0.4 * cluster.gpu.peak_flops:
         return line
-    return f"{line}, in TF32; torch computes in TF32 where it is told to, as in NVIDIA's containers"
+    return (
+        f"{line}, in TF32; torch computes in TF32 where it is told to, as in NVIDIA's containers, "
+        "and else with the plain fp32 peak, several times lower, so that steps are longer than here"
+    )
 
 
 def refusal(found: Rejected, batch: int, planner: Planner, flags: Sequence[str]) -> str:

@@ -12,10 +12,13 @@ import numpy as np
 from copus_ext.cost_model.memory import peaks
 from copus_ext.cost_model.model_spec import ATTENTION, ModelSpec
 from copus_ext.cost_model.peak_correction import fit_probability
+from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.planner.from_command import present
 from copus_ext.planner.plan import Plan
-from copus_ext.planner.request import megatron_flag
+from copus_ext.planner.request import UsageProblem, megatron_flag, model_of
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_config_batch
+from megatron.trainer.data.tokenizer import told_vocab_size
 
 _LAYERS = {
     "te": "layers of Transformer Engine",
@@ -25,6 +28,11 @@ _LAYERS = {
 _KERNELS = {True: "flash attention", False: "unfused attention"}
 _TELLING = 3.0
 """Times that measured memory is more likely otherwise, from which on an answer says so."""
+_BESIDES = {"--gradient-bytes 2": " (whose optimizer keeps gradients in 4 bytes besides, split)"}
+"""What is worth knowing of a flag."""
+_ONE = {False: "it, give it", True: "one of them, give it"}
+_OF_GPT2 = "GPT2BPETokenizer"
+"""Megatron-LM's usual tokenizer, whose vocabulary is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +44,8 @@ class Assumption:
     """What says it."""
     otherwise: tuple[str, dict[str, Any]] | None = None
     """The likeliest other way, as a flag and as fields of the model; None: not asked about."""
+    has_bytes: bool = True
+    """Whether measured memory may say that it is the other way."""
 
 
 def assumptions(args: argparse.Namespace, planner: Planner) -> list[Assumption]:
@@ -47,11 +57,13 @@ def assumptions(args: argparse.Namespace, planner: Planner) -> list[Assumption]:
     if args.megatron_args is not None:
         names = "attention_backend", "use_flash_attn"
         backend = any(megatron_flag(args, name) for name in names)
-        text = _KERNELS[model.fused_attention]
+        text, vocabulary = _KERNELS[model.fused_attention], _vocabulary(args, model)
         if model.precision == "fp32" and model.fused_attention:
             text = "fp32 with flash attention, which GPUs have in half precision alone"
-            return [Assumption(text=text, flag="--bf16 or --attention-backend unfused")]
-        return [] if backend else [Assumption(text=text, flag="--attention-backend")]
+            flag = "--bf16 or --attention-backend unfused"
+            return [*vocabulary, Assumption(text=text, flag=flag)]
+        kernel = [] if backend else [Assumption(text=text, flag="--attention-backend")]
+        return [*vocabulary, *kernel]
     found = []
     if args.gradient_bytes is None and model.precision != "fp32":
         other = ("--gradient-bytes 2", {"gradient_bytes": 2})
@@ -70,6 +82,47 @@ def assumptions(args: argparse.Namespace, planner: Planner) -> list[Assumption]:
     if overlap:
         found.append(Assumption(text="gradients travel while passes compute", flag="--no-overlap"))
     return found
+
+
+def _vocabulary(args: argparse.Namespace, model: ModelSpec) -> list[Assumption]:
+    """That of a tokenizer whose files nobody reads here, where Megatron's flags give no size."""
+    kind = megatron_flag(args, "tokenizer_type")
+    given = any(megatron_flag(args, name) for name in ("vocab_size", "padded_vocab_size"))
+    if given or kind in (None, _OF_GPT2) or told_vocab_size(kind, None):
+        return []
+    twice = 2 * model.vocab_size
+    other = f"--vocab-size {twice}", {"vocab_size": twice}
+    text = f"a vocabulary of {model.vocab_size:,} tokens, which {kind} does not tell"
+    flag = "--vocab-size or --padded-vocab-size"
+    return [Assumption(text=text, flag=flag, otherwise=other, has_bytes=False)]
+
+
+def half_precision_line(args: argparse.Namespace, planner: Planner, plan: Plan) -> str:
+    """What `--bf16` would make of the command's layout, or else of the first row, where Megatron's
+    flags leave it out; empty where they do not, or nothing is priced."""
+    if args.megatron_args is None or planner.model.precision != "fp32" or planner.cluster.is_gloo:
+        return ""
+    asked = argparse.Namespace(**vars(args))
+    asked.megatron_args = f"{args.megatron_args} --bf16"
+    c, whose = (plan.ranked[0].configuration if plan.ranked else None), "row 1"
+    if args.launched is not None:
+        try:
+            size = planner.cluster.world_size
+            c, whose = present(args, plan.global_batch_size, size), "your command"
+        except UsageProblem:
+            pass
+    if c is None:
+        return ""
+    half = planner.on(planner.cluster, model=model_of(asked))
+    half.retime(())
+    try:
+        now, then = (one.priced(c).prediction.step_s for one in (planner, half))
+    except SpecError:
+        return ""
+    return (
+        f"without --bf16 the run computes in fp32: {whose} takes {now:.4g} s a step, and with "
+        f"--bf16 {then:.4g} s"
+    )
 
 
 def otherwise(planner: Planner, plan: Plan, assumed: list[Assumption]) -> dict[str, Any] | None:
@@ -95,41 +148,61 @@ def otherwise(planner: Planner, plan: Plan, assumed: list[Assumption]) -> dict[s
 
 
 def fits_better(args: argparse.Namespace, planner: Planner, assumed: list[Assumption]) -> list[str]:
-    """What measured peaks, and runs that ran out of memory, say of the assumptions: a line for each
-    that would explain them better the other way."""
-    now = _log_likelihood(planner, planner.model)
+    """What measured peaks, and runs that ran out of memory, say of the assumptions: at most a line,
+    with those that would explain them better the other way, the likeliest first."""
+    now = _Told.by(planner, planner.model)
+    some = (a.otherwise for a in assumed if a.otherwise is not None and a.has_bytes)
     found = [
-        (flag, "give it", _log_likelihood(planner, replace(planner.model, **fields)))
-        for flag, fields in (a.otherwise for a in assumed if a.otherwise is not None)
+        (f"{flag}{_BESIDES.get(flag, '')}", _Told.by(planner, replace(planner.model, **fields)))
+        for flag, fields in some
     ]
     told = [x for x in args.measured if ":" in x]
     # Without a word in CONFIG the optimizer's state was taken to be split.
     if told and len(told) == len(args.measured) and not any("zero=" in x for x in told):
-        whole = _log_likelihood(planner, planner.model, use_distributed_optimizer=False)
-        fix = "if the run had none, write zero=0 in its CONFIG"
-        found.append(("no distributed optimizer", fix, whole))
-    lines = []
-    for what, fix, then in found:
-        if (more := then - now) >= math.log(_TELLING):
-            times = f"{math.exp(more):.0f}" if more < math.log(1000.0) else "over 1000"
-            lines.append(f"the memory measured is {times} times as likely with {what}; {fix}")
-    return lines
+        whole = _Told.by(planner, planner.model, use_distributed_optimizer=False)
+        found.append(("no distributed optimizer (zero=0 in CONFIG)", whole))
+    # Another way that is only less sure explains nothing.
+    better = [(then.likely - now.likely, what) for what, then in found if then.misses < now.misses]
+    better = sorted((x for x in better if x[0] >= math.log(_TELLING)), reverse=True)
+    if not better:
+        return []
+
+    def times(more: float) -> str:
+        return f"{math.exp(more):.0f}" if more < math.log(1000.0) else "over 1000"
+
+    (most, first), *others = better
+    words = [f"{times(most)} times as likely with {first}"]
+    words += [f"{times(more)} times with {what}" for more, what in others]
+    return [f"the memory measured is {', '.join(words)}; if your run had {_ONE[bool(others)]}"]
 
 
-def _log_likelihood(planner: Planner, model: ModelSpec, **options: bool) -> float:
-    """Of the measured memory, if the model is implemented so, and the runs had these options."""
-    peaked = [t for t in planner.timings if t.peak_bytes is not None]
-    some = [*(t.configuration for t in peaked), *planner.too_large]
-    some = [replace(c, **options) for c in some]
-    if not some:
-        return 0.0
-    peak, sd = peaks(to_config_batch(model, planner.cluster, points_of(some)))
-    num = len(peaked)
-    measured = np.array([t.peak_bytes for t in peaked], dtype=float)
-    far = (measured / peak[:num] - 1.0) / sd[:num]
-    fits = fit_probability(peak[num:], planner.cluster.gpu.memory_bytes, sd[num:])
-    density = -np.square(far) / 2 - np.log(sd[:num] * peak[:num] / measured)
-    return float(density.sum() + np.log(np.maximum(1.0 - fits, 1e-6)).sum())
+@dataclass(frozen=True)
+class _Told:
+    """What measured memory says of a model."""
+
+    likely: float
+    """Logarithm of the likelihood."""
+    misses: float
+    """Bytes between prediction and measurement, of all runs; of one that ran out of memory, those
+    that are lacking to what a GPU has."""
+
+    @classmethod
+    def by(cls, planner: Planner, model: ModelSpec, **options: bool) -> _Told:
+        """If the model is implemented so, and the runs had these options."""
+        peaked = [t for t in planner.timings if t.peak_bytes is not None]
+        some = [*(t.configuration for t in peaked), *planner.too_large]
+        some = [replace(c, **options) for c in some]
+        if not some:
+            return cls(0.0, 0.0)
+        peak, sd = peaks(to_config_batch(model, planner.cluster, points_of(some)))
+        num, size = len(peaked), planner.cluster.gpu.memory_bytes
+        measured = np.array([t.peak_bytes for t in peaked], dtype=float)
+        far = (measured / peak[:num] - 1.0) / sd[:num]
+        fits = fit_probability(peak[num:], size, sd[num:])
+        density = -np.square(far) / 2 - np.log(sd[:num] * peak[:num] / measured)
+        likely = density.sum() + np.log(np.maximum(1.0 - fits, 1e-6)).sum()
+        misses = np.abs(measured - peak[:num]).sum() + np.maximum(size - peak[num:], 0.0).sum()
+        return cls(float(likely), float(misses))
 
 
 def assumed_lines(assumed: list[Assumption], other: dict[str, Any] | None) -> list[str]:

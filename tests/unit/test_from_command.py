@@ -82,6 +82,29 @@ def test_fp32_says_its_kernel_and_the_peak_of_its_mfu(capsys: pytest.CaptureFixt
     assert "\nfp32: MFU is a share of 156 TFLOP/s" in capsys.readouterr().out
 
 
+def test_a_command_in_fp32_is_told_what_bf16_would_take(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = SHAPE.replace(" --bf16", "")
+    said = json_of(capsys, f"{TORCHRUN} {whole} {NOW}", "--gpu A100-80GB --top 1")
+    half = json_of(capsys, f"{TORCHRUN} {SHAPE} {NOW}", "--gpu A100-80GB --top 1")
+    now, then = (x["present"]["prediction"]["step_s"] for x in (said, half))
+    assert now > 1.4 * then
+    _, text, _ = run(capsys, f"{TORCHRUN} {whole} {NOW}", "--gpu A100-80GB --top 1")
+    told = f"your command takes {now:.4g} s a step, and with --bf16 {then:.4g} s"
+    assert f"\nwithout --bf16 the run computes in fp32: {told}\n" in text
+    assert "without --bf16" not in run(capsys, f"{TORCHRUN} {SHAPE} {NOW}", "--gpu H100-80GB")[1]
+
+
+def test_a_vocabulary_that_nobody_gave_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = SHAPE.replace("--vocab-size 32000", "").replace("NullTokenizer", "HuggingFaceTokenizer")
+    for more, is_told in (("", True), ("--padded-vocab-size 32768", False)):
+        command = f"{TORCHRUN} {plain} --tokenizer-model x {more} {NOW}"
+        _, text, _ = run(capsys, command, "--gpu A100-80GB --top 1")
+        assert ("assumed: a vocabulary of 51,200 tokens" in text) == is_told
+        assert ("; with --vocab-size 102400 row 1 would " in text) == is_told
+
+
 def test_flash_attention_that_was_asked_for_is_not_assumed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
