@@ -28,6 +28,7 @@ from copus_ext.planner.commands import command_of, helps
 from copus_ext.planner.fixed import is_whole, kept
 from copus_ext.planner.from_command import (
     FLAG,
+    completed,
     fill_in,
     present,
     present_of,
@@ -37,6 +38,7 @@ from copus_ext.planner.from_command import (
 from copus_ext.planner.given_flags import flags_of_row, given_of
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
+    OPTIONS,
     InputProblem,
     UsageProblem,
     add_model_flags,
@@ -110,9 +112,9 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         epilog="\n".join([f"commands ({name} COMMAND --help):", *others]),
     )
     if command == "explain" or own.takes_configuration:
-        needed = None if command == "explain" else "?"
         words = "for example tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
-        p.add_argument("explain", metavar="CONFIG", nargs=needed, help=words)
+        words += f"; with {FLAG} what it leaves out is the command's" * (command == "explain")
+        p.add_argument("explain", metavar="CONFIG", nargs="?", help=words)
     add_inputs(p)
     out = add_answer(p, ["table", "json", *(FIRST_ROW if command == "search" else [])])
     if command != "explain":
@@ -222,6 +224,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     command = argv[0] if argv and argv[0] in known else "search"
     args = parser(command).parse_args(argv[1:] if argv and argv[0] in known else argv)
     args.command = command
+    if (args.explain or "").strip() == "" and (command == "explain" or args.explain is not None):
+        if args.explain is not None or args.launched is None:
+            more = f", or {FLAG}" if args.explain is None else ""
+            raise UsageProblem(f"CONFIG is missing; write it, for example tp2.pp4{more}")
+        args.explain = ""
     if args.global_batch_size is None:
         if (batch := batch_of_flags(args)) is None:
             raise UsageProblem("--global-batch-size is required, or a command that has it")
@@ -347,7 +354,10 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     """Prices the configuration asked for at every batch."""
     from copus_ext.planner import report
 
-    answers = [explained(args, planner, batch, args.explain) for batch in wanted]
+    text = args.explain if args.launched is None else completed(args, args.explain)
+    if planner.model.num_experts is None and sizes("CONFIG", text, OPTIONS).get("ep", 1) > 1:
+        raise UsageProblem(f"{text}: {planner.model.name} has no experts; drop ep and etp")
+    answers = [explained(args, planner, batch, text) for batch in wanted]
     answers = [(with_change(planner, a), code) for a, code in answers]
     answers = [
         (with_addition(args, planner, a), code) if code == 0 else (a, code) for a, code in answers

@@ -17,10 +17,12 @@ from copus_ext.planner.explain import GIB
 from copus_ext.planner.known_peaks import WORDS
 from copus_ext.planner.plan import Plan, Ranked
 from copus_ext.planner.request import (
+    OPTIONS,
     UsageProblem,
     configuration_of,
     is_number,
     parsed_flags,
+    sizes,
     specs,
     without_effect,
 )
@@ -279,6 +281,25 @@ def present(args: argparse.Namespace, batch: int, world_size: int) -> Configurat
     Raises:
         UsageProblem: none of so many GPUs, or stages of unlike length.
     """
+    text = completed(args, "")
+    return configuration_of(text, global_batch_size=batch, world_size=world_size)
+
+
+def completed(args: argparse.Namespace, text: str) -> str:
+    """A CONFIG with what it leaves out as in the command, as far as both go together.
+
+    Raises:
+        UsageProblem: another text, or a command with stages of unlike length.
+    """
+    own, words = sizes("CONFIG", text, OPTIONS), _words_of_command(args)
+    for size, name in (("tp", "sp"), ("cp", "cp_comm_type"), ("pp", "vpp")):
+        if own.get(size) == 1:
+            words.pop(name, None)
+    return ",".join(f"{name}={value}" for name, value in {**words, **own}.items())
+
+
+def _words_of_command(args: argparse.Namespace) -> dict[str, Any]:
+    """The parts of the CONFIG of the command, by name."""
     given = parsed_flags(args.megatron_args)
     if uneven := [n for n in _UNEVEN if n in given.explicit_flags]:
         raise UsageProblem(f"{FLAG}: stages of unlike length ({uneven[0]}) are not priced; drop it")
@@ -286,22 +307,22 @@ def present(args: argparse.Namespace, batch: int, world_size: int) -> Configurat
     vpp = given.num_virtual_stages_per_pipeline_rank or 1
     if layers := given.num_layers_per_virtual_pipeline_stage:
         vpp = max(given.num_layers // pp // layers, 1)
-    sizes: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "cp": given.context_parallel_size or 1}
-    sizes["ep"] = given.expert_model_parallel_size or 1
+    found: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "cp": given.context_parallel_size or 1}
+    found["ep"] = given.expert_model_parallel_size or 1
     if given.expert_tensor_parallel_size:
-        sizes["etp"] = given.expert_tensor_parallel_size
-    sizes["micro_batch"] = given.micro_batch_size or 1
+        found["etp"] = given.expert_tensor_parallel_size
+    found["micro_batch"] = given.micro_batch_size or 1
     how = given.recompute_granularity or ("selective" if given.recompute_activations else "none")
     if how == "full" and given.recompute_method == "block" and given.recompute_num_layers:
         how = f"block:{given.recompute_num_layers}"
-    words = {"recompute": how, "zero": int(given.use_distributed_optimizer)}
-    words["sp"] = int(tp > 1 and given.sequence_parallel)
+    words: dict[str, Any] = {"recompute": how, "zero": int(given.use_distributed_optimizer)}
+    if tp > 1:
+        words["sp"] = int(given.sequence_parallel)
     words["overlap"] = int(given.overlap_grad_reduce)
     words["use_tp_pp_dp_mapping"] = int(given.use_tp_pp_dp_mapping)
-    if sizes["cp"] > 1 and given.cp_comm_type:
+    if found["cp"] > 1 and given.cp_comm_type:
         words["cp_comm_type"] = {"a2a+p2p": "p2p"}.get(given.cp_comm_type[0], given.cp_comm_type[0])
-    text = ",".join(f"{name}={value}" for name, value in {**sizes, **words}.items())
-    return configuration_of(text, global_batch_size=batch, world_size=world_size)
+    return {**found, **words}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -370,3 +370,38 @@ torchrun ${{DISTRIBUTED_ARGS[@]}} pretrain_gpt.py {" ".join(SHAPE.split())} \\
     assert "--wandb-exp-name 'run # 2' " in args.megatron_args
     _, _, err = run(capsys, script.replace("NUM_NODES=", "N="), "--gpu A100-80GB")
     assert "has $NUM_NODES, which only a shell knows" in err
+
+
+def test_explain_takes_what_a_configuration_leaves_out_from_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["--from-command", f"{TORCHRUN} {SHAPE} {NOW}", "--gpu", "A100-80GB", "--json"]
+    for config, sizes, how in (
+        ([], (4, 2, 2, 2, 1), "selective"),
+        (["tp2.pp2,vpp=1"], (2, 2, 1, 4, 1), "selective"),
+        (["tp1.pp1,micro_batch=2,recompute=full"], (1, 1, 1, 16, 2), "full"),
+    ):
+        assert plan.main(["explain", *config, *command]) in (0, 4)
+        found = json.loads(capsys.readouterr().out)["explained"][0]
+        c = found.get("configuration") or found["example"]
+        assert tuple(c[n] for n in ("tp", "pp", "vpp", "dp", "micro_batch_size")) == sizes
+        assert c["recompute"]["mode"] == how and not c["overlap"]
+        assert c["sequence_parallel"] == (sizes[0] > 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["explain"], "CONFIG is missing; write it, for example tp2.pp4, or --from-command"),
+        (["explain", ""], "CONFIG is missing; write it, for example tp2.pp4\n"),
+        (["explain", "tp8.pp2.ep8", "--cluster", "a100-80g:128"], "has no experts; drop ep"),
+        (["explain", "tp8.pp2.ep8", "--cluster", "a100-80g:16"], "has no experts; drop ep"),
+    ],
+)
+def test_a_configuration_that_cannot_be_explained(
+    asked: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", "llama-2-7b", "--global-batch-size", "64"]
+    assert plan.main([*asked, *model]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1
