@@ -9,7 +9,7 @@ import pytest
 
 from copus_ext.commands import replay
 from copus_ext.controller.decision_log import NAME, read_journal
-from tests.helpers.jobs import TINY, losses_of, steps_of
+from tests.helpers.jobs import TINY, losses_of, steps_of, train
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.network_namespaces import star, why_not
 
@@ -17,14 +17,8 @@ from tests.helpers.network_namespaces import star, why_not
 pytestmark = pytest.mark.waits
 
 STEPS = 16
+LENGTH = ["--train-iters", str(STEPS)]
 COPUS = ["--copus", "--copus-policy", "static", "--copus-layouts", "all"]
-
-
-def train(names: list[str], run_dir: Path, *flags: str) -> None:
-    worker = [ROOT / "tests" / "distributed" / "worker_on_node.py", ",".join(names)]
-    trainer = [ROOT / "pretrain_gpt.py", *TINY.split(), "--train-iters", str(STEPS), *flags]
-    program = [*worker, *trainer, "--run-dir", run_dir]
-    run_ranks(program, len(names), timeout_s=480, launcher="direct").check()
 
 
 def test_a_live_job_on_four_nodes_moves_and_trains_the_same(
@@ -33,8 +27,10 @@ def test_a_live_job_on_four_nodes_moves_and_trains_the_same(
     if problem := why_not():
         pytest.skip(problem)
     with star(4, usual_mbit=8.0) as names:
-        train(names, tmp_path / "moved", *COPUS)
-        train(names, tmp_path / "plain")
+        worker = [ROOT / "tests" / "distributed" / "worker_on_node.py", ",".join(names)]
+        flags = [*TINY.split(), *LENGTH, *COPUS, "--run-dir", tmp_path / "moved"]
+        run_ranks([*worker, ROOT / "pretrain_gpt.py", *flags], len(names), timeout_s=480).check()
+    train(LENGTH, len(names), tmp_path / "plain").check()
     moves = [r for r in read_journal(tmp_path / "moved" / NAME) if r["kind"] == "relayout"]
     assert moves and moves[0]["start"] == "tp1.pp1.dp4", "the links are slow for data parallelism"
     assert all(move["outcome"]["kind"] == "moved" for move in moves)

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.waits
 WORKER = Path(__file__).with_name("worker_ways_out.py")
 TIMEOUT_S = 120
 STEPS = 2
+SHORT_STALL = {"COPUS_SAVE_STALL_S": "8"}
+"""A write that hangs is given up so soon."""
 WHILE_SAVING = ["--train-iters", "9", "--save-interval", "1", "--async-save", "--num-workers", "1"]
 """From the second step on, with a process that reads data beside it."""
 
@@ -45,7 +47,7 @@ def test_a_finished_run_that_is_started_again_ends_at_once(
 
 def leave(folder: Path, flags: list[str], ranks: int = 1, **way: Any) -> RanksResult:
     """A run that leaves as `worker_ways_out.py` can; each rank to its own end."""
-    env = {"COPUS_TEST_WAY": json.dumps(way)}
+    env = {"COPUS_TEST_WAY": json.dumps(way), **SHORT_STALL}
     program = [WORKER, *TINY.split(), *flags, "--save", folder]
     return run_ranks(program, ranks, timeout_s=TIMEOUT_S, env=env, ends_all=False)
 
@@ -91,6 +93,6 @@ def test_who_reads_what_a_killed_run_says_comes_to_its_end(tmp_path: Path) -> No
         ["-c", "import os, sys; sys.exit(os.system(sys.argv[1]))", f"{command} 2>&1 | cat"],
         1,
         timeout_s=TIMEOUT_S,
-        env={"COPUS_TEST_WAY": json.dumps(way)},
+        env={"COPUS_TEST_WAY": json.dumps(way), **SHORT_STALL},
     )
     assert result.orphans == 0 and "Signal 9 (SIGKILL)" in result.stdout, result.tail()
