@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 
 from megatron.trainer.common.core_version import since
+from tests.helpers.nightly import case
 from tests.helpers.on_ranks import on_ranks
 
 
 @pytest.mark.timeout(520)
-def test_saved_bytes_of_a_layer(tmp_path: Path) -> None:
-    rows = on_ranks("worker_activations", tmp_path, 4, timeout_s=480)
-    assert len(rows) == 30
+@pytest.mark.parametrize("step", [3, case(1, daily=False)])
+def test_saved_bytes_of_a_layer(tmp_path: Path, step: int) -> None:
+    """Of each case, or of every third."""
+    rows = on_ranks("worker_activations", tmp_path, 4, str(step), timeout_s=480)
+    assert len(rows) == 30 // step
     for row in rows:
         counted = row["counted"]
         if "--expert-model-parallel-size" in row["case"]:

@@ -10,17 +10,23 @@ import pytest
 
 from megatron.trainer.extras.convert.convert import convert
 from megatron.trainer.extras.convert.target import Changes
-from tests.distributed.worker_features import ALONE, BEFORE, LAYOUTS, MODELS, SAME
+from tests.distributed.worker_features import ALONE, BEFORE, DAILY, LAYOUTS, MODELS, SAME
+from tests.helpers.nightly import case, words_of
 from tests.helpers.on_ranks import on_ranks
 
 Runs = dict[str, list[list[float]]]
-CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if layout != "dp"]
+CASES = [
+    case(model, layout, daily=model in DAILY)
+    for model in MODELS
+    for layout in LAYOUTS
+    if layout != "dp"
+]
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def output(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("features")
-    on_ranks("worker_features", folder, 2, timeout_s=1000)
+    on_ranks("worker_features", folder, 2, *words_of(request), timeout_s=1000)
     return folder
 
 
@@ -52,6 +58,7 @@ def test_a_run_goes_on_under_another_layout(runs: Runs, model: str, layout: str)
     assert numbers(resumed) == pytest.approx(numbers(whole[BEFORE:]), rel=rel)
 
 
+@pytest.mark.nightly
 def test_every_flag_has_an_effect_of_its_own(runs: Runs) -> None:
     found = [str(runs[f"alone-{number}"]) for number in range(len(ALONE) + 2)]
     alike = {text: [i for i, other in enumerate(found) if other == text] for text in found}
@@ -64,7 +71,7 @@ def test_flags_of_the_schedule_change_no_number(runs: Runs) -> None:
     assert numbers(runs["grouped"]) == pytest.approx(numbers(runs["plain"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [case(name, daily=name in DAILY) for name in MODELS])
 def test_a_checkpoint_is_proved_complete_and_converts(
     output: Path, tmp_path: Path, model: str
 ) -> None:

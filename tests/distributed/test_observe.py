@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_observe import RUNS
+from tests.distributed.worker_observe import DAILY, RUNS
+from tests.helpers.nightly import case
 from tests.helpers.on_ranks import ranks_fixture
 
-runs = ranks_fixture("worker_observe", 2, timeout_s=560)
+runs = ranks_fixture("worker_observe", 2, timeout_s=560, has_nightly=True)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [case(name, daily=name in DAILY) for name in RUNS])
 def test_an_observed_run_is_the_plain_one(runs: dict[str, Any], name: str) -> None:
     plain, observed = runs[name], runs[f"{name} observed"]
     assert len(plain["steps"]) == 4

@@ -6,25 +6,32 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_ownership import CASES, MISTAKES
+from tests.distributed.worker_ownership import CASES, MISTAKES, NUM_DAILY
+from tests.helpers.nightly import case, words_of
 from tests.helpers.on_ranks import on_ranks
 
-NUMBERS = [(world, number) for world, cases in CASES.items() for number in range(len(cases))]
-IDS = [f"{world}-{CASES[world][number]}" for world, number in NUMBERS]
+NUMBERS = [
+    case(world, number, daily=number < NUM_DAILY, id=f"{world}-{one}")
+    for world, cases in CASES.items()
+    for number, one in enumerate(cases)
+]
 ConfigBatch = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[ConfigBatch]]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[ConfigBatch]]:
     found = {}
     for world in CASES:
         output = tmp_path_factory.mktemp(f"ownership{world}")
-        found[world] = on_ranks("worker_ownership", output, world, timeout_s=300)
+        words = words_of(request)
+        found[world] = on_ranks("worker_ownership", output, world, *words, timeout_s=300)
     return found
 
 
 @pytest.mark.timeout(640)
-@pytest.mark.parametrize(("world", "number"), NUMBERS, ids=IDS)
+@pytest.mark.parametrize(("world", "number"), NUMBERS)
 def test_the_twin_is_the_live_model(
     results: dict[int, list[ConfigBatch]], world: int, number: int
 ) -> None:
@@ -37,7 +44,7 @@ def test_the_twin_is_the_live_model(
     assert all(row["covered"] for row in rows), "records do not fill the live shards"
 
 
-@pytest.mark.parametrize(("world", "number"), NUMBERS, ids=IDS)
+@pytest.mark.parametrize(("world", "number"), NUMBERS)
 def test_no_two_ranks_hold_the_same(
     results: dict[int, list[ConfigBatch]], world: int, number: int
 ) -> None:

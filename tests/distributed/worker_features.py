@@ -39,6 +39,9 @@ MODELS = {
 }
 """Name -> base flags and the flags in question."""
 
+DAILY = ("llama", "latent", "further")
+"""The models of every commit."""
+
 LAYOUTS = {"dp": (1, 1, 1), "tp": (2, 1, 1), "pp": (1, 2, 1), "vpp": (1, 2, 2)}
 SHARED = ["--sequence-parallel"]
 BEFORE, AFTER = 1, 2
@@ -75,8 +78,8 @@ SAME = ["--num-distributed-optimizer-instances 2"]
 GROUPED = "--microbatch-group-size-per-virtual-pipeline-stage 3"
 
 
-def main(output: Path) -> Any:
-    """Returns losses and norms of gradient and weights of every run."""
+def main(output: Path, *words: str) -> Any:
+    """Returns losses and norms of gradient and weights of every run, or of those of a commit."""
 
     results: dict[str, list[list[float]]] = {}
 
@@ -85,7 +88,8 @@ def main(output: Path) -> Any:
         norms = ("grad_norm", "params_norm")
         results[name] = [[*step["losses"].values(), *(step[n] for n in norms)] for step in steps]
 
-    for model, (base, more) in MODELS.items():
+    for model in MODELS if words else DAILY:
+        base, more = MODELS[model]
         flags = [*more.split(), "--train-iters", str(BEFORE + AFTER), "--global-batch-size", "4"]
         saved = str(output / f"{model}-saved")
         for layout, sizes in LAYOUTS.items():
@@ -96,7 +100,7 @@ def main(output: Path) -> Any:
             if layout != "dp":
                 load = ["--load", saved, "--ckpt-step", str(BEFORE)]
                 record(f"{model}-{layout}-resumed", base, [*own, *load])
-    for number, (base, more) in enumerate([(LLAMA, ""), (GPT2, ""), *ALONE]):
+    for number, (base, more) in enumerate([(LLAMA, ""), (GPT2, ""), *ALONE * bool(words)]):
         record(f"alone-{number}", base, [*more.split(), *SHORT])
     for number, more in enumerate(SAME):
         record(f"same-{number}", LLAMA, [*more.split(), SHARDED, *SHORT])

@@ -24,17 +24,21 @@ RUNS = {
 """Name -> flags."""
 
 
-def main(output: Path) -> Any:
+DAILY = ("dropout", "balance of micro-batches", "bias")
+"""The runs of every commit."""
+
+
+def main(output: Path, *words: str) -> Any:
     import torch.distributed as dist
 
     from copus_ext.commands.pretrain import _train
 
     results: dict[str, Any] = {}
-    for name, flags in RUNS.items():
+    for name in RUNS if words else DAILY:
         for mode in ("", "--copus --copus-mode observe"):
             key, out = f"{name} observed" if mode else name, io.StringIO()
             folder = output / key.replace(" ", "_")
-            own = f"{flags} --train-iters 4 {mode} --run-dir {folder}"
+            own = f"{RUNS[name]} --train-iters 4 {mode} --run-dir {folder}"
             with contextlib.redirect_stdout(out):
                 assert _train(own.split()) == 0
             if dist.get_rank() == 0:

@@ -88,9 +88,13 @@ THREE_RANKS = [
     (1, 1, 1, "gpt2", f"{ODD} {BUCKETS} --global-batch-size 6"),
     (1, 3, 1, "gpt2", f"{BUCKETS} --num-layers 3"),
 ]
+PAIRS = [(*layout, *variant) for layout in LAYOUTS for variant in VARIANTS]
+NUM_DAILY = len(PAIRS[::4]) + len([*MORE, *SHARING, *CUTS, *EXPERTS])
+"""Those of four ranks that every commit has. They have each layout and each variant."""
 CASES = {
-    4: [(*layout, *variant) for layout in LAYOUTS for variant in VARIANTS]
-    + [*MORE, *SHARING, *CUTS, *EXPERTS],
+    4: PAIRS[::4]
+    + [*MORE, *SHARING, *CUTS, *EXPERTS]
+    + [pair for number, pair in enumerate(PAIRS) if number % 4],
     3: THREE_RANKS,
 }
 MISTAKES: dict[str, dict[str, Any]] = {
@@ -160,7 +164,7 @@ def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def main(output: Path) -> Any:
+def main(output: Path, *words: str) -> Any:
     import torch.distributed as dist
 
     from megatron.trainer.checkpoint.resume import merge_resume_config
@@ -170,7 +174,8 @@ def main(output: Path) -> Any:
 
     cases, before = [], None
     with use_device("cpu", local_rank=0, backend="gloo") as device:
-        for tp, pp, vpp, model, more in CASES[dist.get_world_size()]:
+        chosen = CASES[dist.get_world_size()]
+        for tp, pp, vpp, model, more in chosen if words else chosen[:NUM_DAILY]:
             flags = [*BASES[model].split(), *layout_flags(tp, pp, vpp), *more.split()]
             args = parse_args([*flags, "--train-iters", "1"])
             config = merge_resume_config(resolve(args, dist.get_world_size()), None, vocab_size=127)

@@ -132,7 +132,7 @@ def sent_by_all_to_all(output: Path) -> dict[str, float]:
     return {"counted": float(counted) / world, "predicted": predicted}
 
 
-SOME = 4
+SOME = 8
 """Every so manyth is taken, where some stand for all."""
 
 
