@@ -139,8 +139,10 @@ class Belief:
             return f"{head}, by the published law alone"
         law = self.law * math.exp(EXPONENT * float(self._x(self.looks[-1].samples)))
         ratio = self.multiplier * self.looks[-1].noise_scale / law
-        says = "is higher" if ratio > _AGREES else "is lower" if ratio < 1 / _AGREES else "agrees"
-        return f"{head}, by the published law and the measured noise scale, which {says}"
+        says = "which says more" if ratio > _AGREES else "which agrees with it"
+        says = "which says less" if ratio < 1 / _AGREES else says
+        scale = f"{self.multiplier:g} times the measured noise scale"
+        return f"{head}, by the published law and {scale}, {says}"
 
     def log_samples(self, batches: Sequence[int], samples: Any) -> Any:
         """[batches, points] ln of the samples that a unit of progress takes, E ln(1 + B / B_crit).

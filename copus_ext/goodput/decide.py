@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from copus_ext.goodput import constraints, policies
-from copus_ext.goodput.inputs import Candidate, Decision, DecisionInputs
+from copus_ext.goodput.inputs import TOO_LITTLE, Candidate, Decision, DecisionInputs
 from copus_ext.goodput.policy import Weighed
 
 _KEPT = 12
@@ -38,8 +38,7 @@ def _judged(s: DecisionInputs, policy: policies.Policy, c: Candidate) -> Candida
     reason = constraints.blocked_reason(s, policy, c.row)
     if reason or not c.blocked_reason:
         return replace(c, blocked_reason=reason)
-    would_not = "the pause would not pay off in the rest of the run"
-    return replace(c, blocked_reason=would_not if c.needed is None else gain_words(c))
+    return replace(c, blocked_reason=gain_words(c)) if c.blocked_reason == TOO_LITTLE else c
 
 
 def _decision(
@@ -79,8 +78,8 @@ def gain_words(c: Candidate) -> str:
     is_enough, needed = not c.blocked_reason, f"{100 * abs(c.needed):.1f}"
     if not c.gain_sd:
         return f"{words}, {'enough' if is_enough else 'too little'} (it needs {needed} %)"
-    kind = "gain" if c.needed > 0 else "loss"
-    limit = f"the limit is a {kind} of {needed} %"
+    limit = f"gain {needed} % or more" if c.needed > 0 else f"lose {needed} % at most"
+    limit = f"it must be predicted to {limit}"
     return f"{words}, {'' if is_enough else 'not '}worth a short trial ({limit})"
 
 
@@ -103,7 +102,7 @@ def _reason_to_stay(s: DecisionInputs, found: Weighed) -> str:
     if found.unknown:
         return found.unknown
     if best := best_alternative(s, found.candidates):
-        return f"{best.row}: {best.blocked_reason}"
+        return f"considered {best.row}: {best.blocked_reason}"
     sizes = [*s.rules.grid, s.now.global_batch_size]
     return f"no other batch from {min(sizes)} to {max(sizes)}, as the flags allow, fits or divides"
 

@@ -199,7 +199,7 @@ class Headroom:
             sd = f" +- {_percent(self.layout_sd)}" if self.layout_sd >= _SHOWN else ""
             words.append(f"the layout {_percent(self.layout)}{sd} %")
         elif self.num_layouts > 1:
-            words.append(f"no other layout {be} faster")
+            words.append(f"no other layout {be} predicted to be faster")
         if self.micro_batch >= _SHOWN:
             words.append(f"the micro-batch {_percent(self.micro_batch)} %")
         return words

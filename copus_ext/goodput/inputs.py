@@ -345,6 +345,10 @@ def build_inputs(
 
 PRESENT = "the present configuration"
 """What blocks the candidate that the run is in."""
+TOO_LITTLE = "it wins too little"
+"""What blocks a candidate whose gain is below the one needed; a decision says both in its place."""
+NEVER_PAYS = "the pause would not pay off in the rest of the run"
+"""What blocks a candidate whose pause exceeds the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)

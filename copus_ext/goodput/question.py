@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.goodput.inputs import PRESENT, Candidate, ConfigThroughput, DecisionInputs
+from copus_ext.goodput.inputs import (
+    NEVER_PAYS,
+    PRESENT,
+    TOO_LITTLE,
+    Candidate,
+    ConfigThroughput,
+    DecisionInputs,
+)
 from copus_ext.goodput.state import TRIED_STEPS
 from megatron.trainer.config.layout import Layout
 
@@ -131,13 +138,17 @@ def _candidate(s: DecisionInputs, costs: Costs, rest: _Rest, i: int) -> tuple[Ca
 
     width = _FAR * sd + pause + MARGIN
     needed = _rises_to(won, MARGIN, width=width) if sd else MARGIN + pause
+    blocked = "" if won(mean) > MARGIN else TOO_LITTLE
+    if sd and told >= 1.0:  # the run would end before the trial tells anything
+        blocked = "too few steps are left for a trial"
+    if needed >= PAUSES:  # a pause longer than the rest is never earned back
+        blocked = NEVER_PAYS
     return Candidate(
         row=row,
         gain=math.expm1(mean),
-        # A pause that is longer than the rest is never earned back.
         needed=math.expm1(needed) if needed < PAUSES else None,
         gain_sd=sd,
-        blocked_reason="" if won(mean) > MARGIN else "it wins too little",
+        blocked_reason=blocked,
     ), won(mean)
 
 

@@ -19,6 +19,7 @@ from copus_ext.monitor.explain import (
 from copus_ext.monitor.journal import (
     ABANDONED,
     CALLED_OFF,
+    SCHEDULED,
     SEGMENT,
     DecisionRecord,
     phase_words,
@@ -200,7 +201,7 @@ def journal(run: RunHistory) -> list[JournalLine]:
     for s in run.relayouts:
         if s.number not in tried and s.kind not in (CALLED_OFF, ABANDONED):  # these have a note
             what = f"Change of layout {s.start} to {s.to}"
-            why = "as --layout-schedule says" if s.number is None else ""
+            why = SCHEDULED if s in run.scheduled_moves else ""
             where = s.t, s.iteration, "change"
             lines.append(JournalLine(*where, what, why, outcome=relayout_result(s)))
     told = {event.iteration for event in run.events if event.kind == "phase"}

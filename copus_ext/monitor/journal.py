@@ -24,6 +24,8 @@ from megatron.trainer.config.layout import Layout
 MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
 """How a change of layout ends: it was made; the run ended before it began; the run left to start
 again."""
+SCHEDULED = "as --layout-schedule says"
+"""Why a schedule changed the layout."""
 _GIVEN_UP = {"relayout.cancelled": CALLED_OFF, "relayout.abandoned": ABANDONED}
 SEGMENT = "segment"
 """What a controller notes where a phase begins, which the record of steps tells as well."""

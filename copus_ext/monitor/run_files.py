@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from copus_ext.controller.decision_log import NAME as JOURNAL
 from copus_ext.controller.decision_log import read_journal, version_problem
-from copus_ext.monitor.journal import DecisionHistory, RelayoutRecord, relayout_of
+from copus_ext.monitor.journal import MOVED, DecisionHistory, RelayoutRecord, relayout_of
 from copus_ext.monitor.values import measured, number, table, text, whole, written
 from copus_ext.reshard.checked import read_value
 from megatron.trainer.common.control import PAUSE_FILE, STOP_FILE
@@ -211,6 +211,13 @@ class RunHistory:
         if self.launches:
             return self.launches[-1].name
         return self.steps[-1].launch if self.steps else ""
+
+    @property
+    def scheduled_moves(self) -> list[RelayoutRecord]:
+        """Changes of layout that a schedule made: only those are in the record of steps."""
+        events = (e for e in self.events if e.kind == "relayout")
+        found = (relayout_of(event.about, event.kind, None) for event in events)
+        return [move for move in found if move.kind == MOVED]
 
     @property
     def since_start(self) -> list[Event]:

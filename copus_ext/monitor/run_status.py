@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import DecisionInputs
-from copus_ext.monitor.journal import MOVED, DecisionRecord
+from copus_ext.monitor.journal import MOVED, SCHEDULED, DecisionRecord, RelayoutRecord
 from copus_ext.monitor.liveness import OVER, RunLiveness, State, is_paused, liveness
 from copus_ext.monitor.run_files import (
     END_BYTES,
@@ -104,8 +104,8 @@ class ChangeStatus:
     speed_over_predicted: float | None
     pause_s: float | None
     state: str
-    """`measured`, `being measured`, `only observed`, `under way`, or why it was not made; after the
-    end of a run also `not measured` and `not finished`."""
+    """`measured`, `being measured`, `only observed`, `under way`, `scheduled`, or why it was not
+    made; after the end of a run also `not measured` and `not finished`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -475,9 +475,30 @@ def _last_decision(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes_of(run: RunHistory, *, is_alive: bool) -> list[ChangeStatus]:
     """Every decision to change something that no restart has undone, each once: a launch that goes
-    on from there may decide it again."""
+    on from there may decide it again. Moves of --layout-schedule stand among them."""
     chosen = {(d.number, d.iteration): d for d in run.decisions.standing if d.is_change}
-    return [_change(d, is_alive=is_alive) for d in chosen.values()]
+    changes = [_change(d, is_alive=is_alive) for d in chosen.values()]
+    changes += map(_scheduled, run.scheduled_moves)
+    return sorted(changes, key=lambda change: change.iteration or 0)
+
+
+def _scheduled(move: RelayoutRecord) -> ChangeStatus:
+    """A move of --layout-schedule, of which nothing is predicted or measured."""
+    return ChangeStatus(
+        number=None,
+        iteration=move.iteration,
+        kind="relayout",
+        to=f"{move.to}, {SCHEDULED}",
+        gain=None,
+        gain_sd=None,
+        samples_per_s_before=None,
+        predicted_samples_per_s=None,
+        predicted_sd=None,
+        samples_per_s=None,
+        speed_over_predicted=None,
+        pause_s=move.pause_s,
+        state="scheduled",
+    )
 
 
 def _change(d: DecisionRecord, *, is_alive: bool) -> ChangeStatus:

@@ -1,10 +1,11 @@
-"""What the controller did with a run and whether that brought it forward: one sentence for all."""
+"""What the controller did with a run and whether that brought it forward: one sentence for all
+that it decided, and one for what a schedule moved."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from copus_ext.monitor.journal import DecisionRecord
+from copus_ext.monitor.journal import SCHEDULED, DecisionRecord
 from copus_ext.monitor.liveness import RunLiveness
 from copus_ext.monitor.run_files import RunHistory
 from copus_ext.monitor.time_saved import TimeSaved
@@ -28,8 +29,15 @@ def verdict(signs: RunLiveness, run: RunHistory, line: str, saved: TimeSaved | N
     head = f"{words[:1].upper()}{words[1:]}{steps}"
     if not line:
         has = "has" if signs.is_alive else "had"
-        return f"{head}." if signs.state == "empty" else f"{head}; it {has} no controller."
-    return f"{head}; {_brought(run, line, saved, _verbs(signs))}."
+        head = head if signs.state == "empty" else f"{head}; it {has} no controller"
+        return f"{head}.{_scheduled(run)}"
+    return f"{head}; {_brought(run, line, saved, _verbs(signs))}.{_scheduled(run)}"
+
+
+def _scheduled(run: RunHistory) -> str:
+    """What --layout-schedule moved, in a sentence of its own; empty if nothing."""
+    to = [move.to for move in run.scheduled_moves]
+    return f" The layout moved {_times(len(to))}, to {to[-1]}, {SCHEDULED}." if to else ""
 
 
 def _verbs(signs: RunLiveness) -> tuple[str, str]:

@@ -54,7 +54,10 @@ def test_it_does_what_its_page_says(
     assert re.fullmatch(line, end[0]) and "why: file://" in end[1], end
     assert re.search(r"^   copus: (\d+ change|nothing was changed)", done.stdout, re.MULTILINE)
     shown, log = done.stdout.splitlines(), (tmp_path / "run/log.txt").read_text()
-    assert len(shown) <= 60 and "   the layout is tp1.pp2.dp1 after " in done.stdout
+    assert (
+        len(shown) <= 60
+        and "   the layout is tp1.pp2.dp1, as --layout-schedule says, after " in done.stdout
+    )
     losses = re.findall(r"^   held-out loss:((?: \d\.\d\d)+)$", done.stdout, re.MULTILINE)
     assert len(" ".join(losses).split()) == log.count(" validation loss at ") - 2 > 10
     assert all(line.strip() in log for line in shown if line.startswith("   copus: "))

@@ -19,13 +19,17 @@ NUMBER, LAYOUT = r"[-+]?\d+(?:\.\d+)?", r"tp\d+\.pp\d+(?:\.vpp\d+)?\.dp\d+"
 CHANGE = rf"(?:(?:, )?(?:batch|micro-batch) {NUMBER} -> {NUMBER})+"
 GAIN = (
     rf"predicted to (?:gain|lose) {NUMBER}(?: \+- {NUMBER})? %, (?:enough \(it needs {NUMBER} %\)"
-    rf"|worth a short trial \(the limit is a (?:gain|loss) of {NUMBER} %\))"
+    r"|worth a short trial \(it must be predicted to "
+    rf"(?:gain {NUMBER} % or more|lose {NUMBER} % at most)\))"
 )
 CRITICAL = (
     rf"critical batch size about {NUMBER} samples \({NUMBER} to {NUMBER}\), by the published "
-    r"law (?:alone|and the measured noise scale, which (?:agrees|is higher|is lower))"
+    r"law (?:alone|and 8 times the measured noise scale, "
+    r"which (?:agrees with it|says more|says less))"
 )
-STAYS = rf"batch {NUMBER} in micro-batches of {NUMBER} on {LAYOUT}: .+|the learning rate .+"
+STAYS = (
+    rf"considered batch {NUMBER} in micro-batches of {NUMBER} on {LAYOUT}: .+|the learning rate .+"
+)
 LINE = re.compile(
     rf" +\d+  step +\d+  same +(?:(?:batch) +{CHANGE}; (?:{GAIN}); {CRITICAL}"
     rf"(?:; aims at batch {NUMBER}|; batch {NUMBER} is predicted best)?|stay +(?:{STAYS}))"

@@ -124,9 +124,12 @@ def test_noise_moves_the_belief_as_far_as_it_is_sure() -> None:
     ("looks", "words"),
     [
         ((), "about 200 samples (50 to 800), by the published law alone"),
-        ((Look(samples=END, noise_scale=25.0, log_variance=0.01),), "which agrees"),
-        ((Look(samples=END, noise_scale=250.0, log_variance=0.01),), "which is higher"),
-        ((Look(samples=END, noise_scale=2.5, log_variance=0.01),), "which is lower"),
+        (
+            (Look(samples=END, noise_scale=25.0, log_variance=0.01),),
+            "and 8 times the measured noise scale, which agrees with it",
+        ),
+        ((Look(samples=END, noise_scale=250.0, log_variance=0.01),), "which says more"),
+        ((Look(samples=END, noise_scale=2.5, log_variance=0.01),), "which says less"),
     ],
 )
 def test_words(looks: tuple[Look, ...], words: str) -> None:

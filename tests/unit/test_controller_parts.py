@@ -563,11 +563,13 @@ def test_the_journal_which_knows_no_infinity_can_hold_every_setting() -> None:
 
 def test_words_for_the_log() -> None:
     stays = decide(situation(16, 64.0, in_ramp=True))
-    want = f"copus: batch 16 stays | aims at batch {stays.target_batch:.0f} | batch 64 in"
+    want = (
+        f"copus: batch 16 stays | aims at batch {stays.target_batch:.0f} | considered batch 64 in"
+    )
     assert want in decision_line(stays)
     moves = decide(situation(16, 64.0))
     assert "would change batch 16 -> 64; predicted to gain" in decision_line(moves)
-    assert "by the published law and the measured noise scale, which" in moves.reason
+    assert "by the published law and 4 times the measured noise scale, which" in moves.reason
     length = length_line(3200, before=400, after=354)
     assert "measured in samples: its 3200 samples now end at step 354 instead of 400" in length
     assert "nothing was changed" in summary([], mode="act")

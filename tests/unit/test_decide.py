@@ -226,7 +226,7 @@ def test_a_micro_batch_that_nobody_timed_is_tried() -> None:
     now = row(16, 10.0)
     untimed = dataclasses.replace(row(16, 9.8, micro=8, sd=0.15), source="predicted")
     s = situation(16, rows=[now, untimed])
-    assert decide(s).to == untimed and ", worth a short trial (the limit" in decide(s).reason
+    assert decide(s).to == untimed and ", worth a short trial (it must" in decide(s).reason
     for stays in (
         dataclasses.replace(untimed, samples_per_s=6.0),
         dataclasses.replace(untimed, relative_sd=0.02),
@@ -242,7 +242,7 @@ def test_a_layout_that_nobody_timed_is_tried_once_the_present_one_is_known() -> 
     now = row(16, 10.0)
     untimed = dataclasses.replace(row(16, 9.8, dp=1, micro=8, sd=0.2), source="predicted")
     s = situation(16, rows=[now, untimed], flags={"copus_layouts": "all"})
-    assert decide(s).to == untimed and ", worth a short trial (the limit" in decide(s).reason
+    assert decide(s).to == untimed and ", worth a short trial (it must" in decide(s).reason
     guess = dataclasses.replace(now, source="predicted")
     early = decide(dataclasses.replace(s, rows=(guess, untimed)))
     assert early.kind == "stay" and "not timed yet" in early.reason

@@ -127,6 +127,23 @@ def test_all_kinds_of_changes_are_counted(tmp_path: Path) -> None:
     assert _changes([moved]) == "the batch once (from 64 to 16) and the layout once"
 
 
+def test_a_move_of_the_schedule_counts_in_sentence_and_table(tmp_path: Path) -> None:
+    run = grown(tmp_path)
+    outcome = {"kind": "moved", "reason": "", "phases": {}, "pause_s": 0.2}
+    where = {"number": None, "start": "tp1.pp2.dp1", "to": "tp1.pp1.dp2"}
+    run.tracker.event("relayout", run.iteration, run.samples, **where, outcome=outcome)
+    done(run)
+    told = read_status(tmp_path).verdict
+    assert GREW in told
+    assert told.endswith(". The layout moved once, to tp1.pp1.dp2, as --layout-schedule says.")
+    rows = report_of(RunReader(tmp_path)).changes
+    assert [row[1] for row in rows] == [
+        "batch 16 in 2",
+        "tp1.pp1.dp2, as --layout-schedule says",
+    ], rows
+    assert rows[-1][5] == "scheduled"
+
+
 def test_without_a_controller_nothing_is_judged(tmp_path: Path) -> None:
     with Tracker(tmp_path, launch="a") as tracker:
         tracker.event("run.start", 0, 0, layout="tp1.pp1.dp1")

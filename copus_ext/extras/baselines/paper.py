@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from copus_ext.goodput.inputs import PRESENT, Candidate, ConfigThroughput, DecisionInputs
+from copus_ext.goodput.inputs import (
+    NEVER_PAYS,
+    PRESENT,
+    TOO_LITTLE,
+    Candidate,
+    ConfigThroughput,
+    DecisionInputs,
+)
 from copus_ext.goodput.policy import WARMING_UP, Weighed, unknown_noise
 
 MARGIN, _ROUNDING = 0.10, 1e-12
@@ -34,6 +41,7 @@ class _Paper:
             gain = None if not base else value / base - 1.0
             needed = _needed(s, cost_s)
             fits = gain is None or gain > needed
+            lacks = NEVER_PAYS if math.isinf(needed) else TOO_LITTLE
             found.append(
                 (
                     value / (base or 1.0) * _discount(s, cost_s),
@@ -42,7 +50,7 @@ class _Paper:
                         gain=gain,
                         needed=None if gain is None or math.isinf(needed) else needed,
                         gain_sd=None if gain is None else 0.0,
-                        blocked_reason="" if fits else "it wins too little",
+                        blocked_reason="" if fits else lacks,
                     ),
                 )
             )

@@ -129,7 +129,8 @@ class PhaseLayouts(Callback):
             return
         wanted, layout = phase_of(context.config).layout, context.config.layout
         if outcome.kind == "moved":
-            print(f"the layout is {layout} after {outcome.pause_s:.1f} s", flush=True)
+            why = "as --layout-schedule says"
+            print(f"the layout is {layout}, {why}, after {outcome.pause_s:.1f} s", flush=True)
         else:
             told = f"the layout stays {layout}, not {wanted}: {outcome.reason}"
             print(f"ALERT: {told}", flush=True)
