@@ -13,10 +13,10 @@ from typing import Any
 from copus_ext.planner.given_flags import flags_of_row, given_of
 from copus_ext.planner.request import (
     UsageProblem,
-    borrowed_constants,
     constants_of,
     length_from,
     length_line,
+    untimed,
 )
 
 _FACTORS = {"across": "messages between nodes (of pp and dp)", "launch": "start of kernels"}
@@ -49,16 +49,15 @@ def tell_json(
     """Writes the answer as `docs/plan.schema.json` describes it."""
     from copus_ext.planner import report
 
-    about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
     record = report.to_json(
         planner.model,
         planner.cluster,
         found,
-        constants=about,
+        constants=constants_of(args, planner),
         seq_length_from=length_from(args),
         assumed=[one.text for one in beside.assumed],
         otherwise=beside.otherwise,
-        warnings=[*([borrowed] if borrowed else []), *beside.better],
+        warnings=[*untimed(args, planner), *beside.better],
     )
     given = given_of(args)
     for plan, told in zip(found.plans, record["plans"]):
@@ -111,7 +110,8 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     ):
         say(line)
     report.table(found, console, is_mixture=is_mixture, shows_cp=asked)
-    say(borrowed_constants(args, planner))
+    for line in untimed(args, planner):
+        say(line)
     say(beside.first[0] if beside.first is not None else "")
     if beside.decay is not None:
         words = decay_words(beside.decay["timescale"])

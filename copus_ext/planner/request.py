@@ -502,7 +502,16 @@ def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:
     return {**describe(file), "values": planner.constants.to_json()}
 
 
-def borrowed_constants(args: argparse.Namespace, planner: Any) -> str:
+def untimed(args: argparse.Namespace, planner: Any) -> list[str]:
+    """What of an answer rests on no time of any GPU."""
+    found = [line] if (line := _borrowed_constants(args, planner)) else []
+    if planner.model.num_experts is not None and not planner.cluster.is_gloo:
+        what = "routing, its exchanges and products of few rows are assumptions"
+        found.append(f"no GPU has timed a mixture of experts for this table: {what}")
+    return found
+
+
+def _borrowed_constants(args: argparse.Namespace, planner: Any) -> str:
     """Whose constants stand in for those of a device that was never timed; empty if it was, or if
     the user gave a file."""
     about, gpu = constants_of(args, planner), planner.cluster.gpu.name

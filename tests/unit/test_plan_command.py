@@ -558,7 +558,10 @@ def test_a_mixture_is_planned_with_the_sizes_of_its_experts(
     assert code == 0 and at == list(range(at[0], at[0] + 4))
     assert re.search(r"--fix tp=2,.*,ep=4,etp=1 ", out), "what to time"
     assert " 4    1 " in first
+    never = "\nno GPU has timed a mixture of experts for this table: routing"
+    assert never in out
     _, dense, _ = run(capsys, f"{SEVEN} --global-batch-size 16")
+    assert never not in dense
     assert not {"ep", "etp"} & set(dense[dense.index("rank ") :].splitlines()[0].split())
     record = json.loads(run(capsys, f"{MIXTRAL},256 --json --top 2")[1])
     jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
