@@ -13,8 +13,9 @@
 # and commands in the same comparisons; further engines, disks and faults; what a link or a step is
 # timed for; the core without each extra, the rank tests of all extras, all of this on the newest
 # megatron-core with its checkpoints, kills and moves of experts; and `gpu_stub`.
-# `ranks` runs those of the extras that have changed within an hour of the last commit. `gpu_stub`
-# runs torch's CUDA build (5 GB, in an environment of its own) on a stub of CUDA's libraries.
+# `ranks` runs those of the extras that have changed in the four hours before the last commit, or of
+# all if their contract has. `gpu_stub` runs torch's CUDA build (5 GB, in an environment of its own)
+# on a stub of CUDA's libraries.
 #
 # PARTS names the parts, too. As root on Debian it installs the packages of SLURM, Chromium and
 # Prometheus. Without them the last two parts, and the test of the alert rules, are skipped.
@@ -130,8 +131,12 @@ extra_rank_files() {
         ls tests/extras/*/test_ranks_*.py 2>/dev/null || true
         return
     fi
-    changed=$(git log --since="@$(($(git log -1 --format=%ct) - 3600))" --name-only --format=) ||
-        return 0
+    changed=$(git log --since="@$(($(git log -1 --format=%ct) - 14400))" --name-only --format=) ||
+        changed=common/extras.py
+    if grep -qE '/(extras|step_feature)\.py$' <<<"$changed"; then
+        ls tests/extras/*/test_ranks_*.py 2>/dev/null || true
+        return
+    fi
     for extra in $(grep -oE 'extras/[a-z_]+/' <<<"$changed" | cut -d/ -f2 | sort -u); do
         ls "tests/extras/$extra"/test_ranks_*.py 2>/dev/null || true
     done
