@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -54,6 +55,7 @@ from copus_ext.planner.request import (
     megatron_flag,
     model_of,
     notes_on,
+    reason_of,
     sizes,
     uses_tp_pp_dp_mapping,
 )
@@ -89,6 +91,10 @@ class _Parser(argparse.ArgumentParser):
     """Raises `UsageProblem` for what it cannot read."""
 
     def error(self, message: str) -> NoReturn:
+        wrong = re.fullmatch(r"argument (\S+): invalid (int|float) value: '(.*)'", message)
+        if wrong is not None:
+            kind = "whole number" if wrong[2] == "int" else "number such as 0.5 or 15e12"
+            message = f"{wrong[1]} {wrong[3]}: write a {kind}, without a unit"
         raise UsageProblem(with_hint(self, message))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -274,7 +280,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         try:
             constants = Constants.load(args.constants)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputProblem(f"--constants {args.constants}: {error}") from error
+            raise InputProblem(f"--constants {args.constants}: {reason_of(error)}") from error
     fill_in(args)
     model = model_of(args)
     if lacks := STAND_INS.get(args.model):

@@ -76,6 +76,8 @@ _IMPLEMENTED = ("implementation", "attention", "norm", "gradient_bytes", "optimi
 """Flags of a model that a name or a config.json does not say."""
 _NO_MATTER = ("eval_", "exit_", "lr_", "min_lr", "adam_", "clip_grad")
 """Beginnings of fields that no plan depends on."""
+_STATE = ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _LINKS = {"intra_bytes_per_s": "--intra", "nic_bytes_per_s": "--nic"}
 _MAPPING = "use_tp_pp_dp_mapping"
 OPTIONS = ("recompute", "sp", "zero", "overlap", "cp_comm_type", "logits_chunks", _MAPPING)
@@ -93,13 +95,19 @@ class InputProblem(Exception):
     """A file that is missing, unreadable or inconsistent."""
 
 
+def reason_of(error: Exception) -> str:
+    """What went wrong with a file, without the number of the error."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def batches(text: str) -> list[int]:
     """Reads `512`, `64,128`, `64:4096:x2` or `64:1024:+64`."""
     try:
         if ":" not in text:
+            first = last = step = ""
             sizes = [int(part) for part in text.split(",")]
         else:
-            first, last, step = text.split(":")
+            first, last, step = (part.strip() for part in text.split(":"))
             sizes, size = [], int(first)
             if size < 1 or step[0] not in "x+" or int(step[1:]) < (2 if step[0] == "x" else 1):
                 raise ValueError
@@ -110,7 +118,10 @@ def batches(text: str) -> list[int]:
         raise UsageProblem(
             f"--global-batch-size {text}: write 512, or 64,128, or 64:4096:x2, or 64:256:+64"
         ) from None
-    if not sizes or min(sizes) < 1 or max(sizes) > LARGEST:
+    if not sizes:
+        fix = f"write {last}:{first}:{step}"
+        raise UsageProblem(f"--global-batch-size {text}: {last} is below {first}; {fix}")
+    if min(sizes) < 1 or max(sizes) > LARGEST:
         raise UsageProblem(f"--global-batch-size {text}: sizes must be from 1 to {LARGEST}")
     return sorted(set(sizes))
 
@@ -273,21 +284,28 @@ def model_of(args: argparse.Namespace) -> Any:
 def _described_model(args: argparse.Namespace) -> Any:
     """The model of a name, a file or Megatron's flags."""
     if (args.model is None) == (args.megatron_args is None):
-        words = "--megatron-args" if getattr(args, "launched", None) is None else "--from-command"
-        raise UsageProblem(f"give one of --model and {words}")
+        ways = ["--model", "--megatron-args"]
+        if getattr(args, "launched", None) is not None:
+            ways = ["--model"]
+        last = " and --from-command" if hasattr(args, "from_command") else ""
+        words = ", ".join(ways) + last if last else " and ".join(ways)
+        raise UsageProblem(f"give one of {words}")
     if args.megatron_args is not None:
         try:
             flags_of(args.megatron_args)
         except ValueError as error:
             raise UsageProblem(f"--megatron-args: {error}") from error
-        spec = spec_of_arguments(parsed_flags(args.megatron_args))
+        given = parsed_flags(args.megatron_args)
+        if given.bf16 and given.fp16:
+            raise UsageProblem("--bf16 excludes --fp16; drop one")
+        spec = dataclasses.replace(spec_of_arguments(given), **_state_bytes(given))
     elif args.model in PRESETS:
         spec = PRESETS[args.model]
     elif args.model.endswith(".json"):
         try:
             return spec_of_config(Path(args.model), seq_length=args.seq_length)
         except (OSError, UnicodeDecodeError) as error:
-            raise InputProblem(f"--model {args.model}: {error}") from error
+            raise InputProblem(f"--model {args.model}: {reason_of(error)}") from error
         except SpecError as error:
             if "required" in str(error):
                 raise UsageProblem(str(error)) from error
@@ -338,7 +356,38 @@ def parsed_flags(megatron_args: str) -> Any:
             for name, text in ((flag, following), (before, word))
         ):
             kept.append(word)
-    return parse_args(kept)
+    kept, dtypes = _without_dtypes(kept)
+    found = parse_args(kept)
+    found.state_dtypes = dtypes
+    return found
+
+
+def _without_dtypes(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The words without the flags that say in which format the optimizer keeps its state, which
+    this trainer refuses and a plan prices; and their values. Megatron-LM takes them with
+    --use-precision-aware-optimizer alone."""
+    if "--use-precision-aware-optimizer" not in words:
+        return words, {}
+    kept, found, is_value = list[str](), dict[str, str](), False
+    for word, following in zip(words, [*words[1:], ""]):
+        name, joined, value = word.partition("=")
+        value = value if joined else following
+        if name in _STATE and value in _BYTES:
+            found[name], is_value = value, not joined
+        elif is_value:
+            is_value = False
+        else:
+            kept.append(word)
+    return kept, found
+
+
+def _state_bytes(given: Any) -> dict[str, int]:
+    """The fields of a model that those flags say."""
+    sizes = {flag: _BYTES[value] for flag, value in given.state_dtypes.items()}
+    found = {"gradient_bytes": sizes["--main-grads-dtype"]} if "--main-grads-dtype" in sizes else {}
+    if set(sizes) - {"--main-grads-dtype"}:
+        found["optimizer_bytes"] = sum(sizes.get(flag, 4) for flag in _STATE[1:])
+    return found
 
 
 def megatron_flag(args: argparse.Namespace, name: str) -> Any:
@@ -392,7 +441,12 @@ def notes_on(megatron_args: str, *, no_overlap: bool, priced: bool = False) -> l
         )
     if unpriced:
         notes.append(f"the cost model does not know {', '.join(unpriced)}: priced as if not given")
-    notes += notes_of(args.ignored_flags)
+    ignored = args.ignored_flags
+    if args.state_dtypes:
+        flags, them = ", ".join(args.state_dtypes), "them" if len(args.state_dtypes) > 1 else "it"
+        notes.append(f"{flags}: priced; copus pretrain refuses {them}")
+        ignored = [name for name in ignored if name != "--use-precision-aware-optimizer"]
+    notes += notes_of(ignored)
     if searched and not priced:
         fix = "keep sizes with --fix and --recompute"
         notes.append(f"the search finds what {', '.join(searched)} would say; {fix}")
@@ -476,22 +530,44 @@ def _described_cluster(args: argparse.Namespace) -> Any:
     named = {"--gpu": args.gpu, "--nodes": args.nodes, "--gpus-per-node": args.gpus_per_node}
     also = [flag for flag, value in named.items() if value is not None]
     if args.cluster is not None and also:
-        raise UsageProblem(f"--cluster {args.cluster} names the machine; drop {', '.join(also)}")
+        fix = f"drop {', '.join(also)}{_by_nodes(args.cluster, args.gpus_per_node)}"
+        raise UsageProblem(f"--cluster {args.cluster} names the machine; {fix}")
     if args.cluster is not None and args.cluster.endswith(".json"):
         try:
             return ClusterSpec.load(Path(args.cluster))
         except (OSError, UnicodeDecodeError) as error:
-            raise InputProblem(f"--cluster {args.cluster}: {error}") from error
+            raise InputProblem(f"--cluster {args.cluster}: {reason_of(error)}") from error
         except SpecError as error:
             raise InputProblem(str(error)) from error
     if args.cluster == "here":
         return here()
     if args.cluster is not None:
-        return preset(args.cluster)
+        try:
+            return preset(args.cluster)
+        except SpecError as error:
+            how = _by_nodes(args.cluster, None) if "do not fill" in str(error) else ""
+            raise SpecError(f"{error}{how}") from error
     if args.gpu is None or args.nodes is None:
         raise UsageProblem("give --cluster, or --nodes, --gpus-per-node and --gpu")
     per_node = GPUS_PER_NODE if args.gpus_per_node is None else args.gpus_per_node
     return of_gpu(args.gpu, nodes=args.nodes, gpus_per_node=per_node)
+
+
+def _by_nodes(cluster: str, gpus_per_node: int | None) -> str:
+    """How to write KIND:GPUS with nodes of another size than usual; empty where it is not that."""
+    kind, _, number = cluster.partition(":")
+    if cluster.endswith(".json") or not is_number(number) or kind == "cpu":
+        return ""
+    try:
+        usual = preset(f"{kind}:1")
+    except SpecError:
+        return ""
+    gpus = int(number)
+    per_node = gpus_per_node or next(n for n in (4, 2, 1) if gpus % n == 0)
+    if per_node < 1 or gpus % per_node:
+        return ""
+    how = f"--gpu {usual.gpu.name} --nodes {gpus // per_node} --gpus-per-node {per_node}"
+    return f", or write {how}"
 
 
 def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:

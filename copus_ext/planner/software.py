@@ -56,13 +56,14 @@ def assumptions(args: argparse.Namespace, planner: Planner) -> list[Assumption]:
         return []
     if args.megatron_args is not None:
         names = "attention_backend", "use_flash_attn"
+        where = "--megatron-args" if args.launched is None else "--from-command"
         backend = any(megatron_flag(args, name) for name in names)
         text, vocabulary = _KERNELS[model.fused_attention], _vocabulary(args, model)
         if model.precision == "fp32" and model.fused_attention:
             text = "fp32 with flash attention, which GPUs have in half precision alone"
-            flag = "--bf16 or --attention-backend unfused"
+            flag = f"--bf16 or --attention-backend unfused in {where}"
             return [*vocabulary, Assumption(text=text, flag=flag)]
-        kernel = [] if backend else [Assumption(text=text, flag="--attention-backend")]
+        kernel = [] if backend else [Assumption(text=text, flag=f"--attention-backend in {where}")]
         return [*vocabulary, *kernel]
     found = []
     if args.gradient_bytes is None and model.precision != "fp32":

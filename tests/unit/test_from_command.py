@@ -111,7 +111,8 @@ def test_flash_attention_that_was_asked_for_is_not_assumed(
     for more, is_told in (("", True), ("--use-flash-attn", False)):
         command = f"{TORCHRUN} {SHAPE} {NOW} {more}"
         _, text, _ = run(capsys, command, "--cluster a100-80g --top 1")
-        assert ("assumed: flash attention" in text) == is_told
+        told = "assumed: flash attention; change it with --attention-backend in --from-command\n"
+        assert (told in text) == is_told
 
 
 def test_what_rows_have_and_the_command_lacks_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,3 +406,63 @@ def test_a_configuration_that_cannot_be_explained(
     assert plan.main([*asked, *model]) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
+
+
+def test_state_of_the_optimizer_in_few_bytes_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"{TORCHRUN} {SHAPE} {NOW} --use-precision-aware-optimizer"
+    states: dict[str, dict[str, Any]] = {}
+    for more in ("", "--main-grads-dtype bf16", "--exp-avg-dtype=bf16 --exp-avg-sq-dtype fp8"):
+        record = json_of(capsys, f"{command} {more}", "--gpu A100-80GB --top 1")
+        states[more] = record["inputs"]["model"]
+    none, gradients, moments = states.values()
+    assert (none["gradient_bytes"], gradients["gradient_bytes"]) == (4, 2)
+    assert gradients["optimizer_bytes"] == none["optimizer_bytes"]
+    assert moments["optimizer_bytes"] == 4 + 2 + 1 and moments["gradient_bytes"] == 4
+    _, _, err = run(capsys, f"{command} --main-grads-dtype bf16", "--gpu A100-80GB --top 1")
+    assert "note: --main-grads-dtype: priced; copus pretrain refuses it\n" in err
+    assert "keeps gradients, master weights" not in err
+    code, _, err = run(capsys, f"{command} --main-grads-dtype int8", "--gpu A100-80GB")
+    assert code == 2 and "--main-grads-dtype" in err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--fp16", "--bf16 excludes --fp16; drop one"),
+        ("@ --global-batch-size 64:32:x2", "64:32:x2: 32 is below 64; write 32:64:x2"),
+        ("@ --train-tokens 15T", "--train-tokens 15T: write a number such as 0.5 or 15e12"),
+        ("@ --top few", "--top few: write a whole number"),
+        ("@ --constants none.json", "--constants none.json: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_told_in_plain_words(
+    more: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_command, _, own = more.partition("@")
+    command = f"{TORCHRUN} {SHAPE} {NOW} {of_command}"
+    code, _, err = run(capsys, command, f"--gpu A100-80GB {own}")
+    assert code in (2, 5) and words in err and "Errno" not in err
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("--cluster a100-80g:16", "give one of --model, --megatron-args and --from-command"),
+        ("--model none.json --cluster a100-80g:16", "--model none.json: No such file"),
+        ("--model llama-2-7b --cluster none.json", "--cluster none.json: No such file"),
+        (
+            "--model llama-2-7b --cluster a100-80g:12",
+            "use a multiple, or write --gpu A100-80GB --nodes 3 --gpus-per-node 4",
+        ),
+        (
+            "--model llama-2-7b --cluster a100-80g:12 --gpus-per-node 6",
+            "drop --gpus-per-node, or write --gpu A100-80GB --nodes 2 --gpus-per-node 6",
+        ),
+    ],
+)
+def test_a_machine_or_model_that_is_not_said_rightly(
+    asked: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([*shlex.split(asked), "--global-batch-size", "60"]) in (2, 5)
+    err = capsys.readouterr().err
+    assert words in err and "Errno" not in err and err.count("\n") == 1
