@@ -97,6 +97,12 @@ def headline(d: DecisionRecord) -> str:
     return f"Would have changed {change} (observed only)"
 
 
+def why(d: DecisionRecord) -> str:
+    """The reason of a decision, without the sizes that `headline` has said."""
+    sizes, _, rest = d.reason.partition("; ")
+    return rest if d.is_change and rest and " -> " in sizes else d.reason
+
+
 def result(d: DecisionRecord) -> str:
     parts = []
     if d.undone:

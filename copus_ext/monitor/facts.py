@@ -15,6 +15,7 @@ from copus_ext.monitor.explain import (
     relayout_result,
     result,
     seconds,
+    why,
 )
 from copus_ext.monitor.journal import (
     ABANDONED,
@@ -201,9 +202,9 @@ def journal(run: RunHistory) -> list[JournalLine]:
     for s in run.relayouts:
         if s.number not in tried and s.kind not in (CALLED_OFF, ABANDONED):  # these have a note
             what = f"Change of layout {s.start} to {s.to}"
-            why = SCHEDULED if s in run.scheduled_moves else ""
+            told = SCHEDULED if s in run.scheduled_moves else ""
             where = s.t, s.iteration, "change"
-            lines.append(JournalLine(*where, what, why, outcome=relayout_result(s)))
+            lines.append(JournalLine(*where, what, told, outcome=relayout_result(s)))
     told = {event.iteration for event in run.events if event.kind == "phase"}
     for note in decisions.notes:
         if note.kind == SEGMENT and note.iteration in told:
@@ -218,9 +219,9 @@ def journal(run: RunHistory) -> list[JournalLine]:
             lines.append(JournalLine(*where, what, event.line))
     for launch in run.launches:
         what = f"Launch {launch.name} started" + (f" on {launch.layout}" if launch.layout else "")
-        why = f"went on from {launch.loaded}" if launch.loaded else ""
+        told = f"went on from {launch.loaded}" if launch.loaded else ""
         where = launch.t, launch.iteration, "run"
-        lines.append(JournalLine(*where, what, why, outcome=launch.why))
+        lines.append(JournalLine(*where, what, told, outcome=launch.why))
     return sorted(lines, key=lambda line: (line.t is None, line.t or 0.0))
 
 
@@ -234,7 +235,7 @@ def _decision_line(d: DecisionRecord) -> JournalLine:
         iteration=d.iteration,
         group="change" if d.is_change else "stay",
         what=headline(d),
-        why=d.reason,
+        why=why(d),
         gain="" if d.gain is None else gain(d.gain, d.gain_sd),
         needed=d.needed,
         outcome=result(d),

@@ -25,7 +25,7 @@ from copus_ext.monitor.chart import (
     thinned,
     turns,
 )
-from copus_ext.monitor.explain import date, gain, headline, percent, result
+from copus_ext.monitor.explain import date, gain, headline, percent, result, why
 from copus_ext.monitor.facts import JournalLine
 from copus_ext.monitor.journal import DecisionRecord
 from copus_ext.monitor.landscape import Landscape, landscape
@@ -104,11 +104,12 @@ def _loss(run: RunHistory) -> Chart:
     mean = running_mean(losses, WINDOW_STEPS)
     return Chart(
         title="Loss",
-        caption=f"Nats per token of every step, thin, and the mean of {WINDOW_STEPS} steps, thick.",
+        caption="Nats per token of every step, thin, and the mean of the last "
+        f"{WINDOW_STEPS} steps, thick.",
         unit="loss",
         series=[
             _line(run, "step", losses, style="faint"),
-            _line(run, f"mean of {WINDOW_STEPS} steps", mean),
+            _line(run, f"mean of the last {WINDOW_STEPS}", mean),
             *(_evaluations(run, split, style=style) for split, style in _SPLITS.items()),
         ],
     )
@@ -170,12 +171,12 @@ def _batch(run: RunHistory) -> Chart:
 def _decided(d: DecisionRecord) -> str:
     came = result(d)
     outcome = f". Outcome: {came}" if came else ""
-    return f"Decision {d.number} after step {d.iteration}. {headline(d)}: {d.reason}{outcome}."
+    return f"Decision {d.number} after step {d.iteration}. {headline(d)}: {why(d)}{outcome}."
 
 
 def _why(d: DecisionRecord) -> str:
     share = "" if d.gain is None else f", {gain(d.gain, d.gain_sd)} goodput expected"
-    return f"after step {d.iteration}: {headline(d)}{share}: {d.reason}"
+    return f"after step {d.iteration}: {headline(d)}{share}: {why(d)}"
 
 
 def _layout(run: RunHistory) -> list[Chart]:

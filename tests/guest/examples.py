@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.guest.example_scripts import (
     BATCH,
     EXAMPLES,
@@ -144,12 +146,24 @@ def write(checkout: Path, name: str, found: dict[str, Any]) -> None:
     keep("examples", {"examples": {**before, name: found}})
 
 
+def torch_problem() -> str:
+    """Why this torch cannot stand in for CUDA on the CPU; empty if it can."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return ""
+    return (
+        f"torch {torch.__version__} is built for CUDA and finds no driver; these runs need torch's "
+        "CPU build: COPUS_TORCH=cpu bash scripts/setup_env.sh run"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Megatron-LM's own examples under --copus")
     parser.add_argument("checkout", type=Path, help="of Megatron-LM; it stays as it is")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES)}")
     parser.add_argument("--write", action="store_true", help="into docs/results/guest.json")
     given = parser.parse_args()
+    if problem := torch_problem():
+        parser.exit(2, f"error: {problem}\n")
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     checkout = given.checkout.resolve()
     if str(checkout) not in path:  # nothing of megatron-core is imported yet
