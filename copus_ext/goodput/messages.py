@@ -54,7 +54,7 @@ def summary(
     num_here = (len(changes) if total is None else total) - num_before
     here = changes[-num_here:] if num_here > 0 else []
     before = f" in this launch; {counted(num_before, 'change')} before" if num_before else ""
-    what = counted(num_here, "change") if here else "nothing was changed"
+    what = f"{counted(num_here, 'change')} decided" if here else "nothing was changed"
     lines = [f"copus: {what}{before}"]
     for c in here:
         sizes = f"{c.from_batch} -> {c.to_batch}"

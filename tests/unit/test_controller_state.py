@@ -113,7 +113,7 @@ def test_the_outcome_of_a_change_is_measured_when_enough_steps_have_followed() -
     json.dumps(outcome.to_json(), allow_nan=False)
     assert state.changes == [outcome]
     lines = summary(state.changes, mode="act").splitlines()
-    assert lines[0] == "copus: 1 change" and len(lines) == 2
+    assert lines[0] == "copus: 1 change decided" and len(lines) == 2
     resumed = summary(state.changes, mode="act", num_before=1)
     assert resumed == "copus: nothing was changed in this launch; 1 change before"
 
@@ -133,7 +133,7 @@ def test_a_change_whose_outcome_is_measured_after_a_resume_is_none_of_that_launc
     ("pending", "line"),
     [
         (False, "copus: nothing was changed in this launch; 1 change before"),
-        (True, "copus: 1 change"),
+        (True, "copus: 1 change decided"),
     ],
 )
 def test_a_change_belongs_to_the_launch_that_made_it_or_was_started_for_it(
@@ -155,7 +155,8 @@ def test_what_is_no_longer_kept_of_changes_still_counts() -> None:
     state = grown(filled(60), iteration=60)
     state.record_outcome(now=True)
     told = summary(state.changes, mode="act", num_before=500, total=501).splitlines()
-    assert told[0] == "copus: 1 change in this launch; 500 changes before" and len(told) == 2
+    assert told[0] == "copus: 1 change decided in this launch; 500 changes before"
+    assert len(told) == 2
 
 
 def test_one_step_is_no_outcome() -> None:
