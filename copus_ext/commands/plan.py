@@ -391,8 +391,9 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         for (a, code), batch in zip(answers, wanted):
             c = a.configuration if code == 0 else a.example
             flags = flags_of_row(c, planner.model, given_of(args))
-            whole = report.breakdown(a, flags) if code == 0 else None
-            texts.append(whole or report.refusal(a, batch, planner, flags))
+            common = common_doubt(planner, batch) if code in (0, 4) else None
+            whole = report.breakdown(a, flags, common) if code == 0 else None
+            texts.append(whole or report.refusal(a, batch, planner, flags, common))
         write_output("\n\n".join([head, *texts]), args.output)
     return max(code for _, code in answers)
 
@@ -434,6 +435,13 @@ def tell_rows(args: argparse.Namespace, planner: Any, plans: list[Any]) -> None:
             tell("plan.py", f"note: what to try first is not sure to fit ({likely}); {fix}")
     if firsts:
         write_output(rows_of(args, planner, firsts), args.output)
+
+
+def common_doubt(planner: Any, batch: int) -> float | None:
+    """What all ranked times of a batch may be off together, as `doubted` has it; None where nothing
+    fits."""
+    ranked = planner.rank([batch], top=_WEIGHED, reasons=False)[0].ranked
+    return planner.doubts([one.configuration for one in ranked])[0] if ranked else None
 
 
 def with_change(planner: Any, found: Any) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import shlex
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from copus_ext.planner.given_flags import flags_of_row, given_of
+from copus_ext.planner.given_flags import flags_of_row, given_of, line_of, merged
 from copus_ext.planner.request import (
     UsageProblem,
     constants_of,
@@ -109,13 +110,15 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
         *([beside.present.line()] if beside.present is not None else []),
     ):
         say(line)
-    report.table(found, console, is_mixture=is_mixture, shows_cp=asked)
+    now = None if beside.present is None else beside.present.configuration
+    report.table(found, console, is_mixture=is_mixture, shows_cp=asked, now=now)
     for line in untimed(args, planner):
         say(line)
     say(beside.first[0] if beside.first is not None else "")
     if beside.decay is not None:
         words = decay_words(beside.decay["timescale"])
-        say(f"weight decay: {words} at batch {beside.decay['global_batch_size']:,}")
+        batch = f"{beside.decay['global_batch_size']:,}"
+        say(f"weight decay: {words} at batch {batch}")
     if beside.headroom is not None:
         say(beside.headroom[0])
     elif any(plan.ranked for plan in found.plans):
@@ -128,7 +131,11 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
         words = ", ".join(f"{_FACTORS.get(name, name)} x {x:.2f}" for name, x in factors.items())
         say(f"parts of a step in all rows, by the times measured over predicted: {words}")
     per_node = planner.cluster.gpus_per_node
-    say(timing_line(found.worth_timing, gpus_per_node=per_node, is_mixture=is_mixture))
+    yours = "FLAGS OF YOUR RUN"
+    if args.launched is not None:
+        yours = line_of(merged(shlex.split(args.megatron_args), []))
+    shape = {"gpus_per_node": per_node, "is_mixture": is_mixture}
+    say(timing_line(found.worth_timing, yours=yours, **shape))
     if args.output is not None:
         write_output(text.getvalue().rstrip("\n"), args.output)
 

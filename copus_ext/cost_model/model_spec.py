@@ -474,6 +474,16 @@ PRESETS = {
             seq_length=131072,
         ),
         _llama(
+            "llama-3-8b",
+            num_layers=32,
+            hidden_size=4096,
+            num_attention_heads=32,
+            num_query_groups=8,
+            ffn_hidden_size=14336,
+            vocab_size=128256,
+            seq_length=8192,
+        ),
+        _llama(
             "llama-3-70b",
             num_layers=80,
             hidden_size=8192,

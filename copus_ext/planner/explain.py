@@ -132,7 +132,8 @@ def reason(
             told = f"{known} (predicted peak {peak_bytes / GIB:.1f} GiB: {c})"
             return told, "more is needed than there is; use more GPUs or memory"
         peak, safe = _told_apart(peak_bytes / GIB, safe_bytes / GIB)
-        much, _ = _told_apart((peak_bytes - safe_bytes) / GIB, 0.0)
+        digits = len(peak.partition(".")[2])
+        much = f"{float(peak) - float(safe):.{digits}f}"
         loaded = " (busiest experts at twice the mean)" if at.ep > 1 else ""
         less = f"{limit_bytes / GIB:.1f} GiB less the doubt of what this layout needs"
         return (
@@ -241,9 +242,10 @@ def timing_line(
     *,
     gpus_per_node: int,
     is_mixture: bool = False,
+    yours: str = "FLAGS OF YOUR RUN",
 ) -> str:
     """Which two configurations to time for a surer answer, and the commands that do, which run on
-    every node."""
+    every node. `yours` are the flags of the run, but for its layout and batch."""
     found = next((some for some in worth_timing if some), None)
     if not found:
         return ""
@@ -271,7 +273,7 @@ def timing_line(
         batch = ["--global-batch-size", str(c.global_batch_size)]
         flags = " ".join(["--fix", fixed, *batch, "--recompute", c.recompute, *more])
         own = f" --logits-chunks {c.logits_chunks}" if c.logits_chunks > 1 else ""
-        lines.append(f"{tool} --store profile.jsonl {flags} -- FLAGS OF YOUR RUN{own}")
+        lines.append(f"{tool} --store profile.jsonl {flags} -- {yours}{own}")
     return "\n".join(lines)
 
 

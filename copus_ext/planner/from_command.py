@@ -340,7 +340,9 @@ class Present:
         if self.now is None:
             return f"your command: not priced: {self.problem}"
         p, c = self.now.prediction, self.now.configuration
-        line = f"your command: {c}: {p.step_s:.4g} s"
+        each = p.tokens_per_s / c.layout.world_size
+        speed = f"{each:.0f} tokens/s/GPU, MFU {100 * p.mfu:.1f} %"
+        line = f"your command: {c}: {p.step_s:.4g} s ({speed})"
         if self.first is not None and c == self.first.configuration:
             line += ", which is row 1"
         elif (more := self._more()) is not None:
@@ -352,6 +354,10 @@ class Present:
         if p.fit_probability < _UNLIKELY:
             line += "; if it runs, everything needs less memory than is said here"
         return line
+
+    @property
+    def configuration(self) -> Configuration | None:
+        return None if self.now is None else self.now.configuration
 
     def _more(self) -> float | None:
         """Its time over that of the first row, less 1."""

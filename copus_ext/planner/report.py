@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +31,12 @@ _WIDE = 500
 """Characters of a line that is not for a terminal."""
 _COLUMNS = ["rank", "B", "tp", "sp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
-_EVEN = 0.3
-"""Probability to fit above which a faster configuration is tried before the safe one."""
+_SOURCES = {
+    "profiled": "it was timed",
+    "corrected": "corrected by times of others",
+    "predicted": "predicted",
+}
+"""Where the seconds of a step come from, in words."""
 _OF_PEAKS = {"measured": " measured", "ran": " ran"}
 """What stands behind a peak that a run has, or bounds."""
 _EQUALS, _SHOWN = "as fast", 3
@@ -41,6 +46,14 @@ _LEGEND = (
     "distributed optimizer; sp: sequence parallel; fit: probability that it fits into memory",
     "as fast: others predicted within 3 % of the row, too near to tell which is faster; rows that "
     "near are in the order of how common they are",
+)
+_LEGEND_OF_TRIES = (
+    "try: faster than row 1 and not sure to fit; an out-of-memory shows in the first steps, and "
+    "--fix with its text and --format flags prints what starts it"
+)
+_LEGEND_OF_CHUNKS = (
+    "logits-chunks: parts of the tokens whose logits exist at once; a flag of COPUS, which "
+    "Megatron-LM does not have"
 )
 _LEGEND_OF_CP = (
     "cp: ranks that share the tokens of each sample; exchange: of their keys and values, as "
@@ -193,10 +206,11 @@ def table(
     *,
     is_mixture: bool = False,
     shows_cp: bool = False,
+    now: Configuration | None = None,
 ) -> None:
     """Prints all plans with what was found for each; every row is one line. Sizes of experts are
     columns for a mixture only, those of context parallelism and of logits in parts where a row has
-    some."""
+    some. `now` is in use."""
     every = [r for plan in found.plans for r in (*plan.tries, *plan.ranked)]
     shows_chunks = any(r.configuration.logits_chunks > 1 for r in every)
     shows_cp = shows_cp or shares_samples(found)
@@ -209,27 +223,25 @@ def table(
     for number, plan in enumerate(found.plans):
         if number:
             console.print()
-        for line in tries_lines(plan):
+        for line in tries_lines(plan, now):
             console.print(line, style="yellow", highlight=False, markup=False)
-        if not plan.ranked:
-            nothing = (
-                "no configuration is legal" if plan.status == "no_legal" else "none fits safely"
-            )
-            console.print(f"global batch {plan.global_batch_size}: {nothing}", highlight=False)
         if plan.tries or plan.ranked:
             shown = Table(box=None, header_style="bold", pad_edge=False)
             for name in names:
                 shown.add_column(name, justify="right", no_wrap=True)
             shown.add_column(_EQUALS, justify="left", no_wrap=True)
-            for one in plan.tries:
-                shown.add_row(*cells("try", one, **options), style="yellow")
+            for try_, one in enumerate(plan.tries, 1):
+                shown.add_row(*cells(f"try {try_}", one, **options), style="yellow")
             for rank, one in enumerate(plan.ranked, 1):
                 shown.add_row(
                     *cells(str(rank), one, **options), style="green" if rank == 1 else None
                 )
             console.print(shown)
         if plan.common_sd is not None:
-            legend = (*_LEGEND, *(_LEGEND_OF_CP if shows_cp else ())) if number == 0 else ()
+            more = _LEGEND_OF_CP if shows_cp else ()
+            more += (_LEGEND_OF_CHUNKS,) if shows_chunks else ()
+            more += (_LEGEND_OF_TRIES,) if any(one.tries for one in found.plans) else ()
+            legend = (*_LEGEND, *more) if number == 0 else ()
             for line in (_doubt_line(plan.common_sd), *legend):
                 console.print(line, highlight=False, markup=False)
         if plan.ranked and (addition := plan.ranked[0].addition) is not None:
@@ -242,7 +254,7 @@ def table(
             highlight=False,
         )
         for r in plan.rejected:
-            example = "the smallest:" if r.code == "memory" else "for example"
+            example = "the one that needs least:" if r.code == "memory" else "for example"
             line = f"{r.count} rejected, {RULES[r.code]}: {example} {r.detail}; {r.fix}"
             console.print(line, style="dim", highlight=False, markup=False)
             for c in r.members or []:
@@ -257,17 +269,16 @@ def _doubt_line(common_sd: float) -> str:
     )
 
 
-def tries_lines(plan: Plan) -> list[str]:
-    """What to try before the first row, or where nothing is sure to fit."""
+def tries_lines(plan: Plan, now: Configuration | None = None) -> list[str]:
+    """What to try before the first row, or where nothing is sure to fit; `now` is in use."""
     best, found = plan.ranked[0].prediction.step_s if plan.ranked else None, []
-    for number, one in enumerate(plan.tries):
+    for number, one in enumerate(plan.tries, 1):
         p = one.prediction
         faster = f"{100 * (best / p.step_s - 1):.0f} % faster than row 1, " if best else ""
-        order = "try this first" if p.fit_probability >= _EVEN else "worth a try"
-        if number:
-            order = "faster still"
+        yours = " (your command)" if one.configuration == now else ""
         found.append(
-            f"{order}: {faster}fits with probability {p.fit_probability:.2f}: {one.configuration}"
+            f"try {number}: {faster}fits with probability {p.fit_probability:.2f}: "
+            f"{one.configuration}{yours}"
         )
     return found
 
@@ -314,7 +325,13 @@ def peak_line(cluster: ClusterSpec, precision: str) -> str:
     )
 
 
-def refusal(found: Rejected, batch: int, planner: Planner, flags: Sequence[str]) -> str:
+def refusal(
+    found: Rejected,
+    batch: int,
+    planner: Planner,
+    flags: Sequence[str],
+    common_sd: float | None = None,
+) -> str:
     """Why one configuration is no candidate, and part by part what one takes that does not fit or
     is never faster, with the flags that say it."""
     problem = "does not fit" if found.code == "memory" else "not legal"
@@ -323,7 +340,7 @@ def refusal(found: Rejected, batch: int, planner: Planner, flags: Sequence[str])
     line = f"{found.example}, global batch {batch}: {problem}: {found.detail}; {found.fix}"
     if found.code != "memory":
         return line
-    return f"{line}\n{breakdown(planner.priced(found.example), flags)}"
+    return f"{line}\n{breakdown(planner.priced(found.example), flags, common_sd)}"
 
 
 def _memory_lines(p: Prediction) -> list[str]:
@@ -341,12 +358,19 @@ def _memory_lines(p: Prediction) -> list[str]:
     return lines
 
 
-def breakdown(answer: Ranked, flags: Sequence[str]) -> str:
-    """One configuration, part by part, and the flags that say it."""
+def breakdown(answer: Ranked, flags: Sequence[str], common_sd: float | None = None) -> str:
+    """One configuration, part by part, and the flags that say it.
+
+    Args:
+        answer: what is predicted for it.
+        flags: that say it.
+        common_sd: relative uncertainty that its step shares with those of a ranking, if it is
+            known.
+    """
     c, p = answer.configuration, answer.prediction
     lines = [
         f"{c}, global batch {c.global_batch_size}, {c.num_microbatches} micro-batches",
-        f"step {p.step_s:.4g} s +- {100 * p.step_rel_sd:.0f} % ({p.source}), "
+        f"step {p.step_s:.4g} s +- {_doubt_of(p, common_sd)} ({_SOURCES[p.source]}), "
         f"{p.tokens_per_s:.0f} tokens/s, {p.tflops_per_gpu:.1f} TFLOP/s/GPU, "
         f"MFU {100 * p.mfu:.1f} %",
         "seconds along the stage that finishes last:",
@@ -361,6 +385,15 @@ def breakdown(answer: Ranked, flags: Sequence[str]) -> str:
         lines += text.getvalue().splitlines()
     lines.append("flags: " + " ".join(flags))
     return "\n".join(lines)
+
+
+def _doubt_of(p: Prediction, common_sd: float | None) -> str:
+    """The doubt of a step, and what all of a ranking share of it."""
+    whole = f"{100 * p.step_rel_sd:.0f} %"
+    if common_sd is None or common_sd >= p.step_rel_sd:
+        return whole
+    own = math.sqrt(p.step_rel_sd**2 - common_sd**2)
+    return f"{whole}, {100 * common_sd:.0f} of all layouts together and {100 * own:.0f} of its own"
 
 
 def dump(answer: dict[str, Any]) -> str:

@@ -51,10 +51,11 @@ class Timed:
 
     def warning(self) -> str:
         """What may be wrong with a time that is far off, and what to do."""
+        batch = self.configuration.global_batch_size
         return (
-            f"{self}, of which the doubt is {100 * self.predicted_sd:.0f} %: is it the time of a "
-            f"whole step of batch {self.configuration.global_batch_size}, on such GPUs and links, "
-            "in this layout? Other software than described (attention, norms, precision) is as "
+            f"{self}, and the prediction may be {100 * self.predicted_sd:.0f} % off: is it the "
+            f"time of a whole step of batch {batch}, on such GPUs and links, in this layout? "
+            "Other software than described (attention, norms, precision) is as "
             "likely: correct what is wrong, since all rows follow this time"
         )
 

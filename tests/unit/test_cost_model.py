@@ -299,7 +299,12 @@ def test_the_peak_is_on_the_first_or_the_last_stage() -> None:
 
 def test_known_models_have_their_known_size() -> None:
     known = {"gpt3-175b": 174.6, "llama-3.2-3b": 3.21, "llama-2-7b": 6.74, "llama-2-13b": 13.02}
-    for name, billions in {**known, "qwen2.5-32b": 32.76, "llama-3-70b": 70.55}.items():
+    for name, billions in {
+        **known,
+        "qwen2.5-32b": 32.76,
+        "llama-3-8b": 8.03,
+        "llama-3-70b": 70.55,
+    }.items():
         assert PRESETS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
     for name, (every, active) in {
         "mixtral-8x7b": (46.70, 12.88),

@@ -135,7 +135,7 @@ def test_the_answer_says_what_is_tried_assumed_and_doubted(
     asked = "--model llama-3-70b --cluster h100-80g:512 --global-batch-size 512 --top 2"
     assert plan.main(shlex.split(asked)) == 0
     out = capsys.readouterr().out
-    assert "try this first: " in out and "% faster than row 1, fits with probability 0." in out
+    assert "try 1: " in out and "% faster than row 1, fits with probability 0." in out
     assert "\nassumed: gradients of 4 bytes, layers of Transformer Engine, fused norms" in out
     assert "\nmost doubtful: gradients of 4 bytes; with --gradient-bytes 2 row 1 would " in out
     assert "% longer or shorter together" in out

@@ -61,7 +61,7 @@ def test_a_command_says_model_ranks_batch_and_layout(capsys: pytest.CaptureFixtu
     slower = record["present"]["prediction"]["step_s"] / best - 1
     assert slower > 0 and record["present"]["longer_than_first"] == pytest.approx(slower)
     _, text, err = run(capsys, command, "--cluster a100-80g --top 3")
-    assert f"s, {100 * slower:.0f} % longer than row 1" in text and "the search finds" not in err
+    assert f" %), {100 * slower:.0f} % longer than row 1" in text and "the search finds" not in err
     assert "\nyour command: tp4.pp2.vpp2.dp2,micro_batch=1" in text.partition("\n 1")[0]
     peak = record["present"]["prediction"]["memory"]["peak_bytes"] / 2**30
     assert f"longer than row 1; its {peak:.1f} GiB fit with probability 1.00\n" in text
@@ -94,6 +94,34 @@ def test_a_command_in_fp32_is_told_what_bf16_would_take(
     told = f"your command takes {now:.4g} s a step, and with --bf16 {then:.4g} s"
     assert f"\nwithout --bf16 the run computes in fp32: {told}\n" in text
     assert "without --bf16" not in run(capsys, f"{TORCHRUN} {SHAPE} {NOW}", "--gpu H100-80GB")[1]
+
+
+def test_commands_to_time_have_the_flags_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, text, _ = run(capsys, f"{TORCHRUN} {SHAPE} {NOW}", "--gpu A100-80GB --top 5")
+    (line, *_) = [x for x in text.splitlines() if " profile-layouts --store" in x]
+    assert "FLAGS OF YOUR RUN" not in line
+    yours = shlex.split(line.partition(" -- ")[2])
+    assert yours == shlex.split(SHAPE)
+    (now,) = [x for x in text.splitlines() if x.startswith("your command: ")]
+    assert re.search(r" s \(\d+ tokens/s/GPU, MFU \d+\.\d %\), ", now)
+
+
+def test_the_command_itself_is_named_among_what_may_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    large = SHAPE.replace("--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008", "")
+    large = f"--num-layers 80 --hidden-size 8192 --ffn-hidden-size 24576 {large}"
+    now = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --sequence-parallel"
+    now += " --use-distributed-optimizer --overlap-grad-reduce --micro-batch-size 1"
+    now += " --overlap-param-gather --global-batch-size 64 --recompute-granularity full"
+    now += " --recompute-method uniform --recompute-num-layers 1"
+    more = "--gpu A100-80GB --fix micro_batch=1 --recompute full"
+    code, text, err = run(capsys, f"{TORCHRUN} {large} {now}", more)
+    first = next(x for x in text.splitlines() if x.startswith("try 1: "))
+    assert first.endswith("recompute=full,sp=1,zero=1 (your command)")
+    assert code == 4 and (text + err).count("none fit") == 1
 
 
 def test_a_vocabulary_that_nobody_gave_is_told(capsys: pytest.CaptureFixture[str]) -> None:

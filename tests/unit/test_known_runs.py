@@ -71,7 +71,7 @@ def test_a_time_is_far_off_beyond_three_deviations_or_twice(
     one = {"predicted_sd": sd, "measured_s": 3.0 * ratio, "factor": 1.0, "of_parts": 1.0}
     run = Timed(configuration=c, predicted_s=3.0, **one)
     assert run.is_far_off == is_far
-    assert f"of which the doubt is {100 * sd:.0f} %: is it" in run.warning()
+    assert f"the prediction may be {100 * sd:.0f} % off: is it" in run.warning()
 
 
 def test_a_time_shorter_than_the_arithmetic_is_refused() -> None:

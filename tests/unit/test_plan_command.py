@@ -52,6 +52,7 @@ CONTEXTS = {
     "gpt3-175b": 2048,
     **dict.fromkeys(("llama-7b", "llama-13b", "llama-30b", "llama-65b"), 2048),
     **dict.fromkeys(("llama-2-7b", "llama-2-13b"), 4096),
+    "llama-3-8b": 8192,
     "llama-3-70b": 8192,
     "llama-3.2-3b": 131072,
     "qwen2.5-32b": 131072,
@@ -374,7 +375,7 @@ def test_reasons_are_words_and_not_the_names_of_rules(capsys: pytest.CaptureFixt
     assert len(told) == len(counts) > 2
     for line, one in zip(told, counts):
         assert line.startswith(f"{one['count']} rejected, {RULES[one['code']]}: ")
-        assert (": the smallest: predicted peak " in line) == (one["code"] == "memory")
+        assert (": the one that needs least: predicted peak " in line) == (one["code"] == "memory")
     words = "replicas and micro-batch that do not divide the global batch"
     assert any(words in line for line in told)
 

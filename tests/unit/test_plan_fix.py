@@ -8,6 +8,8 @@ import shlex
 import pytest
 
 from copus_ext.commands import plan
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.planner.explain import reason
 from copus_ext.planner.request import configuration_of
 
 GPUS = "--cluster a800-80g:256 --global-batch-size 256 --model llama-3-70b"
@@ -76,3 +78,19 @@ def test_where_nothing_fits_there_is_a_reason_and_no_empty_line(
     code, out, err = run(capsys, f"{where} --format slurm --fix {text}")
     assert code == 0 and "sbatch" in out and "may not fit" in err
     assert run(capsys, f"{where} --measured '{text}: oom'")[0] == 4
+
+
+def test_the_doubt_of_one_is_split_as_that_of_a_ranking(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, EIGHT)
+    line = next(x for x in out.splitlines() if x.startswith("all times may be "))
+    common = line.split()[4]
+    _, out, _ = run(capsys, f"explain tp2.pp2 {EIGHT}")
+    step = next(x for x in out.splitlines() if x.startswith("step "))
+    assert f" %, {common} of all layouts together and " in step and "(predicted)" in step
+
+
+def test_what_is_too_much_is_the_difference_that_is_shown() -> None:
+    c = configuration_of("tp=8", global_batch_size=16, world_size=8)
+    detail, fix = reason("memory", PRESETS["llama-2-13b"], c, 89.66 * 2**30, 72.74 * 2**30, 1e11)
+    assert "predicted peak 89.7 GiB, safe up to 72.7 GiB" in detail
+    assert fix.startswith("17.0 GiB too much")
