@@ -31,7 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="PATH",
         help="files, pipes, folders or patterns; .jsonl, .json and pipes without a suffix hold a "
-        "document per line, any other file is one document; .gz is unpacked",
+        "document per line, any other file is one document, and so is a .json in a folder whose "
+        "first line is no JSON object; .gz is unpacked",
     )
     source.add_argument(
         "--python-stdlib",

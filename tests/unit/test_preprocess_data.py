@@ -82,6 +82,22 @@ def test_json_lines_and_keys(tmp_path, packed):
     assert [result.num_documents for result in results] == [3, 3]
 
 
+def test_in_a_folder_a_json_file_over_several_lines_is_one_text(tmp_path):
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    settings = '{\n  "name": "a",\n  "text": 1\n}\n'
+    (folder / "a.json").write_text(settings)
+    (folder / "b.json").write_text('\n{"text": "b0"}\n{"text": "b1"}\n')
+    (folder / "c.json.gz").write_bytes(gzip.compress(b"[\n1]"))
+    (folder / "d.jsonl").write_text('{"text": "d"}\n')
+    preprocess(job(tmp_path, folder))
+    expected = [settings.encode(), b"b0", b"b1", b"[\n1]", b"d"]
+    assert documents_of(tmp_path / "out/set") == expected
+    for name in (folder / "a.json", folder / "*.json"):
+        with pytest.raises(UsageError, match=r"a\.json:1 is not JSON"):
+            preprocess(job(tmp_path, name))
+
+
 def test_end_of_document_token_is_appended_when_asked(tmp_path):
     (tmp_path / "a.txt").write_text("ab")
     preprocess(job(tmp_path, tmp_path / "a.txt", append_eod=True))

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.outside import parse_json
@@ -124,15 +125,21 @@ def stdlib_sources(root: Path | None = None) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-def read_documents(files: list[Path]) -> Iterator[Document]:
+def read_documents(files: list[Path], inputs: Sequence[str] = ()) -> Iterator[Document]:
     """Documents of the files, in order: a JSON line each, or a whole file.
+
+    Args:
+        files: as `find_inputs` returns them.
+        inputs: what names them. A `.json` that only its folder names is one text, unless its first
+            line is a JSON object.
 
     Raises:
         UsageError: A file cannot be read.
     """
+    folders = [Path(name) for name in inputs if Path(name).is_dir()]
     for path in files:
         try:
-            yield from _read_file(path)
+            yield from _read_file(path, any(folder in path.parents for folder in folders))
         # A truncated .gz ends in EOFError, a changed one in zlib's own.
         except (OSError, EOFError, zlib.error) as error:
             raise UsageError(f"cannot read {path}: {error}; check --input") from error
@@ -143,11 +150,26 @@ def _is_stream(path: Path) -> bool:
     return path.is_fifo() or path.is_relative_to("/dev") or path.is_relative_to("/proc")
 
 
-def _read_file(path: Path) -> Iterator[Document]:
-    packed = path.suffix == ".gz"
-    suffix = path.with_suffix("").suffix if packed else path.suffix
+def _begins_with_object(path: Path) -> bool:
+    """Whether the first line of a file that is not empty is a whole JSON object."""
+    with _open(path) as stream:
+        line = next((line for line in stream if line.strip()), b"")
+    try:
+        return isinstance(parse_json(line.removeprefix(codecs.BOM_UTF8)), dict)
+    except ValueError:
+        return False
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast("IO[bytes]", gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _read_file(path: Path, is_in_folder: bool) -> Iterator[Document]:
+    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     is_json = suffix in _JSON_SUFFIXES or (not suffix and _is_stream(path))
-    with gzip.open(path) if packed else path.open("rb") as stream:
+    if is_in_folder and suffix == ".json":
+        is_json = _begins_with_object(path)
+    with _open(path) as stream:
         if not is_json:
             yield Document(where=str(path), raw=stream.read(), is_json=False)
             return

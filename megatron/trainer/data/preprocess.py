@@ -196,7 +196,7 @@ def preprocess(job: Job) -> list[Result]:
         require_eod(tokenizer, "--append-eod")
     with (
         _Outputs(job, tokenizer) as outputs,
-        contextlib.closing(_encode_all(job, read_documents(files))) as encoded,
+        contextlib.closing(_encode_all(job, read_documents(files, job.input or ()))) as encoded,
     ):
         for one in _progress(encoded, job.log_interval):
             if one.error and not job.skip_bad_lines:
