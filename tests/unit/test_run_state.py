@@ -269,6 +269,21 @@ def test_a_second_training_package_is_named(tmp_path: Path) -> None:
     assert problem is not None and str(tmp_path) in problem
 
 
+def test_a_copus_that_belongs_to_another_checkout_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As scripts/setup_env.sh writes it, of two checkouts with one COPUS_VENV."""
+    other, bin_ = tmp_path / "other", tmp_path / "venv" / "bin"
+    (other / "megatron" / "trainer").mkdir(parents=True)
+    bin_.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(bin_ / "python"))
+    launcher = "export PYTHONPATH={}${{PYTHONPATH:+:$PYTHONPATH}}\n"
+    for root, says in ((other, "belongs to"), (tmp_path, "remove that package")):
+        (bin_ / "copus").write_text(launcher.format(root))
+        problem = env_checks.namespace_problem([other / "megatron"])
+        assert problem is not None and says in problem and str(other) in problem
+
+
 def test_the_private_names_that_tear_down_uses_exist() -> None:
     assert hasattr(parallel_state, "_global_process_group_list")
     assert callable(RotaryEmbedding.forward.cache_clear)  # pyright: ignore[reportFunctionMemberAccess]

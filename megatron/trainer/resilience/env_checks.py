@@ -182,11 +182,24 @@ def namespace_problem(megatron_folders: list[Path]) -> str | None:
     for folder in megatron_folders:
         other = (folder / "trainer").resolve()
         if other != ours and other.is_dir():
+            root = other.parent.parent
+            if _copus_is_of(root):
+                return (
+                    f"the command `copus` of this environment belongs to {root}; run "
+                    f"bash {ours.parent.parent}/scripts/setup_env.sh, or use python -m"
+                )
             return (
                 f"a second megatron.trainer lies in {other}, whose files would mix with ours; "
                 "remove that package"
             )
     return None
+
+
+def _copus_is_of(checkout: Path) -> bool:
+    """Whether `copus` beside this Python is what scripts/setup_env.sh of a checkout has written."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return f"PYTHONPATH={checkout}${{" in Path(sys.executable).with_name("copus").read_text()
+    return False
 
 
 def _package_problem() -> str | None:
