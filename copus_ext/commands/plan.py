@@ -54,11 +54,11 @@ from copus_ext.planner.request import (
     logits_chunks_of,
     megatron_flag,
     model_of,
-    notes_on,
     reason_of,
     sizes,
     uses_tp_pp_dp_mapping,
 )
+from copus_ext.planner.run_flags import notes_on
 from megatron.trainer.common.program import (
     ending_at_interrupts,
     nearest,

@@ -16,16 +16,8 @@ from copus_ext.planner.equals import EQUAL
 from copus_ext.planner.explain import GIB
 from copus_ext.planner.known_peaks import WORDS
 from copus_ext.planner.plan import Plan, Ranked
-from copus_ext.planner.request import (
-    OPTIONS,
-    UsageProblem,
-    configuration_of,
-    is_number,
-    parsed_flags,
-    sizes,
-    specs,
-    without_effect,
-)
+from copus_ext.planner.request import OPTIONS, UsageProblem, configuration_of, is_number, sizes
+from copus_ext.planner.run_flags import parsed_flags, specs, without_effect
 from copus_ext.planner.search import Planner
 from copus_ext.planner.shell_script import Outcome, outcomes_of
 from copus_ext.planner.shell_text import variables

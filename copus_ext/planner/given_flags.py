@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.request import SEARCHED, parsed_flags, specs
+from copus_ext.planner.run_flags import SEARCHED, parsed_flags, specs
 
 _OF_A_ROW = (
     *SEARCHED,

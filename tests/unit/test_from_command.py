@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from copus_ext.commands import plan
-from copus_ext.planner.request import parsed_flags
+from copus_ext.planner.run_flags import parsed_flags
 from copus_ext.planner.shell_script import outcomes_of
 from tests.helpers.launch import ROOT
 
@@ -330,6 +330,16 @@ def test_a_row_as_a_job_replaces_the_layout_of_the_command(
     for size in ("expert-model", "expert-tensor", "context"):
         assert f"--{size}-parallel-size 1" in out
     assert "remove --num-layers-per-virtual-pipeline-stage, --sequence-parallel, " in err
+
+
+@pytest.mark.parametrize("program", ["pretrain_gpt.py", "-m copus_ext.megatron_lm pretrain_gpt.py"])
+def test_flags_of_the_controller_do_not_change_a_plan(
+    capsys: pytest.CaptureFixture[str], program: str
+) -> None:
+    launch, more = "torchrun --nnodes 2 --nproc-per-node 8", "--gpu A100-80GB --top 1"
+    flags = f"--copus {SHAPE} {NOW} --copus-layouts all"
+    rows = json_of(capsys, f"{launch} {program} {flags}", more)["plans"]
+    assert rows == json_of(capsys, f"{TORCHRUN} {SHAPE} {NOW}", more)["plans"]
 
 
 @pytest.mark.parametrize("end", ["\\", "\\ ", "\\\n", "\\\r\n"])

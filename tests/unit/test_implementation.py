@@ -26,7 +26,7 @@ from copus_ext.cost_model.rows import RECOMPUTE_FULL, ConfigBatch
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.request import notes_on
+from copus_ext.planner.run_flags import notes_on
 from copus_ext.planner.space import points_of, to_config_batch
 from megatron.trainer.config.layout import Layout
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from copus_ext.commands import plan
-from copus_ext.planner.request import UsageProblem, parsed_flags
+from copus_ext.planner.request import UsageProblem
+from copus_ext.planner.run_flags import parsed_flags
 from copus_ext.planner.shell_script import outcomes_of
 from tests.unit.test_from_command import NOW, SHAPE, TORCHRUN
 

@@ -26,7 +26,7 @@ from copus_ext.cost_model.rows import concatenate
 from copus_ext.gns.hooks import CONTROL_SET, GROUPS, measured_parameters
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Rejected
-from copus_ext.planner.request import notes_on
+from copus_ext.planner.run_flags import notes_on
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import (
     LEGAL,

@@ -15,7 +15,7 @@ from copus_ext.cost_model.extras import terms_of
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import static_bytes
 from copus_ext.goodput.costs import Machine
-from copus_ext.planner.request import notes_on
+from copus_ext.planner.run_flags import notes_on
 from copus_ext.planner.space import LEGAL, Limits, enumerate_points, to_config_batch
 from copus_ext.reshard.pause import predictor_of, shape_for
 from megatron.trainer.common.core_version import since

@@ -15,7 +15,7 @@ from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.planner.better_machine import what_would_help
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import help_line
-from copus_ext.planner.request import notes_on
+from copus_ext.planner.run_flags import notes_on
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits, may_overlap, points_of, to_config_batch
 from megatron.trainer.config.arguments import parse_args, resolve
