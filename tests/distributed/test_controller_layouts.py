@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from copus_ext.commands import replay
+from tests.helpers.of_extras import of_extra
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(640)
@@ -130,7 +131,7 @@ def test_the_phases_are_in_the_trace_of_each_rank_and_the_decision_beside_them(
         named = {e["name"] for e in events if e.get("cat") == "user_annotation"}
         assert {"data", "forward and backward", "reduce", "optimizer", "saving"} <= named
         assert {f"layout: {phase}" for phase in relayout["outcome"]["phases"]} <= named
-    trace: Any = pytest.importorskip("copus_ext.extras.trace.command")
+    trace = of_extra("copus_ext.extras.trace.command")
     assert trace.main([str(run), "-o", str(tmp_path / "whole.json")]) == 0
     events = json.loads((tmp_path / "whole.json").read_text())["traceEvents"]
     spans = [e for e in events if e["name"] == f"{relayout['start']} to {relayout['to']}"]

@@ -16,6 +16,7 @@ from megatron.trainer.logging.metrics import read_metrics
 from tests.distributed.worker_controller_layouts import BASE, TRACED, write_profile
 from tests.helpers.jobs import TINY, losses_of, steps_of, train
 from tests.helpers.launch import ROOT
+from tests.helpers.of_extras import of_extra
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -100,7 +101,7 @@ def test_each_launch_traces_its_steps_and_one_command_all_decisions(run: Path) -
         "rank0.steps7-8.json.gz",
         "rank0.steps9-10.json.gz",
     ]
-    trace: Any = pytest.importorskip("copus_ext.extras.trace.command")
+    trace = of_extra("copus_ext.extras.trace.command")
     assert trace.main([str(run / "run")]) == 0
     events = json.loads((traces / "decisions.json").read_text())["traceEvents"]
     told = [e["args"] for e in events if e.get("ph") == "i" and e["tid"] == 0]

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.trainer.extras.convert.convert import convert
-from megatron.trainer.extras.convert.target import Changes
 from tests.distributed.worker_features import ALONE, BEFORE, DAILY, LAYOUTS, MODELS, SAME
 from tests.helpers.nightly import case, words_of
+from tests.helpers.of_extras import of_extra
 from tests.helpers.on_ranks import on_ranks
 
 Runs = dict[str, list[list[float]]]
@@ -75,5 +74,7 @@ def test_flags_of_the_schedule_change_no_number(runs: Runs) -> None:
 def test_a_checkpoint_is_proved_complete_and_converts(
     output: Path, tmp_path: Path, model: str
 ) -> None:
-    outcome = convert(output / f"{model}-saved", tmp_path / "to", Changes(tp=2, dp=1), verify=True)
+    convert = of_extra("megatron.trainer.extras.convert.convert").convert
+    changes = of_extra("megatron.trainer.extras.convert.target").Changes(tp=2, dp=1)
+    outcome = convert(output / f"{model}-saved", tmp_path / "to", changes, verify=True)
     assert outcome.num_compared

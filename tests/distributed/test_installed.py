@@ -18,6 +18,7 @@ from copus_ext import __version__
 from copus_ext.commands.main import names
 from tests.helpers import processes
 from tests.helpers.launch import ROOT
+from tests.helpers.of_extras import needs_extra
 
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron", "copus_ext")
 SHAPE = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -109,6 +110,7 @@ def test_every_command_says_what_it_takes(installed: Installed) -> None:
     assert "tp" in installed.run("copus", "plan", *plan.split())
 
 
+@needs_extra("generate", "inspect_checkpoint")
 def test_from_text_to_a_report_and_to_text_again(installed: Installed) -> None:
     texts = installed.work / "texts"
     texts.mkdir()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.distributed.worker_padding import AFTER, BEFORE
 from tests.helpers.launch import run_ranks
+from tests.helpers.of_extras import of_extra
 from tests.helpers.on_ranks import program
 
 
@@ -17,6 +17,7 @@ from tests.helpers.on_ranks import program
 def test_padding_between_buckets_is_not_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    inspect_checkpoint = of_extra("megatron.trainer.extras.inspect_checkpoint.command")
     result = run_ranks(program("worker_padding", tmp_path), 3, timeout_s=480).check()
     losses = json.loads((tmp_path / "result.json").read_text())
     assert len(losses["same"]) == len(losses["pipeline"]) == AFTER

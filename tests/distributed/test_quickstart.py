@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from copus_ext.commands.main import module_of
-from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from megatron.trainer.logging.metrics import read_metrics
 from tests.helpers.launch import ROOT
+from tests.helpers.of_extras import needs_extra, of_extra
 
 
 def quickstart(
@@ -44,6 +44,7 @@ def _relayouts(run: Path) -> list[dict[str, Any]]:
     return [r for r in read_metrics(run) if r["kind"] == "relayout"]
 
 
+@needs_extra("generate", "inspect_checkpoint")
 def test_it_does_what_its_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +100,7 @@ def test_it_does_what_its_page_says(
     told = capsys.readouterr().out
     first = re.search(r"(\d+) decisions the same, 0 different", told)
     assert first and int(first[1]) > 0
+    inspect_checkpoint = of_extra("megatron.trainer.extras.inspect_checkpoint.command")
     inspect_checkpoint.main(["runs/quickstart/checkpoints", "--json"])
     stored = json.loads(capsys.readouterr().out)["tensors"]
     weights = [t["shape"] for t in stored if not t["key"].startswith("optimizer.")]

@@ -124,9 +124,11 @@ def tamper_with_objects(cases: Cases) -> None:
     """Stored objects that run code, in a checkpoint that is whole otherwise."""
     import torch
     from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+    from megatron.trainer.checkpoint import files
     from megatron.trainer.checkpoint import save as checkpoint
-    from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
+    from megatron.trainer.checkpoint.safe_index import COMMON_KEY, read_index
 
     plain = checkpoint.model_state
 
@@ -140,8 +142,13 @@ def tamper_with_objects(cases: Cases) -> None:
     root = cases.output / "objects"
     with mock.patch.object(checkpoint, "model_state", with_evil):
         cases.train(STEPS, "--save", str(root))
-    archive = open_archive(root, step=None)
-    blob = io.BytesIO(archive.read_blob(archive.blobs[0]))
+    folder = files.folder_of(root, STEPS)
+    index = read_index(folder / ".metadata")
+    of_bytes = (k for k, v in index.state_dict_metadata.items() if type(v) is BytesStorageMetadata)
+    places = index.storage_data or {}
+    where = places[next(key for key in of_bytes if key != COMMON_KEY)]
+    data = (folder / where.relative_path).read_bytes()
+    blob = io.BytesIO(data[where.offset : where.offset + where.length])
     cases.control("control objects", lambda: torch.load(blob, weights_only=False))
     cases.resume("objects", root)
 

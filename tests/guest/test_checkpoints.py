@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from megatron.trainer.extras.convert import command as convert_checkpoint
-from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.guest.program import HAS_PROGRAM, MODEL, evaluations, start_from, steps, tensors, train
 from tests.helpers.checkpoints import command
 from tests.helpers.launch import ROOT, run_ranks
+from tests.helpers.of_extras import of_extra
 from tests.helpers.text import text_prefix
 
+convert_checkpoint = of_extra("megatron.trainer.extras.convert.command")
+inspect_checkpoint = of_extra("megatron.trainer.extras.inspect_checkpoint.command")
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.distributed,

@@ -105,11 +105,10 @@ def _index() -> tuple[bytes, bytes]:
 
 
 def pickled(rng: random.Random, folder: Path) -> str | None:
-    """Index, common state and mark of a checkpoint; damaged, nested, or of other classes."""
-    from megatron.trainer.checkpoint.files import COMMON, CORE_MARK
+    """Index and common state of a checkpoint; damaged, nested, or of other classes."""
+    from megatron.trainer.checkpoint.files import COMMON
     from megatron.trainer.checkpoint.safe_index import METADATA, read_common, read_index
     from megatron.trainer.common.errors import Refused
-    from megatron.trainer.extras.inspect_checkpoint.archive import _check_format
 
     index, common = _index()
     damaged = spoil.spoiled_bytes(rng, index)
@@ -130,11 +129,9 @@ def pickled(rng: random.Random, folder: Path) -> str | None:
             packed.writestr("archive/version", "3\n")
         data = out.getvalue()
     (folder / COMMON).write_bytes(data)
-    (folder / CORE_MARK).write_bytes(spoil.spoiled_json(rng, {"sharded_backend": "torch_dist"}))
     readers: tuple[Callable[[], Any], ...] = (
         lambda: read_index(folder / METADATA),
         lambda: read_common(folder),
-        lambda: _check_format(folder),
     )
     found = (spoil.problem_of(read, Refused) for read in readers)
     return next((problem for problem in found if problem), None)

@@ -73,66 +73,6 @@ def data_set(rng: random.Random, folder: Path) -> str | None:
     )
 
 
-class Checkpoints:
-    """A small checkpoint, copied for each case."""
-
-    def __init__(self) -> None:
-        self._whole: Path | None = None
-
-    def spoiled(self, rng: random.Random, folder: Path) -> tuple[Path, Path]:
-        """A `--save` directory in which one file is wrong, and that file."""
-        from tests.helpers.checkpoints import make_checkpoint
-
-        if self._whole is None or not self._whole.exists():
-            self._whole = folder.parent / "whole"
-            make_checkpoint(self._whole, ours=True)
-        root = folder / "save"
-        shutil.copytree(self._whole, root)
-        victim = rng.choice(sorted(path for path in root.rglob("*") if path.is_file()))
-        spoil.spoil_file(rng, victim)
-        return root, victim
-
-
-def inspected(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str | None:
-    """`tools/inspect_checkpoint.py --verify`."""
-    from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
-
-    root, victim = checkpoints.spoiled(rng, folder)
-    result = spoil.code_of(inspect_checkpoint.main, root, "--verify")
-    problem = spoil.tool_problem(result, 1, 2, 3, 4, 5)
-    if problem is None and result[0] == 0 and victim.parent != root and _is_damaged(victim.parent):
-        problem = "the damage was not seen"
-    return problem and f"{victim.relative_to(root)}: {problem}"
-
-
-def _is_damaged(folder: Path) -> bool:
-    """Whether the manifest is gone, or it and the files differ. One that says the same in other
-    words is none the worse."""
-    from megatron.trainer.checkpoint import files
-
-    try:
-        listed = files.read_manifest(folder)
-    except ValueError:
-        return True
-    return listed != files.checksums(folder, files.data_files(folder))
-
-
-def converted(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str | None:
-    """`tools/convert_checkpoint.py`."""
-    from megatron.trainer.checkpoint.formats import model_formats
-    from megatron.trainer.extras.convert import command as convert_checkpoint
-
-    root, victim = checkpoints.spoiled(rng, folder)
-    ways = [(), ("--dtype", "fp32"), *(("--format", name) for name in model_formats())]
-    target = folder / "made"
-    before = sorted(folder.iterdir())
-    result = spoil.code_of(convert_checkpoint.main, root, target, *rng.choice(ways))
-    problem = spoil.tool_problem(result, 1, 2, 3, 4, 5)
-    if problem is None and result[0] != 0 and sorted(folder.iterdir()) != before:
-        problem = f"left {sorted(p.name for p in folder.iterdir())} with exit code {result[0]}"
-    return problem and f"{victim.relative_to(root)}: {problem}"
-
-
 def request(rng: random.Random, folder: Path) -> str | None:
     """`control/request.json`."""
     from copus_ext.reshard.relaunch import REQUEST_FILE, Request, merged, read_request
@@ -330,12 +270,9 @@ def of_extras(name: str) -> list[tuple[str, Any]]:
     return found
 
 
-_CHECKPOINTS = Checkpoints()
 KINDS: dict[str, tuple[int, Check]] = {
     "flags": (24, flags),
     "data set": (15, data_set),
-    "checkpoint": (10, lambda rng, folder: inspected(rng, folder, _CHECKPOINTS)),
-    "conversion": (5, lambda rng, folder: converted(rng, folder, _CHECKPOINTS)),
     "request": (6, request),
     "told": (6, told),
     "lock": (4, lock),

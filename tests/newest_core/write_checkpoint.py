@@ -29,9 +29,10 @@ PROMPT = [3, 1, 4, 1, 5]
 
 def scores(load: Path) -> list[float]:
     """What the model of a checkpoint expects after `PROMPT`, one number a token."""
-    from megatron.trainer.extras.generate.model import open_model
+    from tests.helpers.of_extras import of_extra
 
-    with open_model(load, device="cpu") as opened:
+    generate = of_extra("megatron.trainer.extras.generate.model")
+    with generate.open_model(load, device="cpu") as opened:
         (chunk,) = opened.model.chunks
         tokens = torch.tensor([PROMPT])
         positions = torch.arange(len(PROMPT))[None]

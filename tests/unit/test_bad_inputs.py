@@ -15,7 +15,7 @@ from tests.helpers import spoil
 from tests.helpers.bad_inputs import FEW_OF_EXTRAS, KINDS, spoil_and_read
 
 TOTAL = int(os.environ.get("COPUS_BAD_INPUTS", "10000"))
-FEW = {"flags": 12, "plan": 12, "checkpoint": 12, "conversion": 12, "texts": 12}
+FEW = {"flags": 12, "plan": 12, "texts": 12}
 FEW |= {"journal": 40, "pickled": 40, "profile": 40, "settings": 100, "tracker": 100, "lock": 100}
 """Of ten thousand, for the readers that take milliseconds or more."""
 FEW |= FEW_OF_EXTRAS

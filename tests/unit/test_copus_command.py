@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ from megatron.trainer.common.program import (
     tell,
 )
 from tests.helpers.launch import ROOT
+from tests.helpers.of_extras import needs_extra
 
 SCRIPTS = sorted((ROOT / "tools").glob("*.py"))
 OTHERS = {"launch": "python -m copus_ext.launch.supervisor", "pretrain": "pretrain_gpt.py"}
@@ -117,7 +119,7 @@ def test_errors_bear_the_name_that_was_called(capsys: pytest.CaptureFixture[str]
         ([], "usage: copus COMMAND"),
         (["--save", "x"], "copus: error: "),
         (["replai"], "there is no command replai; did you mean replay?"),
-        (["inspect_checkpoint"], "did you mean inspect-checkpoint?"),
+        (["preprocess_data"], "did you mean preprocess-data?"),
         (["xyzzy"], "there is no command xyzzy; `copus --help` lists them"),
         (["status", "run", "--folow"], "did you mean --follow?"),
         (["plan", "--fromat", "json", "--global-batch-size", "8"], "did you mean --format?"),
@@ -179,6 +181,11 @@ def test_every_command_says_the_same_of_what_is_no_run(
     assert "has no journal.jsonl: it ran without --copus" in capsys.readouterr().err
 
 
+def at(name: str, words: str, extra: str) -> Any:
+    """Where a command of an extra imports a module."""
+    return pytest.param(name, words, marks=needs_extra(extra))
+
+
 AT_AN_IMPORT = """
 import signal, sys
 name, swallows, *words = sys.argv[1:]
@@ -205,9 +212,9 @@ sys.exit(main(words))
     ("name", "words"),
     [
         ("torch", "preprocess-data --python-stdlib --output-prefix nothing"),
-        ("torch", "inspect-checkpoint ."),
-        ("torch", "convert-checkpoint . nothing"),
-        ("torch", "generate --load . --prompt a"),
+        at("torch", "inspect-checkpoint .", "inspect_checkpoint"),
+        at("torch", "convert-checkpoint . nothing", "convert"),
+        at("torch", "generate --load . --prompt a", "generate"),
         ("rich", "status ."),
         ("copus_ext.monitor", "report . -o nothing"),
         ("copus_ext.monitor.run_files", "replay ."),

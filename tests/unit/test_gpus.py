@@ -16,6 +16,7 @@ from megatron.trainer.common import gpus
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.gpus import check_torch_build, visible_gpus
 from tests.helpers.launch import ROOT
+from tests.helpers.of_extras import needs_extra
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 FIX = "COPUS_TORCH=cuda bash scripts/setup_env.sh run"
@@ -80,8 +81,14 @@ def test_only_a_cpu_run_goes_on_with_a_cpu_build_beside_gpus(
     ("name", "words", "said_later"),
     [
         ("pretrain", [], "--num-layers is required"),
-        ("profile-layouts", ["--store", "times.jsonl", "--"], "--num-layers is required"),
-        ("generate", ["--prompt", "a", "--load", "."], "--load . holds no checkpoint"),
+        pytest.param(
+            *("profile-layouts", ["--store", "times.jsonl", "--"], "--num-layers is required"),
+            marks=needs_extra("profile_layouts"),
+        ),
+        pytest.param(
+            *("generate", ["--prompt", "a", "--load", "."], "--load . holds no checkpoint"),
+            marks=needs_extra("generate"),
+        ),
     ],
 )
 def test_a_command_says_it_before_anything_else(

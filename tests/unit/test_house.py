@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.trainer.common.extras import extras
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [
     path
@@ -179,3 +181,31 @@ def test_a_broken_layer_is_found(house: Path, file: str, line: str, said: str) -
     result = lint(house)
     assert result.returncode == 1
     assert said in result.stdout
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    """The modules that a file imports, also those that an import takes from a package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_test_imports_an_extra_that_it_can_be_without() -> None:
+    # `of_extra` of tests/helpers skips where the extra has been removed.
+    found = {extra.name: extra for extra in extras()}
+    commands = {c.replace("-", "_"): e.name for e in found.values() for c in e.commands}
+    problems = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        place = path.relative_to(ROOT / "tests").parts
+        own = place[1] if place[0] == "extras" else ""
+        allowed = {own, *(found[own].needs if own in found else ())}
+        for module in _imports(ast.parse(path.read_text())):
+            words = module.split(".")
+            named = words[words.index("extras") + 1 :][:1] if "extras" in words[:-1] else []
+            if words[0] == "tools":
+                named = [commands.get(word, own) for word in words[1:2]]
+            if {*named} & {*found} - allowed:
+                problems.append(f"{name(path)} imports {module}")
+    assert not problems, problems

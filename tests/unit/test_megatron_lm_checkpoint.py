@@ -16,11 +16,10 @@ import torch
 
 from megatron.trainer.checkpoint.safe_index import read_common
 from megatron.trainer.common.errors import Refused
-from megatron.trainer.extras.convert import command as convert_checkpoint
-from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.guest.program import tensors
 from tests.helpers.checkpoints import command
 from tests.helpers.launch import run_in_fork
+from tests.helpers.of_extras import needs_extra, of_extra
 from tests.newest_core.write_checkpoint import PROMPT, scores
 
 pytestmark = pytest.mark.unit
@@ -54,14 +53,17 @@ def test_what_else_it_names_is_still_refused(checkpoint: Path) -> None:
 
 
 def test_inspection_finds_it_complete(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect_checkpoint = of_extra("megatron.trainer.extras.inspect_checkpoint.command")
     code, out, err = command(capsys, inspect_checkpoint, checkpoint, "--verify")
     assert code == 0, err
     assert "complete: every tensor is there" in out
 
 
+@needs_extra("generate", "huggingface")
 def test_its_model_is_that_of_transformers(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    convert_checkpoint = of_extra("megatron.trainer.extras.convert.command")
     target = tmp_path / "hf"
     code, _, err = command(capsys, convert_checkpoint, checkpoint, target, "--format", "hf")
     assert code == 0, err

@@ -20,10 +20,9 @@ from megatron.trainer.checkpoint.safe_index import (
 )
 from megatron.trainer.common.core_version import since
 from megatron.trainer.common.errors import Refused
-from megatron.trainer.extras.convert import command as convert_checkpoint
-from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.helpers.checkpoints import command, common_file
 from tests.helpers.launch import run_in_fork
+from tests.helpers.of_extras import needs_extra, of_extra
 from tests.newest_core.write_checkpoint import PROMPT, scores
 
 pytestmark = pytest.mark.unit
@@ -43,6 +42,7 @@ def expected() -> Any:
     return pytest.approx(found["scores"], abs=1e-5)
 
 
+@needs_extra("generate")
 def test_its_model_expects_what_it_did_there(checkpoint: Path) -> None:
     assert run_in_fork(scores, checkpoint) == expected()
 
@@ -81,9 +81,12 @@ def test_a_changed_byte_of_it_is_found(checkpoint: Path, place: int) -> None:
         read_common(folder)
 
 
+@needs_extra("generate")
 def test_it_is_converted_to_what_this_release_writes(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    convert_checkpoint = of_extra("megatron.trainer.extras.convert.command")
+    inspect_checkpoint = of_extra("megatron.trainer.extras.inspect_checkpoint.command")
     ways = (("copied", ("--dp", 2)), ("again", ("--dp", 4)), ("rewritten", ("--dtype", "fp32")))
     for target, words in ways:
         source = tmp_path / "copied" if target == "again" else checkpoint

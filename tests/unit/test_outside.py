@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.trainer.checkpoint.files import CORE_MARK, complete_iterations
-from megatron.trainer.common.errors import Refused, UsageError
+from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.outside import MAX_NESTING, parse_json, parse_yaml
 from megatron.trainer.data import tokenizer
-from megatron.trainer.extras.inspect_checkpoint import archive
 from megatron.trainer.logging.metrics import next_number
 from tests.helpers import spoil
 
@@ -84,14 +83,6 @@ def test_hostile_yaml_is_one_line(text: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_yaml(text)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("depth", [300, 900, 20_000])
-def test_a_mark_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int) -> None:
-    text = '{"weight_map": ' + nested(depth) + "}"
-    (tmp_path / CORE_MARK).write_text(text)
-    with pytest.raises(Refused, match="too deeply"):
-        archive._check_format(tmp_path)
 
 
 def test_digits_that_are_no_number_are_no_iteration_and_no_launch(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from copus_ext.planner.request import cluster_of, configuration_of
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import REJECTION_CODES
 from tests.helpers.launch import ROOT
+from tests.helpers.of_extras import of_extra
 
 SEVEN = "--model llama-2-7b --seq-length 2048 --cluster h100-80g:8"
 EIGHT = f"{SEVEN} --global-batch-size 8"
@@ -646,7 +647,7 @@ def test_the_table_groups_equals_and_says_what_to_time(
     first, second = plan["worth_timing"]
     assert f"to be surer of the other times, time {first} and {second}" in text
     told = [line for line in text.splitlines() if " profile-layouts " in line]
-    profile_layouts: Any = pytest.importorskip("copus_ext.extras.profile_layouts.command")
+    profile_layouts = of_extra("copus_ext.extras.profile_layouts.command")
     for name, line in zip((first, second), told, strict=True):
         words = line.split(" -- ")[0].split()
         args, _ = profile_layouts.parse([*words[words.index("--store") :], "--", "--bf16"])

@@ -41,8 +41,8 @@ from megatron.trainer.data.fingerprint import changes, identity_of, order_of
 from megatron.trainer.data.tokenizer import NullTokenizer
 from tests.helpers.checkpoints import ITERATION, common_file, edit_common, make_checkpoint
 from tests.helpers.examples import SMALL, config_of
+from tests.helpers.of_extras import of_extra
 from tests.helpers.one_rank import world_of_one
-from tools import convert_checkpoint, inspect_checkpoint
 
 
 def make(root: Path, iteration: int) -> Path:
@@ -383,6 +383,8 @@ def test_one_of_ours_without_a_manifest_is_damaged_for_every_reader(
     with pytest.raises(TrainingFailure, match=rf"{files.MANIFEST}.*{TRUST}.*--ckpt-step {OLDER}"):
         latest(ours, fallback=False)
     assert latest(ours, trust_unverified=True).folder == folder
+    inspect_checkpoint = of_extra("megatron.trainer.extras.inspect_checkpoint.command")
+    convert_checkpoint = of_extra("megatron.trainer.extras.convert.command")
     assert inspect_checkpoint.main([str(ours)]) == 3
     assert convert_checkpoint.main([str(ours), str(tmp_path / "made")]) == 3
     assert capsys.readouterr().err.count(TRUST) == 2

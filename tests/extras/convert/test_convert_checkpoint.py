@@ -24,10 +24,10 @@ from megatron.trainer.extras.convert.convert import convert
 from megatron.trainer.extras.convert.target import Changes
 from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from megatron.trainer.extras.inspect_checkpoint.archive import Archive, open_archive
+from tests.extras.convert.checkpoints import cut_like_ranks
 from tests.helpers.checkpoints import (
     ITERATION,
     command,
-    cut_like_ranks,
     edit_common,
     make_checkpoint,
 )

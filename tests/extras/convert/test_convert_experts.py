@@ -15,13 +15,13 @@ from megatron.trainer.extras.convert import command as convert_checkpoint
 from megatron.trainer.extras.convert.convert import convert
 from megatron.trainer.extras.convert.target import Changes
 from megatron.trainer.extras.inspect_checkpoint.archive import Archive, open_archive
+from tests.extras.convert.checkpoints import cut_like_ranks
 from tests.helpers.checkpoints import (
     BIASED,
     ITERATION,
     MIXTURE,
     SHARED,
     command,
-    cut_like_ranks,
     index_of,
     make_checkpoint,
 )

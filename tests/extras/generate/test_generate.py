@@ -21,8 +21,6 @@ from megatron.trainer.checkpoint import files
 from megatron.trainer.checkpoint.load import Stored
 from megatron.trainer.common.errors import TrainingFailure, UsageError
 from megatron.trainer.common.train_state import TrainState
-from megatron.trainer.extras.convert import command as convert_checkpoint
-from megatron.trainer.extras.convert.writing import Piece
 from megatron.trainer.extras.generate import command as generate
 from megatron.trainer.extras.generate.model import (
     GREEDY,
@@ -32,7 +30,6 @@ from megatron.trainer.extras.generate.model import (
     check_sampling,
     open_generator,
 )
-from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
 from tests.helpers.checkpoints import (
     BIASED,
     FLAGS,
@@ -42,6 +39,7 @@ from tests.helpers.checkpoints import (
     index_of,
     make_checkpoint,
 )
+from tests.helpers.of_extras import of_extra
 
 BYTES = {"tokenizer_type": "ByteLevelTokenizer", "padded_vocab_size": 384, "vocab_size": None}
 GPT2 = {
@@ -67,14 +65,14 @@ TOKENS = 257
 PROMPT = "def f(x):"
 
 
-def quiet(pieces: list[Piece]) -> None:
+def quiet(pieces: list[Any]) -> None:
     """Matrices as at the start of a training, so that logits are close to each other."""
     for i, piece in enumerate(pieces):
         if "norm" not in piece.key and not piece.key.startswith("optimizer"):
             pieces[i] = dataclasses.replace(piece, make=lambda p=piece: 0.1 * p.make())
 
 
-def loud_padding(pieces: list[Piece]) -> None:
+def loud_padding(pieces: list[Any]) -> None:
     """The rows of the output layer that are no token win against those that are."""
     quiet(pieces)
     at = index_of(pieces, "output_layer.weight")
@@ -123,7 +121,8 @@ def test_greedy_takes_what_the_whole_model_finds_most_likely(kind: str, tmp_path
 
 
 def test_the_weights_are_those_of_the_checkpoint(checkpoint: Path) -> None:
-    stored = open_archive(checkpoint, step=None).read("output_layer.weight")
+    archive = of_extra("megatron.trainer.extras.inspect_checkpoint.archive")
+    stored = archive.open_archive(checkpoint, step=None).read("output_layer.weight")
     with open_generator(checkpoint) as model:
         weights = dict(model._wrapper.model.named_parameters())
         assert torch.equal(weights["output_layer.weight"], stored)
@@ -136,6 +135,7 @@ def test_another_layout_on_disk_gives_the_same_text(checkpoint: Path, tmp_path: 
         root = checkpoint if words is None else tmp_path / str(i)
         if words is not None:
             with contextlib.redirect_stdout(io.StringIO()):
+                convert_checkpoint = of_extra("megatron.trainer.extras.convert.command")
                 assert convert_checkpoint.main([str(checkpoint), str(root), *words.split()]) == 0
         with open_generator(root) as model:
             texts.append([model.generate(PROMPT, p, 3) for p in (params(), params(top_k=GREEDY))])

@@ -13,10 +13,10 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.trainer.config.arguments import parse_args, with_checkpoint_args
 from megatron.trainer.extras.convert.convert import convert
 from megatron.trainer.extras.convert.target import Changes
-from megatron.trainer.extras.generate.model import GREEDY, open_generator
 from megatron.trainer.extras.huggingface import exchange
 from megatron.trainer.extras.inspect_checkpoint.archive import open_archive
 from tests.helpers.checkpoints import FLAGS, make_checkpoint
+from tests.helpers.of_extras import of_extra
 from tests.helpers.tokenizer_files import gpt2_files, hugging_face_folder, sentence_piece_file
 
 transformers: Any = pytest.importorskip("transformers")
@@ -246,15 +246,16 @@ def test_a_text_ends_at_each_end_of_the_imported_model(name: str, tmp_path: Path
     prompt, folder = "the cat sat", tmp_path / "core" / "hugging_face"
     source = model_in(tmp_path / "hf", "llama", fields={}, generation=GENERATION)
     exchange.load(source, tmp_path / "core", Changes())
-    greedy = SamplingParams(num_tokens_to_generate=6, top_k=GREEDY)
+    generate = of_extra("megatron.trainer.extras.generate.model")
+    greedy = SamplingParams(num_tokens_to_generate=6, top_k=generate.GREEDY)
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
-    with open_generator(tmp_path / "core", device="cpu") as model:
+    with generate.open_generator(tmp_path / "core", device="cpu") as model:
         whole = model.generate(prompt, greedy, seed=1).generated_tokens
     end = whole[-1]
     (folder / "generation_config.json").unlink()
     record = json.loads((folder / "config.json").read_text()) if name == "config.json" else {}
     record["eos_token_id"] = [2, end]
     (folder / name).write_text(json.dumps(record))
-    with open_generator(tmp_path / "core", device="cpu") as model:
+    with generate.open_generator(tmp_path / "core", device="cpu") as model:
         cut = model.generate(prompt, greedy, seed=1)
     assert cut.generated_tokens == whole[: whole.index(end)] and cut.finish_reason == "eod"

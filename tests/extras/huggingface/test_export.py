@@ -18,12 +18,13 @@ from megatron.trainer.extras.convert import command as convert_checkpoint
 from megatron.trainer.extras.convert import writing
 from megatron.trainer.extras.convert.target import Changes
 from megatron.trainer.extras.convert.writing import Piece
-from megatron.trainer.extras.generate import model as generate
 from megatron.trainer.extras.huggingface import config_json, exchange
 from megatron.trainer.extras.huggingface.safetensors_files import INDEX, SafetensorsFolder
 from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.distributed.worker_features import MODELS
-from tests.helpers.checkpoints import MIXTURE, command, cut_like_ranks, index_of, make_checkpoint
+from tests.extras.convert.checkpoints import cut_like_ranks
+from tests.helpers.checkpoints import MIXTURE, command, index_of, make_checkpoint
+from tests.helpers.of_extras import of_extra
 from tests.helpers.written_runs import WrittenRun
 
 NORM = "decoder.final_layernorm.weight"
@@ -47,6 +48,7 @@ def test_a_model_is_told_from_a_checkpoint(
     code, _, err = command(capsys, inspect_checkpoint, tmp_path / "hf")
     assert code == 2 and "is a Hugging Face model" in err and "convert_checkpoint" in err
     said = r"holds no checkpoint; make one with .*convert"
+    generate = of_extra("megatron.trainer.extras.generate.model")
     with pytest.raises(UsageError, match=said), generate.open_model(tmp_path / "hf"):
         pass
 
@@ -69,7 +71,7 @@ def test_a_run_that_has_not_saved_is_no_model(
         assert code == 3 and "holds no complete checkpoint yet" in err and "Hugging" not in err
     with (
         pytest.raises(UsageError, match="holds no checkpoint; give the --save"),
-        generate.open_model(run_dir),
+        of_extra("megatron.trainer.extras.generate.model").open_model(run_dir),
     ):
         pass
     # A copy that lost its tracker still has what --ckpt-step names.

@@ -16,7 +16,7 @@ from megatron.trainer.common.errors import Refused
 from megatron.trainer.distributed.sharding import flat_to_rects
 from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from megatron.trainer.extras.inspect_checkpoint import contents
-from megatron.trainer.extras.inspect_checkpoint.archive import Chunk
+from megatron.trainer.extras.inspect_checkpoint.archive import Chunk, _check_format
 from megatron.trainer.extras.inspect_checkpoint.checks import coverage_problem
 from tests.helpers.checkpoints import BIASED, ITERATION, MIXTURE, SHARED, command, make_checkpoint
 
@@ -198,3 +198,11 @@ def test_inspection_shows_experts_and_the_sizes_they_load_under(
     assert "loads under --ep 1, 2, 4" in out
     code, out, _ = command(capsys, inspect_checkpoint, make_checkpoint(tmp_path / "b"), "--json")
     assert json.loads(out)["experts"] is None and "ep" not in json.loads(out)["loads_under"]
+
+
+@pytest.mark.parametrize("depth", [300, 900, 20_000])
+def test_a_mark_that_is_nested_too_deeply_is_refused(tmp_path: Path, depth: int) -> None:
+    text = '{"weight_map": ' + "[" * depth + "]" * depth + "}"
+    (tmp_path / files.CORE_MARK).write_text(text)
+    with pytest.raises(Refused, match="too deeply"):
+        _check_format(tmp_path)

@@ -22,7 +22,6 @@ from megatron.trainer.common.errors import UsageError
 from megatron.trainer.config.arguments import parse_args, resolve
 from megatron.trainer.config.draft import Draft, Environment
 from megatron.trainer.config.layout import Layout
-from megatron.trainer.extras.inspect_checkpoint.layouts import problems_of
 from megatron.trainer.extras.kfac import precondition
 from megatron.trainer.extras.kfac.flags import check_kfac
 from megatron.trainer.extras.kfac.precondition import Factors, Kfac
@@ -31,6 +30,7 @@ from megatron.trainer.train.build import groups_of
 from megatron.trainer.train.step_feature import build_features
 from tests.helpers.examples import SMALL, config_of, names_a_way_on
 from tests.helpers.jobs import TINY
+from tests.helpers.of_extras import of_extra
 from tests.helpers.one_rank import cpu_of_one
 
 DAMPING = 0.01
@@ -254,7 +254,8 @@ def test_layers_of_transformer_engine_are_refused() -> None:
 
 def test_a_stored_run_can_be_converted_to_any_layout() -> None:
     stored = {**config("--kfac --swiglu").flat(), "num_query_groups": 4}
-    assert problems_of(stored, Layout(tp=2), 128) == []
+    layouts = of_extra("megatron.trainer.extras.inspect_checkpoint.layouts")
+    assert layouts.problems_of(stored, Layout(tp=2), 128) == []
 
 
 def test_the_plan_prices_it_without_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:

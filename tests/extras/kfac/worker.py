@@ -7,7 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, layout_flags, run
+from tests.helpers.of_extras import of_extra
 
+PHASE_PLAN = of_extra("copus_ext.extras.phase_plan.layouts")
 BATCH, STEPS, INTERVAL, SAVED = 8, 7, 3, 4
 ZERO = "--use-distributed-optimizer"
 PP2 = " ".join(layout_flags(1, 2, 1))
@@ -48,7 +50,6 @@ def main(output: Path) -> Any:
     import torch
     import torch.distributed as dist
 
-    from copus_ext.extras.phase_plan.layouts import PhaseLayouts
     from megatron.trainer.extras.kfac.precondition import Factors, Kfac
     from megatron.trainer.train import build
     from megatron.trainer.train.callbacks import Callback, CallbackContext
@@ -147,7 +148,7 @@ def main(output: Path) -> Any:
         return note
 
     def record(name: str, flags: str, base: str = TINY, *, hand: bool = False) -> None:
-        look, names, layouts = Look(), Names(), PhaseLayouts()
+        look, names, layouts = Look(), Names(), PHASE_PLAN.PhaseLayouts()
         flags += f" --global-batch-size {BATCH}"
         flags += f" --train-samples {BATCH * STEPS}"
         with (

@@ -11,13 +11,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.trainer.common.errors import UsageError
-from megatron.trainer.extras.convert.convert import convert
-from megatron.trainer.extras.convert.target import Changes
-from megatron.trainer.extras.inspect_checkpoint import command as inspect_checkpoint
 from tests.distributed import worker_relayout
 from tests.distributed.worker_relayout import AFTER, BEFORE
 from tests.helpers.jobs import MOE, TINY, TINY_GPT2, layout_flags, run
+from tests.helpers.of_extras import of_extra
 
+CONVERT = of_extra("megatron.trainer.extras.convert.convert")
+TARGET = of_extra("megatron.trainer.extras.convert.target")
+INSPECT_CHECKPOINT = of_extra("megatron.trainer.extras.inspect_checkpoint.command")
 STEPS, SAVED = 6, 3
 MUON = "--optimizer muon --muon-extra-scale-factor 0.2 --muon-fp32-matmul-prec high"
 ZERO = "--use-distributed-optimizer"
@@ -114,14 +115,15 @@ def _inspected(folder: Path) -> tuple[int, dict[str, Any]]:
     """Exit code and record of `copus inspect-checkpoint --verify`, on every rank."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = inspect_checkpoint.main([str(folder), "--verify", "--json"])
+        code = INSPECT_CHECKPOINT.main([str(folder), "--verify", "--json"])
     return code, json.loads(out.getvalue())
 
 
 def _converted(output: Path) -> None:
     """Rank 0 makes one of tensor size 2 of a checkpoint."""
     if dist.get_rank() == 0:
-        convert(output / "save", output / "converted", Changes(tp=2, dp=1), verify=True)
+        changes = TARGET.Changes(tp=2, dp=1)
+        CONVERT.convert(output / "save", output / "converted", changes, verify=True)
     dist.barrier()
 
 

@@ -20,12 +20,11 @@ from megatron.trainer.config.arguments import parse_args, resolve, with_checkpoi
 from megatron.trainer.config.batch_schedule import BatchSchedule
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.lengths import TrainingLengths
-from megatron.trainer.extras.inspect_checkpoint.describe import loads_under
-from megatron.trainer.extras.inspect_checkpoint.layouts import batch_problems_of
 from megatron.trainer.extras.phases.feature import settings_in
 from megatron.trainer.extras.phases.flags import flags_of, in_phase, number_at, phase_of, phases_of
 from megatron.trainer.extras.phases.resume import in_layout_of_phase
 from megatron.trainer.extras.phases.schedule import parse_lengths, parse_phase_data
+from tests.helpers.of_extras import of_extra
 from tests.unit.test_batch_schedule import schedules
 
 BASE = (
@@ -488,7 +487,8 @@ def test_a_checkpoint_names_the_replicas_with_which_a_launch_begins(
     """In whatever phase it was saved: the flags of a launch are those of the first."""
     schedule, flags = "0:64 50%:256", f"{flags} --train-samples 640"
     stored = in_phase(config_of(flags, schedule), number).flat() | {"padded_vocab_size": 128}
-    named, problems = loads_under(stored)["dp"], []
+    describe = of_extra("megatron.trainer.extras.inspect_checkpoint.describe")
+    named, problems = describe.loads_under(stored)["dp"], []
     for size in range(1, 65):
         try:
             config_of(flags, schedule, size)
@@ -498,4 +498,5 @@ def test_a_checkpoint_names_the_replicas_with_which_a_launch_begins(
         else:
             assert size in named
     assert 1 in named and 32 not in named and problems
-    assert batch_problems_of(stored, Layout(dp=32)), "a conversion refuses it, too"
+    layouts = of_extra("megatron.trainer.extras.inspect_checkpoint.layouts")
+    assert layouts.batch_problems_of(stored, Layout(dp=32)), "a conversion refuses it, too"

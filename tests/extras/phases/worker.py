@@ -13,7 +13,6 @@ import numpy
 import torch.distributed as dist
 
 from copus_ext.controller.decision_log import NAME, read_journal
-from copus_ext.extras.phase_plan.layouts import PhaseLayouts
 from copus_ext.reshard.inprocess import InProcessResharder
 from megatron.trainer.checkpoint.load import read_arguments
 from megatron.trainer.common.collectives import broadcast_from_rank0
@@ -22,8 +21,10 @@ from megatron.trainer.config.layout import Layout
 from megatron.trainer.logging.metrics import read_metrics
 from megatron.trainer.train.callbacks import Callback, CallbackContext
 from tests.helpers.jobs import TINY, run
+from tests.helpers.of_extras import of_extra
 from tests.helpers.text import tokens
 
+PHASE_PLAN = of_extra("copus_ext.extras.phase_plan.layouts")
 SHARDED = "--use-distributed-optimizer"
 BASE = (
     TINY.replace("--seq-length 32", "").replace("--max-position-embeddings 32", "")
@@ -86,7 +87,7 @@ def main(output: Path) -> Any:
     results: dict[str, Any] = {}
 
     def go(name: str, flags: list[str], callbacks: Any = (), layouts: Any = None) -> None:
-        folder, layouts = output / name.replace(" ", "_"), layouts or PhaseLayouts()
+        folder, layouts = output / name.replace(" ", "_"), layouts or PHASE_PLAN.PhaseLayouts()
         steps = run([*LENGTHS, *flags], folder, [*callbacks, layouts], base=BASE)
         results[name] = record(steps)
 
@@ -129,7 +130,7 @@ def main(output: Path) -> Any:
     ]
     # The last step of the first phase is left out.
     go("skipped", [*ROTARY, *LAYOUTS, "--iterations-to-skip", "6"])
-    fail = PhaseLayouts()
+    fail = PHASE_PLAN.PhaseLayouts()
     fail.own.fault = break_on_rank_1
     go("a change that fails", [*ROTARY, *LAYOUTS], layouts=fail)
     save_while_training(output, go, results)
@@ -174,7 +175,9 @@ def ramp(output: Path, results: dict[str, Any]) -> None:
 
     def go(name: str, flags: list[str]) -> None:
         folder = output / name.replace(" ", "_")
-        results[name] = record(run([*grows, *flags], folder, [PhaseLayouts()], base=base))
+        results[name] = record(
+            run([*grows, *flags], folder, [PHASE_PLAN.PhaseLayouts()], base=base)
+        )
 
     go("ramp", [])
     go("ramp that moves", [*moves, *save])
@@ -234,7 +237,7 @@ def move_inside(output: Path, go: Any, results: dict[str, Any]) -> None:
     )
     watched = Watched()
     with mock.patch.object(callback, "decide", once):
-        go("moved inside", [*flags, *more], [acting, watched], PhaseLayouts(acting))
+        go("moved inside", [*flags, *more], [acting, watched], PHASE_PLAN.PhaseLayouts(acting))
     go("not moved", flags)
     results["exact steps"], results["old models"] = watched.exact, watched.is_there
     kinds = ("checkpoint.commit", "layout")
