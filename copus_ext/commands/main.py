@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from copus_ext import __version__
-from megatron.trainer.common.extras import extras
+from megatron.trainer.common.extras import extras, left_out
 from megatron.trainer.common.program import (
     CommandParser,
     ending_at_interrupts,
@@ -69,6 +69,10 @@ def _known(word: str) -> str:
         argparse.ArgumentTypeError: there is none of this name.
     """
     if word not in names():
+        for extra, needs in left_out():
+            if word in extra.commands:
+                lacks = f"{word} needs the extra {', '.join(needs)}, which is absent"
+                raise argparse.ArgumentTypeError(lacks)
         hint = nearest(word, names()) or "; `copus --help` lists them"
         raise argparse.ArgumentTypeError(f"there is no command {word}{hint}")
     return word

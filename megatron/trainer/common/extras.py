@@ -173,11 +173,17 @@ class CostTerms:
 @functools.cache
 def extras() -> tuple[Extra, ...]:
     """All extras that are there, in the order of their names."""
-    packages = dict.fromkeys([*_folders(PACKAGES), *_installed()])
-    found = sorted((_read(package) for package in packages), key=lambda extra: extra.name)
+    found = _with_folders()
     while left := [e for e in found if not {*e.needs} <= {other.name for other in found}]:
         found = [extra for extra in found if extra not in left]
     return tuple(found)
+
+
+def left_out() -> list[tuple[Extra, list[str]]]:
+    """Each extra that has its folder and is no part of `extras`, and the missing ones it needs."""
+    there = {extra.name for extra in extras()}
+    found = [extra for extra in _with_folders() if extra.name not in there]
+    return [(extra, sorted({*extra.needs} - there)) for extra in found]
 
 
 def extras_with(what: str) -> list[tuple[Extra, Any]]:
@@ -252,6 +258,11 @@ def without_extras(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if any(arguments.get("optimizer") in extra.optimizers for extra in extras()):
         own.add("optimizer")
     return {name: value for name, value in arguments.items() if name not in own}
+
+
+def _with_folders() -> list[Extra]:
+    packages = dict.fromkeys([*_folders(PACKAGES), *_installed()])
+    return sorted((_read(package) for package in packages), key=lambda extra: extra.name)
 
 
 def _folders(packages: Iterable[str]) -> Iterable[str]:
