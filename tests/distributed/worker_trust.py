@@ -144,9 +144,9 @@ def tamper_with_objects(cases: Cases) -> None:
         cases.train(STEPS, "--save", str(root))
     folder = files.folder_of(root, STEPS)
     index = read_index(folder / ".metadata")
-    of_bytes = (k for k, v in index.state_dict_metadata.items() if type(v) is BytesStorageMetadata)
-    places = index.storage_data or {}
-    where = places[next(key for key in of_bytes if key != COMMON_KEY)]
+    entries, places = index.state_dict_metadata, index.storage_data or {}
+    of_bytes = {key for key, entry in entries.items() if type(entry) is BytesStorageMetadata}
+    where = next(w for k, w in places.items() if k.fqn in of_bytes and k != COMMON_KEY)
     data = (folder / where.relative_path).read_bytes()
     blob = io.BytesIO(data[where.offset : where.offset + where.length])
     cases.control("control objects", lambda: torch.load(blob, weights_only=False))

@@ -403,9 +403,10 @@ os.environ["COUNTING"] = "1"
 assert main(["pretrain", *base.split(), "--device", "cpu"]) == 7
 assert format_of(pathlib.Path.cwd()) is None
 convert = "convert-checkpoint a b --format counted --count-from 4".split()
-with contextlib.redirect_stderr(io.StringIO()) as said:
-    assert main(convert) == 3
-assert "counted from 4" in said.getvalue()
+if "convert-checkpoint" in names():  # of an extra
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main(convert) == 3
+    assert "counted from 4" in said.getvalue()
 assert "--count-to N" in build_parser().format_help() and "count" in names()
 assert main(["count"]) == 0
 """
