@@ -139,8 +139,6 @@ def _candidate(s: DecisionInputs, costs: Costs, rest: _Rest, i: int) -> tuple[Ca
     width = _FAR * sd + pause + MARGIN
     needed = _rises_to(won, MARGIN, width=width) if sd else MARGIN + pause
     blocked = "" if won(mean) > MARGIN else TOO_LITTLE
-    if sd and told >= 1.0:  # the run would end before the trial tells anything
-        blocked = "too few steps are left for a trial"
     if needed >= PAUSES:  # a pause longer than the rest is never earned back
         blocked = NEVER_PAYS
     return Candidate(

@@ -48,18 +48,6 @@ def test_a_change_pays_where_drawn_ones_do(cost_s: float, left: int, sd: float, 
     assert won == pytest.approx(question.MARGIN, abs=4 * sd / math.sqrt(400_000) + 1e-4)
 
 
-@pytest.mark.parametrize(("left", "is_tried"), [(200, True), (9, False)])
-def test_no_trial_that_the_end_of_the_run_cuts_off(left: int, is_tried: bool) -> None:
-    """It would take ten steps to tell, and fewer are left; a speed that is known needs none."""
-    untimed = dataclasses.replace(row(16, 30.0, micro=8, sd=0.1), source="predicted")
-    timed = row(16, 30.0, micro=4)
-    done = 1_000_000 - 16 * left
-    s = situation(16, rows=[row(16, 10.0), untimed, timed], consumed_samples=done)
-    found = {c.row: c.blocked_reason for c in question.candidates(s, costs(s), range(3))}
-    assert (found[untimed] == "") is is_tried and not found[timed]
-    assert is_tried or "too few steps are left" in found[untimed]
-
-
 def test_a_speed_that_is_known_needs_the_margin_and_its_pauses() -> None:
     rows = [row(16, 10.0), row(16, 11.0, micro=8, sd=0.3), row(16, 12.0, dp=1)]
     s = situation(16, rows=rows, flags=ALL, relayout_cost_s=50.0)
