@@ -68,8 +68,14 @@ def test_a_time_is_far_off_beyond_three_deviations_or_twice(
     sd: float, ratio: float, is_far: bool
 ) -> None:
     c = configuration_of("tp=8", global_batch_size=16, world_size=8)
-    one = {"predicted_sd": sd, "measured_s": 3.0 * ratio, "factor": 1.0, "of_parts": 1.0}
-    run = Timed(configuration=c, predicted_s=3.0, **one)
+    run = Timed(
+        configuration=c,
+        predicted_s=3.0,
+        predicted_sd=sd,
+        measured_s=3.0 * ratio,
+        factor=1.0,
+        of_parts=1.0,
+    )
     assert run.is_far_off == is_far
     assert f"the prediction may be {100 * sd:.0f} % off: is it" in run.warning()
 
@@ -244,7 +250,9 @@ def test_what_a_time_makes_of_the_parts_adds_up(capsys: pytest.CaptureFixture[st
     plan.main(shlex.split(f"{WHERE} --measured 'tp=8,micro_batch=1: 6 s'"))
     out, _ = capsys.readouterr()
     line = next(x for x in out.splitlines() if "counted as" in x)
-    before, after = re.search(r"predicted (\S+) s.* x (\S+) by the parts", line).groups()
+    predicted = re.search(r"predicted (\S+) s.* x (\S+) by the parts", line)
+    assert predicted is not None
+    before, after = predicted.groups()
     told = re.findall(r"(\w+) (\S+) to (\S+) s", line)
     assert {"tp"} <= {name for name, _, _ in told}
     more = sum(float(now) - float(then) for _, then, now in told)
