@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,30 @@ def test_only_a_cpu_run_goes_on_with_a_cpu_build_beside_gpus(
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(gpus, "_has_gpu_nodes", lambda: False)
         check_torch_build("auto")
+
+
+@pytest.mark.usefixtures("cpu_torch")
+def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpus, "torch_uses_gpus", lambda: True)
+    (tmp_path / "version").write_text("535.129.03\n")
+    assert gpus.driver_version(tmp_path / "version") == "535.129.03"
+    assert gpus.driver_version(tmp_path / "none") is None
+    for driver, named in (("535.129.03", "driver 535.129.03 is too old"), (None, "no driver")):
+        monkeypatch.setattr(gpus, "driver_version", lambda driver=driver: driver)
+        for device in ("auto", "cuda"):
+            with monkeypatch.context() as here:
+                here.setattr(torch.cuda, "is_available", lambda: False)
+                with pytest.raises(UsageError, match=rf"2 GPUs .*{named}.* --device cpu") as caught:
+                    check_torch_build(device)
+            assert "\n" not in str(caught.value)
+    check_torch_build("cpu", found=0)
+    check_torch_build("auto", {GPUS: ""}, found=0)
+    check_torch_build("auto", found=2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_torch_build("auto")
+    # A supervisor does not import torch, and leaves it to the ranks.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delitem(sys.modules, "torch")
     check_torch_build("auto")
 
 

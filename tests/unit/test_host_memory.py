@@ -20,7 +20,7 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[str, str, str]] = []
         self.locked: list[int] = []
-        self.may_lock = True
+        self.may_lock, self.error = True, 0
         self.main = self.now = self.stream("main")
         runtime = SimpleNamespace(cudaHostRegister=self.lock, cudaHostUnregister=self.locked.remove)
         for name, value in {
@@ -30,8 +30,10 @@ class Gpu:
             "Event": self.event,
             "stream": self.on,
             "cudart": lambda: runtime,
+            "current_device": lambda: 0,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "ones", self.launch)
 
     def stream(self, name: str) -> Any:
         return SimpleNamespace(
@@ -61,7 +63,15 @@ class Gpu:
         assert size == 24 and flags == 0
         if self.may_lock:
             self.locked.append(place)
-        return 0 if self.may_lock else 1
+        self.error = 0 if self.may_lock else 2
+        return self.error
+
+    def launch(self, *shape: int, device: int) -> None:
+        """As CUDA does, tells of the last error of any call, once."""
+        assert device == 0
+        error, self.error = self.error, 0
+        if error:
+            raise torch.OutOfMemoryError("CUDA error: out of memory")
 
 
 @pytest.fixture
@@ -105,6 +115,7 @@ def test_room_that_cannot_be_locked_is_room(gpu: Gpu) -> None:
     gpu.may_lock = False
     room = HostMemory().empty(2, 3)
     assert room.shape == (2, 3)
+    gpu.launch(1, device=0)  # of the next kernel, which has nothing to do with it
     del room
     assert gpu.locked == []
 

@@ -29,6 +29,7 @@ from copus_ext.extras.accept import many, one
 from copus_ext.extras.accept.finding import Check, Failed, Finding, OutOfTime, Skipped
 from copus_ext.extras.accept.runs import SIZES, Bench
 from megatron.trainer.common.errors import UsageError
+from megatron.trainer.common.gpus import check_torch_build
 from megatron.trainer.common.outside import parse_json
 from megatron.trainer.common.program import CommandParser, ending_at_interrupts
 
@@ -41,8 +42,8 @@ CHECKS = (
     Check("memory", "peaks as the planner predicts them", 1, 200, one.memory),
     Check("out_of_memory", "the launch after a full GPU", 1, 120, one.out_of_memory),
     Check("throughput", "what the controller costs", 1, 180, one.throughput),
-    Check("moves", "ten changes of layout", 2, 400, many.moves),
-    Check("moves_of_experts", "changes of a mixture", 2, 200, many.moves_of_experts),
+    Check("moves", "two rounds of changes of layout", 2, 600, many.moves),
+    Check("moves_of_experts", "two rounds of a mixture", 2, 300, many.moves_of_experts),
     Check("recovery", "a rank is lost", 2, 300, many.recovery),
     Check("checkpoints", "each layout loads those of all", 2, 400, many.checkpoints),
     Check("noise_of_layouts", "squares in three layouts", 2, 200, many.noise_of_layouts),
@@ -200,6 +201,7 @@ def _machine() -> dict[str, Any]:
 
 def _bench(args: argparse.Namespace, machine: dict[str, Any], folder: Path) -> Bench:
     count = len(machine["gpus"])
+    check_torch_build(args.device, found=count)
     device = args.device if args.device != "auto" else ("cuda" if count else "cpu")
     if device == "cuda" and not count:
         raise UsageError("--device cuda: torch sees no GPU; give --device cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import time
@@ -43,10 +44,10 @@ def flags_of(layout: str) -> list[str]:
 
 
 def moves(bench: Bench) -> Finding:
-    """Ten changes of layout in a row, all ways back to the first: losses against a run that stays,
-    and what a process holds after each."""
+    """To every layout and back to the first, two rounds of it: losses against a run that stays, and
+    what a process holds after each change."""
     home, *others = layouts(bench.ranks)
-    walk = [to for away in (others * 5)[:5] for to in (away, home)]
+    walk = [to for away in others * 2 for to in (away, home)]
     flags = [*bench.flags("large"), "--train-iters", "6", *flags_of(home)]
     return _walked(bench, "moves", flags, walk)
 
@@ -60,7 +61,7 @@ def moves_of_experts(bench: Bench) -> Finding:
     if bench.ranks % 4 == 0:
         walk += [f"tp1.pp1.ep4.dp{bench.ranks}", home]
     flags = [*bench.flags(), *_EXPERTS.split(), "--train-iters", "6", *flags_of(home)]
-    return _walked(bench, "moves-experts", flags, walk)
+    return _walked(bench, "moves-experts", flags, walk * 2)
 
 
 def _walked(bench: Bench, name: str, flags: list[str], walk: list[str]) -> Finding:
@@ -85,10 +86,10 @@ def _walked(bench: Bench, name: str, flags: list[str], walk: list[str]) -> Findi
 
 
 def _leaks(ranks: list[list[dict[str, Any]]]) -> str:
-    """What a rank holds more of behind the last change than behind the second, where layouts are
-    the same; empty if nothing."""
+    """What a rank holds more of at the end of the second round than at the end of the first, which
+    loads the kernels of every layout; empty if nothing."""
     for rows in ranks:
-        first, last = rows[1], rows[-1]
+        first, last = rows[(len(rows) - 1) // 2], rows[-1]
         if last["groups"] > first["groups"]:
             return f"{last['groups'] - first['groups']} groups are left"
         lost = first.get("free_mib", 0) - last.get("free_mib", 0)
@@ -169,7 +170,7 @@ def communicators(bench: Bench) -> Finding:
     if bench.device == "cpu":
         raise Skipped("gloo makes no communicators ahead")
     home, away, *_ = layouts(bench.ranks)
-    flags = [*bench.flags("large"), "--train-iters", "4", *flags_of(home)]
+    flags = [*bench.flags("large"), "--train-iters", "4", "--deterministic-mode", *flags_of(home)]
     rows, losses, kinds = {}, [], set()
     for name, is_bound in (("lazy", False), ("eager", True)):
         begin_s = time.time()
@@ -221,7 +222,8 @@ def _timed(layout: str, row: dict[str, Any]) -> str:
 def recovery(bench: Bench) -> Finding:
     """An elastic run that loses a rank in the forward pass, behind the reduction, and before the
     ranks share the numbers of a step: how long until the next step, and with which losses."""
-    flags = [*bench.flags(), "--train-iters", "30"]
+    batch = ["--global-batch-size", str(batch_of_recovery(bench.ranks))]
+    flags = [*bench.flags(), *batch, "--train-iters", "30"]
     elastic = ["--elastic", "--copy-interval", "4"]
     whole = bench.train("recovery-whole", flags, ranks=bench.ranks)
     rows: dict[str, dict[str, Any]] = {}
@@ -243,6 +245,13 @@ def recovery(bench: Bench) -> Finding:
         f"{_MAX_RECOVERY_S:.0f}), losses {worst:.1e} apart"
     )
     return judged(holds, line, kills=rows)
+
+
+def batch_of_recovery(ranks: int) -> int:
+    """A batch of at least eight that all ranks can have, and all but one: losses of another batch
+    cannot be compared."""
+    both = ranks * (ranks - 1)
+    return both * math.ceil(8 / both)
 
 
 def _longest_gap(run: RunResult) -> float:

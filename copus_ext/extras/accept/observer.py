@@ -214,6 +214,8 @@ def _held() -> dict[str, int]:
     if Path("/proc/self/task").exists():
         held["threads"] = len(os.listdir("/proc/self/task"))
     if torch.cuda.is_available():
+        # What torch keeps for later differs by where a change comes from.
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         held["allocated_mib"] = torch.cuda.memory_allocated() // _MIB
         held["free_mib"] = free // _MIB

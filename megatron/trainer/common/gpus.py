@@ -7,8 +7,10 @@ import functools
 import importlib.util
 import os
 import runpy
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.trainer.common.errors import UsageError
 
@@ -47,20 +49,45 @@ def build_uses_gpus(package: Path) -> bool:
         return True
 
 
-def check_torch_build(device: str, env: Mapping[str, str] | None = None) -> None:
-    """Refuses to compute on CPUs beside idle GPUs because torch was installed on a node without.
+def driver_version(file: Path = Path("/sys/module/nvidia/version")) -> str | None:
+    """Of NVIDIA's driver, such as `580.65.06`; None where none is loaded."""
+    try:
+        return file.read_text().strip() or None
+    except OSError:
+        return None
+
+
+def check_torch_build(
+    device: str, env: Mapping[str, str] | None = None, *, found: int | None = None
+) -> None:
+    """Refuses to compute on CPUs beside idle GPUs because torch was installed on a node without, or
+    is too new for the driver.
 
     Args:
         device: `--device`; with `cpu` the user wants that.
+        found: number of GPUs that torch can use; None to ask it, if this process has imported it.
 
     Raises:
         UsageError: the installed torch cannot use the GPUs that this process sees.
     """
     number = visible_gpus(os.environ if env is None else env)
     # Some set CUDA_VISIBLE_DEVICES on machines without GPUs, too.
-    if device == "cpu" or number == 0 or not _has_gpu_nodes() or torch_uses_gpus():
+    if device == "cpu" or number == 0 or not _has_gpu_nodes():
         return
     shown = "1 GPU is" if number == 1 else f"{number} GPUs are"
+    if torch_uses_gpus():
+        if found is None:
+            torch: Any = sys.modules.get("torch")
+            found = int(torch is None or torch.cuda.is_available())
+        if found:
+            return
+        driver = driver_version()
+        why = f"NVIDIA's driver {driver} is too old or broken" if driver else "no driver is loaded"
+        raise UsageError(
+            f"{shown} visible, but the installed torch cannot use them: {why}; torch for CUDA 13 "
+            "needs NVIDIA's driver 580 or newer: update it, install a torch for an older CUDA, or "
+            "give --device cpu"
+        )
     raise UsageError(
         f"{shown} visible, but the installed torch is a build for CPUs; install its CUDA build (in "
         "a checkout: COPUS_TORCH=cuda bash scripts/setup_env.sh run) or give --device cpu"

@@ -75,5 +75,13 @@ def _lock(room: torch.Tensor) -> None:
     place = room.data_ptr()
     if int(runtime.cudaHostRegister(place, room.nbytes, 0)) != 0:
         logger.warning("%.1f GB of copies are not page-locked: they take longer", room.nbytes / 1e9)
+        _forget_error()
         return
     weakref.finalize(room, runtime.cudaHostUnregister, place).atexit = False
+
+
+def _forget_error() -> None:
+    """Takes the error that CUDA keeps for this thread, or the next kernel would raise it. torch has
+    no call for that, but looks for one behind each kernel that it launches."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=torch.cuda.current_device())

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -56,6 +57,12 @@ def check_environment() -> None:
     note = engine and engine_note(str(_core_version()), engine)
     if note:
         logger.warning("%s", note)
+    torch: Any = importlib.import_module("torch")
+    if torch.cuda.is_available() and lacks_compiler(os.environ):
+        logger.warning(
+            "no C compiler is found, so torch does not fuse kernels of megatron-core on GPUs; "
+            "install one (the package gcc) or name it in CC"
+        )
 
 
 def main() -> int:
@@ -112,8 +119,9 @@ def import_core() -> Any:
     """Imports torch and megatron-core, the seconds that every start takes, and returns the latter.
 
     megatron-core has torch compile its fused kernels. Where there is no GPU none of them is used,
-    so the compiler, which takes longer to load than torch itself, is left out. Does nothing where
-    megatron-core is imported already.
+    so the compiler, which takes longer to load than torch itself, is left out. It is left out as
+    well where Triton finds no C compiler, without which the first step would fail. Does nothing
+    where megatron-core is imported already.
 
     Raises:
         ImportError: it is not installed.
@@ -127,7 +135,7 @@ def import_core() -> Any:
     with no_collection():
         torch: Any = importlib.import_module("torch")
         optional.have_transformer_engine()
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not lacks_compiler(os.environ):
             return importlib.import_module("megatron.core")
         compiler, torch.compile = torch.compile, _as_it_is
         try:
@@ -136,6 +144,14 @@ def import_core() -> Any:
         finally:
             torch.compile = compiler
         return importlib.import_module("megatron.core")
+
+
+def lacks_compiler(env: Mapping[str, str]) -> bool:
+    """Whether torch would compile kernels for a GPU, and there is no C compiler where Triton looks
+    for one."""
+    if env.get("TORCHDYNAMO_DISABLE") == "1" or env.get("CC"):
+        return False
+    return not any(shutil.which(name, path=env.get("PATH", "")) for name in ("gcc", "clang"))
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import pytest
 from copus_ext.extras.accept import command, many, one
 from copus_ext.extras.accept.finding import Check, Failed, Finding, Skipped, judged, most_apart
 from copus_ext.extras.accept.runs import SIZES, Bench, RunResult
+from megatron.trainer.common import gpus
 from megatron.trainer.common.errors import UsageError
 from tests.helpers.launch import ROOT
 from tests.helpers.processes import wait_until
@@ -195,6 +196,24 @@ def test_a_flag_that_cannot_be_is_named(words: list[str], named: str) -> None:
         command.main(words)
 
 
+def test_gpus_that_torch_cannot_use_are_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(gpus, "torch_uses_gpus", lambda: True)
+    monkeypatch.setattr(gpus, "_has_gpu_nodes", lambda: True)
+    machine: dict[str, Any] = {"gpus": [], "has_engine": False}
+
+    def device(*words: str) -> str:
+        return command._bench(command.parser().parse_args(words), machine, tmp_path).device
+
+    with pytest.raises(UsageError, match=r"2 GPUs .* driver .* --device cpu"):
+        device()
+    assert device("--device", "cpu") == "cpu"
+    machine["gpus"] = [{"name": "a"}, {"name": "a"}]
+    assert device() == "cuda"
+
+
 def test_a_folder_that_is_used_is_kept(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is not empty"):
@@ -230,6 +249,67 @@ def test_layouts_have_all_ranks_and_divide_the_models(ranks: int) -> None:
                     assert batch % (layout.dp * micro) == 0
 
 
+@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("size", SIZES)
+def test_a_lost_rank_leaves_the_batch_of_its_check(
+    ranks: int, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = pytest.importorskip("copus_ext.extras.elastic.choice")
+    from megatron.trainer.config.arguments import parse_args, resolve
+
+    monkeypatch.setattr(Bench, "text", lambda self: Path("text"))
+    bench = Bench(folder=tmp_path, device="cpu", ranks=ranks, size=size)
+    batch = many.batch_of_recovery(ranks)
+    flags = [*bench.flags(), "--global-batch-size", str(batch), "--train-iters", "30"]
+    config = resolve(parse_args(flags), ranks, cuda_available=False)
+    stored = config.replace(padded_vocab_size=384).flat()
+    found = choice.choose(flags, stored, ranks - 1, has_gpu=False, why="")
+    assert found.config.batch.initial_global_batch_size == batch and not found.note
+
+
+def _flags_of_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Filled with the flags of each run, by its name; the runs are not made."""
+    seen: dict[str, list[str]] = {}
+
+    def train(self: Bench, name: str, flags: Any, **more: Any) -> RunResult:
+        seen[name] = [*flags]
+        squares = {kind: {"w": 1.0} for kind in ("small", "big")}
+        steps = [{**row, "grad_norm": 1.0, "noise": {"squares": squares}} for row in LOSSES]
+        rows = [{"sums": {}, "moves": []}]
+        return RunResult(steps=steps, ranks=rows, output="", folder=self.folder)
+
+    monkeypatch.setattr(Bench, "train", train)
+    monkeypatch.setattr(Bench, "text", lambda self: Path("text"))
+    return seen
+
+
+def test_runs_that_are_compared_bit_by_bit_are_deterministic(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.ranks, bench.device = 2, "cuda"
+    seen = _flags_of_runs(bench, monkeypatch)
+    one.noise(bench)
+    many.communicators(bench)
+    for name in ("unwatched", "watched", "communicators-lazy", "communicators-eager"):
+        assert "--deterministic-mode" in seen[name], name
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_both_rounds_of_moves_are_the_same(
+    bench: Bench, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.ranks = ranks
+    walks: list[list[str]] = []
+    monkeypatch.setattr(many, "_walked", lambda bench, name, flags, walk: walks.append(walk))
+    monkeypatch.setattr(Bench, "text", lambda self: Path("text"))
+    many.moves(bench)
+    many.moves_of_experts(bench)
+    for walk in walks:
+        half = len(walk) // 2
+        assert walk[:half] == walk[half:]
+    assert set(walks[0]) == set(many.layouts(ranks))
+
+
 def test_flags_start_a_layout() -> None:
     assert many.flags_of("tp2.cp2.pp4.ep2.etp1.dp8") == [
         *("--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
@@ -240,8 +320,10 @@ def test_flags_start_a_layout() -> None:
 
 def test_what_is_left_behind_is_told() -> None:
     row: dict[str, Any] = {"groups": 23, "free_mib": 1000}
-    even = [dict(row) for _ in range(10)]
+    even = [dict(row) for _ in range(12)]
     assert many._leaks([even, even]) == ""
+    # The first round loads kernels, and each layout holds something else.
+    assert many._leaks([[row | {"free_mib": 2000}] * 5 + even[5:10] + even[:2]]) == ""
     assert many._leaks([even, [*even[:-1], row | {"groups": 24}]]) == "1 groups are left"
     lost = [*even[:-1], row | {"free_mib": 899}]
     assert many._leaks([even, lost]) == "101 MiB of the GPU are left"

@@ -30,7 +30,7 @@ def test_checks_pass_on_two_ranks(tmp_path: Path) -> None:
     verdicts = {row["check"]: row["verdict"] for row in rows}
     assert verdicts == dict.fromkeys(CHECKS, "passed") | dict.fromkeys(OF_GPUS, "skipped")
     moves = next(row for row in rows if row["check"] == "moves")
-    assert [move["kind"] for move in moves["moves"][0]] == ["moved"] * 10
+    assert [move["kind"] for move in moves["moves"][0]] == ["moved"] * 12
     layouts = next(row for row in rows if row["check"] == "checkpoints")
     assert layouts["line"].startswith("16 pairs of 4 layouts") and layouts["differ"] == []
     assert all(row["seconds"] > 0 and row["line"] for row in rows if row["check"] in CHECKS)
