@@ -6,8 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.trainer.common.program import with_output
-from megatron.trainer.extras.generate.command import main
+from copus_ext.commands.main import run_tool
 
 if __name__ == "__main__":
-    sys.exit(with_output("generate.py", main))
+    sys.exit(run_tool(__file__))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from copus_ext.extras.profile_layouts.command import main
-from megatron.trainer.common.program import with_output
+from copus_ext.commands.main import run_tool
 
 if __name__ == "__main__":
-    sys.exit(with_output("profile_layouts.py", main))
+    sys.exit(run_tool(__file__))

@@ -121,5 +121,13 @@ def _run(words: list[str]) -> int:
         return run() if name in _JOBS else ending_at_interrupts("copus", run)
 
 
+def run_tool(file: str) -> int:
+    """Runs the command that a script in `tools/` bears the name of, with the words of this process;
+    returns its exit code. A line says so where the extra of the command is absent."""
+    script = Path(file).name
+    name = parser().parse_args([script.removesuffix(".py").replace("_", "-")]).command
+    return with_output(script, importlib.import_module(module_of(name)).main)
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -128,19 +128,26 @@ def reason(
         less = f"{c}: less recomputation fits and is never slower"
         return less, f"`explain {c}` in front of your flags of model, cluster and batch prices it"
     if code == "memory":
-        if known:
-            told = f"{known} (predicted peak {peak_bytes / GIB:.1f} GiB: {c})"
-            return told, "more is needed than there is; use more GPUs or memory"
-        peak, safe = _told_apart(peak_bytes / GIB, safe_bytes / GIB)
-        digits = len(peak.partition(".")[2])
-        much = f"{float(peak) - float(safe):.{digits}f}"
-        loaded = " (busiest experts at twice the mean)" if at.ep > 1 else ""
-        less = f"{limit_bytes / GIB:.1f} GiB less the doubt of what this layout needs"
-        return (
-            f"predicted peak {peak} GiB{loaded}, safe up to {safe} GiB: {less} ({c})",
-            f"{much} GiB too much; use more GPUs or memory",
-        )
+        return _of_memory(c, peak_bytes, safe_bytes, limit_bytes, known)
     return texts[code]
+
+
+def _of_memory(
+    c: Configuration, peak_bytes: float, safe_bytes: float, limit_bytes: float, known: str
+) -> tuple[str, str]:
+    """The same of what needs more memory than there is, or may."""
+    if known:
+        told = f"{known} (predicted peak {peak_bytes / GIB:.1f} GiB: {c})"
+        return told, "more is needed than there is; use more GPUs or memory"
+    peak, safe = _told_apart(peak_bytes / GIB, safe_bytes / GIB)
+    digits = len(peak.partition(".")[2])
+    much = f"{float(peak) - float(safe):.{digits}f}"
+    loaded = " (busiest experts at twice the mean)" if c.layout.ep > 1 else ""
+    less = f"{limit_bytes / GIB:.1f} GiB less the doubt of what this layout needs"
+    return (
+        f"predicted peak {peak} GiB{loaded}, safe up to {safe} GiB: {less} ({c})",
+        f"{much} GiB too much; use more GPUs or memory",
+    )
 
 
 def _told_apart(one: float, other: float) -> tuple[str, str]:

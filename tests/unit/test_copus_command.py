@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from copus_ext import __version__
-from copus_ext.commands.main import COMMANDS, first_line, main, module_of, names
+from copus_ext.commands.main import COMMANDS, first_line, main, module_of, names, run_tool
 from copus_ext.controller.decision_log import VERSION
 from megatron.trainer.common import program
 from megatron.trainer.common.program import (
@@ -96,6 +96,16 @@ def test_every_command_has_a_script_and_a_module() -> None:
         "plan_answer",  # the same
         "plan_jobs",  # the same
     }
+
+
+def test_a_script_whose_extra_is_gone_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tools/of_no_extra.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        run_tool("tools/of_no_extra.py")
+    assert ended.value.code == 2
+    assert "there is no command of-no-extra" in capsys.readouterr().err
 
 
 def test_errors_bear_the_name_that_was_called(capsys: pytest.CaptureFixture[str]) -> None:
