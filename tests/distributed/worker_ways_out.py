@@ -37,7 +37,10 @@ def leaving(way: dict[str, Any]) -> Any:
     from megatron.trainer.train.callbacks import Callback, CallbackContext
 
     class Leave(Callback):
-        """Leaves where and how it is told."""
+        """Leaves where and how it is told, once: each forward pass of a step comes here, and a
+        second Ctrl-C half a second later would have another meaning."""
+
+        has_left = False
 
         def on_train_start(self, context: CallbackContext) -> None:
             self.leave("start", 1)
@@ -55,7 +58,9 @@ def leaving(way: dict[str, Any]) -> Any:
         def leave(self, at: str, iteration: int) -> None:
             """If it is the place."""
             is_me = way.get("rank", rank()) == rank()
-            if is_me and (way["at"], way.get("iteration", 1)) == (at, iteration):
+            is_here = (way["at"], way.get("iteration", 1)) == (at, iteration)
+            if is_me and is_here and not self.has_left:
+                self.has_left = True
                 leave(way["how"])
 
     return Leave()
