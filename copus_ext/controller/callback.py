@@ -7,7 +7,6 @@ apply, record.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -94,7 +93,8 @@ class Controller(Callback):
         self.failed, self.keeps_settings = False, self._acts
         self._flag_layout: Layout | None = None
         self._ratio = 1
-        self._key, self._log_text, self._num_before = "", UNDECIDED, 0
+        self._key, self._num_before = "", 0
+        self._unlogged: Decision | str | None = UNDECIDED
 
     @property
     def _acts(self) -> bool:
@@ -146,6 +146,7 @@ class Controller(Callback):
 
     def _begin_segment(self, context: CallbackContext) -> None:
         """Counts batches in samples of the present length."""
+        self.config = config_of(context)
         self._ratio = length_ratio(context.config)
         self.flags = flags_in_segment(self._given, self._ratio)
 
@@ -157,7 +158,7 @@ class Controller(Callback):
 
     def _on_layout(self, context: CallbackContext) -> None:
         """Sets what goes with the present layout: rules, rates and the cost of leaving it."""
-        config = config_of(context)
+        self.config = config = config_of(context)
         self.state.begin_visit()  # also where a change of the layout has failed
         self.rules = rules.rules_of(self.flags, config)
         self.rates = rules.rate_rules_of(self.flags, config)
@@ -182,11 +183,11 @@ class Controller(Callback):
             memory=memory_history(context.run_dir, config),
         )
 
-    def _renew_table(self, context: CallbackContext) -> None:
-        """Opens the table of another layout, or under other conditions, on rank 0."""
+    def _renew_table(self, new: Callable[[], ThroughputTable | None]) -> None:
+        """Takes the table of another layout, or of other conditions, on rank 0."""
         if dist.get_rank() == 0:
             try:
-                self.table = self._open_table(context)
+                self.table = new()
             except Exception as error:  # ends the decisions, not the run
                 self.table = None
                 is_plain = isinstance(error, UsageError)
@@ -227,7 +228,7 @@ class Controller(Callback):
                 self.table.note,
             )
         headroom = self.headroom_notice.at_start(context, self.table, self.rules, self.state)
-        self.log.append(
+        self.log.write(
             "start",
             iteration=context.state.iteration,
             consumed_samples=context.state.consumed_samples,
@@ -249,7 +250,7 @@ class Controller(Callback):
         """Adds the hooks to the new model, and sets what goes with the new layout."""
         self.gns.on_relayout_end(context)
         self._on_layout(context)
-        self._renew_table(context)
+        self._renew_table(lambda: self._open_table(context))
 
     def on_segment_start(self, context: CallbackContext) -> None:
         """Goes on in samples of another length. The noise scale starts afresh, nothing that was
@@ -268,7 +269,7 @@ class Controller(Callback):
         if before != self._ratio:
             self.gns.on_segment_start(context)
             self._on_layout(context)
-            self._renew_table(context)
+            self._renew_table(lambda: self._open_table(context))
         self.log.note(
             "segment",
             iteration=context.state.iteration,
@@ -291,14 +292,9 @@ class Controller(Callback):
         of a segment decides nothing, as the next one may be of other samples."""
         self._measure(context)
         self._look_at_conditions(context)
-        self.state.begin_annealing(
-            self.rules.anneal_share,
-            batch=CurrentConfiguration.of(context).global_batch_size,
-            consumed_samples=context.state.consumed_samples,
-            total_samples=context.config.batch.train_samples,
-        )
-        is_due = not (self.failed or ends_segment(context)) and self._is_due(context)
-        decision = self._decide(context) if is_due else None
+        scheduled = self._scheduled_batch(context)
+        is_due = not (self.failed or ends_segment(context)) and self._is_due(context, scheduled)
+        decision = self._decide(context, scheduled) if is_due else None
         request = self._apply(decision, context)
         context.scalars.update(self.log.take_scalars())
         return request
@@ -322,6 +318,12 @@ class Controller(Callback):
             measures_noise=bool(self.gns.observer.latest),
             length_ratio=step.length_ratio,
         )
+        state.begin_annealing(
+            self.rules.anneal_share,
+            batch=CurrentConfiguration.of(context).global_batch_size,
+            consumed_samples=step.consumed_samples,
+            total_samples=context.config.batch.train_samples,
+        )
         spiked = state.hold_batch_after_spike(
             consumed_samples=step.consumed_samples,
             half_life_samples=self.gns.observer.half_life_samples * step.length_ratio,
@@ -344,24 +346,25 @@ class Controller(Callback):
         assert step is not None
         where = {"key": self._key, "iteration": step.iteration, "device": device}
         if not self.failed and have_conditions_changed(self.state, self.table, self.log, **where):
-            self._renew_table(context)
+            factors = self.state.conditions.factors
+            self._renew_table(lambda: self.table and self.table.under(factors))
 
     def _record_outcome(self, *, now: bool = False) -> None:
         """Records the outcome of the last change once it is known, or with `now` as it is."""
         if (change := self.state.record_outcome(now=now)) is not None:
             self.log.record_outcome(change, num_changes=self.state.num_changes)
 
-    def _is_due(self, context: CallbackContext) -> bool:
-        """Whether to decide after this step."""
+    def _is_due(self, context: CallbackContext, scheduled: int | None) -> bool:
+        """Whether to decide after this step; `scheduled` as by `_scheduled_batch`."""
         step = context.step
         assert step is not None
         samples = rules.samples_to_decision(
-            self.flags, config_of(context), step.global_batch_size, self.state
+            self.flags, self.config, step.global_batch_size, self.state
         )
         return self.state.is_due(
             consumed_samples=step.consumed_samples,
             batch=CurrentConfiguration.of(context).global_batch_size,
-            scheduled=self._scheduled_batch(context),
+            scheduled=scheduled,
             every_samples=samples,
         )
 
@@ -370,11 +373,11 @@ class Controller(Callback):
         total = context.config.batch.train_samples
         return policies.scheduled_size(self.rules, context.state.consumed_samples, total)
 
-    def _decide(self, context: CallbackContext) -> Decision | None:
+    def _decide(self, context: CallbackContext, scheduled: int | None) -> Decision | None:
         """Rank 0's decision on every rank; None when the controller has failed. Collective."""
         state, step = self.state, context.step
         assert step is not None
-        answer: dict[str, Any] | None = None
+        decision: Decision | None = None
         observer, ratio = self.gns.observer, self.rules.length_ratio
         state.look(
             observer.noise(),
@@ -383,26 +386,24 @@ class Controller(Callback):
         )
         if dist.get_rank() == 0:
             try:
-                answer = self._decide_on_rank_0(context)
+                decision = self._decide_on_rank_0(context)
             except Exception as error:
                 logger.exception("controller disabled: the run keeps its configuration")
-                answer = {"failed": f"{type(error).__name__}: {error}"}
-                self.log.note("failure", iteration=step.iteration, error=answer["failed"])
-        answer = broadcast_from_rank0(answer)
-        scheduled = self._scheduled_batch(context)
+                told = f"{type(error).__name__}: {error}"
+                self.log.note("failure", iteration=step.iteration, error=told)
+        decision = broadcast_from_rank0(decision)
         position: Any = {"consumed_samples": step.consumed_samples, "scheduled": scheduled}
-        if answer is None or "failed" in answer:
-            self.failed, self._log_text = True, FAILED
+        if decision is None:
+            self.failed, self._unlogged = True, FAILED
             state.postpone(**position)
             return None
-        decision = Decision.from_json(answer["decision"])
         state.record_decision(**position)
         # A change that is made is reported when it is done.
-        self._log_text = "" if self._acts and decision.kind != "stay" else decision_line(decision)
+        self._unlogged = None if self._acts and decision.kind != "stay" else decision
         return decision
 
-    def _decide_on_rank_0(self, context: CallbackContext) -> dict[str, Any]:
-        """Decides and records; the decision and what is asked for after it, as plain JSON types."""
+    def _decide_on_rank_0(self, context: CallbackContext) -> Decision:
+        """Decides and records."""
         started = time.perf_counter()
         inputs = self._inputs(context)
         decision = decide(inputs)
@@ -414,8 +415,7 @@ class Controller(Callback):
             applied=decision.kind != "stay" and self._acts,
             seconds=time.perf_counter() - started,
         )
-        answer = {"decision": decision.to_json()}
-        return json.loads(json.dumps(answer, allow_nan=False))
+        return decision
 
     def _inputs(self, context: CallbackContext) -> DecisionInputs:
         """The inputs of a decision, on rank 0."""
@@ -454,12 +454,10 @@ class Controller(Callback):
         """The request for what was decided, and for the rates of the next step."""
         reason, change = "learning-rate ramp", None
         if decision is not None and self._acts:
-            if decision.kind == "batch":
-                reason, before = decision.reason, CurrentConfiguration.of(context)
+            if decision.kind != "stay":
                 ramp = self._ramp_to(decision.to.global_batch_size, context)
-                self._on_config_changed(decision, context, before=before, ramp=ramp)
-            elif decision.kind == "relayout":
-                change = self._layout_change(decision, context)
+                change = self._change(decision, ramp, context)
+                reason = decision.reason
             if self.layout_changes is not None and change is None:
                 self.layout_changes.prepare(decision.other_layouts, context)
         wanted = self._wanted_settings(context)
@@ -468,10 +466,15 @@ class Controller(Callback):
             return self.layout_changes.request(change, context, wanted if changes else None)
         return Request(kind="change", reason=reason, settings=wanted) if changes else None
 
-    def _layout_change(self, decision: Decision, context: CallbackContext) -> LayoutChange:
-        """A change of layout. The state changes when it has come about, as it may fail."""
+    def _change(
+        self, decision: Decision, ramp: Ramp | None, context: CallbackContext
+    ) -> LayoutChange | None:
+        """Changes the state to another batch; or returns a change of layout, and the state changes
+        when that has come about, as it may fail."""
         to, before = decision.to, CurrentConfiguration.of(context)
-        ramp = self._ramp_to(to.global_batch_size, context)
+        if decision.kind == "batch":
+            self._on_config_changed(decision, context, before=before, ramp=ramp)
+            return None
 
         def done(outcome: ReshardResult) -> None:
             if outcome.kind == "moved":
@@ -533,15 +536,15 @@ class Controller(Callback):
 
     def _new_ramp(self, batch: int, context: CallbackContext) -> Ramp:
         """The learning rate's way to another batch. It starts at the present rate."""
-        state, batch = context.state, self.state.batch_of_rate(batch)
-        first = self.rates.reference_batch
-        start = state.settings.lr_factor / self._rates(context).lr_factor(first)
-        most = rules.max_ramp_samples(self.flags, config_of(context))
-        return self.rates.ramp(batch, iteration=state.iteration, start=start, max_samples=most)
+        now, first = self._rates(context), self.rates.reference_batch
+        start = context.state.settings.lr_factor / now.lr_factor(first)
+        batch = self.state.batch_of_rate(batch)
+        return self.rates.ramp(batch, iteration=context.state.iteration, start=start)
 
     def _rates(self, context: CallbackContext) -> RateRules:
         """How the rates go with the batch in the next step."""
-        return rules.rates_at(self.rates, self.flags, context)
+        position = context.state.consumed_samples
+        return rules.rates_at(self.rates, self.flags, self.config, position)
 
     def _wanted_settings(self, context: CallbackContext) -> StepSettings:
         batch, micro = self.state.global_batch_size, self.state.micro_batch_size
@@ -553,8 +556,8 @@ class Controller(Callback):
         self, batch: int, micro: int, ramp: Ramp | None, context: CallbackContext
     ) -> StepSettings:
         """Settings of some batch sizes, with the rates that go with them."""
-        iteration = context.state.iteration
-        of, now = self.state.batch_of_rate(batch), self._rates(context)
+        iteration, now = context.state.iteration, self._rates(context)
+        of = self.state.batch_of_rate(batch)
         factor = self.rates.lr_factor(of)
         if ramp is not None and not ramp.is_over(iteration):
             factor = ramp.at(iteration)
@@ -566,9 +569,10 @@ class Controller(Callback):
     def on_log(self, context: CallbackContext) -> None:
         """Adds lines below the log line: the noise scale, and each decision once."""
         self.gns.on_log(context)
-        if self._log_text:
-            context.log_fragments.append(self._log_text)
-            self._log_text = ""
+        if self._unlogged is not None:
+            told = self._unlogged
+            context.log_fragments.append(told if isinstance(told, str) else decision_line(told))
+            self._unlogged = None
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         if self.layout_changes is not None:

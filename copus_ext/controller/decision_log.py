@@ -56,7 +56,7 @@ class DecisionLog:
         if self.path is not None:
             _set_aside(self.path)
 
-    def append(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: Any) -> None:
         """Writes a record and waits until it is on disk.
 
         Args:
@@ -84,7 +84,7 @@ class DecisionLog:
     def note(self, kind: str, **fields: Any) -> None:
         """Writes a record that nothing depends on: a failure is only a warning."""
         try:
-            self.append(kind, **fields)
+            self.write(kind, **fields)
         except (OSError, ValueError) as error:
             logger.warning("the journal cannot be written: %s", error)
 
@@ -119,7 +119,7 @@ class DecisionLog:
         Raises:
             OSError: it is not on disk.
         """
-        self.append(
+        self.write(
             "decision",
             number=number,
             iteration=inputs.iteration,

@@ -111,7 +111,7 @@ class LayoutChangeManager:
 
             self._resharder = InProcessResharder(
                 run_dir=self._run_dir,
-                note=self._log.append,
+                note=self._log.write,
                 fault=lambda topic: self.fault(topic),
                 prebuild=self.flags.copus_prebuild,
                 sample=self.flags.copus_verify_relayout == "sample",

@@ -15,7 +15,7 @@ from copus_ext.controller.flags import (
     CopusConfig,
     name_of,
 )
-from copus_ext.controller.segments import config_of, length_ratio
+from copus_ext.controller.segments import length_ratio
 from copus_ext.cost_model.model_spec import divisors
 from copus_ext.goodput import policies
 from copus_ext.goodput.inputs import ADAPTIVE, Rules
@@ -313,10 +313,11 @@ def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:
         reference_batch=flags.copus_reference_batch_size or first_batch_of(flags, config),
         beta2=beta2,
         ramp_steps=0 if is_paper else ramp_steps(beta2) if steps is None else steps,
+        max_ramp_samples=_max_ramp_samples(flags, config),
     )
 
 
-def max_ramp_samples(flags: CopusConfig, config: Any) -> float:
+def _max_ramp_samples(flags: CopusConfig, config: Any) -> float:
     """Most samples that the learning rate's way up to a larger batch takes: a twentieth of the
     schedule's decay, or any number where the user has given its steps."""
     decay = getattr(config.optim, "lr_decay_samples", None)
@@ -324,10 +325,12 @@ def max_ramp_samples(flags: CopusConfig, config: Any) -> float:
     return math.inf if is_given or decay is None else MAX_RAMP_SHARE * decay / length_ratio(config)
 
 
-def rates_at(rates: RateRules, flags: CopusConfig, context: Any) -> RateRules:
-    """How the rates go with the batch where the run is. Under `--rampup-batch-size` the user
+def rates_at(
+    rates: RateRules, flags: CopusConfig, config: Config, consumed_samples: int
+) -> RateRules:
+    """How the rates go with the batch at a place of the run. Under `--rampup-batch-size` the user
     has chosen them for the batch that the ramp has there."""
-    batch = batch_of_ramp(config_of(context), context.state.consumed_samples)
+    batch = batch_of_ramp(config, consumed_samples)
     if batch is None or flags.copus_reference_batch_size is not None:
         return rates
     return dataclasses.replace(rates, reference_batch=batch)

@@ -105,6 +105,16 @@ class ThroughputTable:
     ) -> None:
         self.config, self.flags = config, flags
         self._memory = memory or MemoryHistory()
+        self._under = functools.partial(
+            ThroughputTable,
+            config,
+            flags,
+            gpu=gpu,
+            fixed_micro_batch=fixed_micro_batch,
+            link=link,
+            flag_layout=flag_layout,
+            memory=memory,
+        )
         self._factors = factors
         self._known = {_uncut(x): x for x in (flag_layout, config.layout) if x is not None}
         self.note = ""
@@ -146,6 +156,14 @@ class ThroughputTable:
     def cluster(self) -> ClusterSpec | None:
         """The machine; None where nothing describes it."""
         return self.planner and self.planner.cluster
+
+    def under(self, factors: PartFactors) -> ThroughputTable:
+        """The table of the same run under other conditions.
+
+        Raises:
+            UsageError: as at its start; files may have changed.
+        """
+        return self._under(factors=factors)
 
     def raw_step_s(self, c: Configuration, factors: PartFactors) -> float:
         """Predicted seconds of a step of any configuration under some conditions, uncorrected."""

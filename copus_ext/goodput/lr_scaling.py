@@ -32,18 +32,17 @@ class RateRules:
     beta2_rule: PerTokenRule
     ramp_steps: int
     """Steps of the learning rate's way up."""
+    max_ramp_samples: float
+    """Most samples of that way; may be infinite."""
 
     def lr_factor(self, batch: int) -> float:
         """The learning rate's factor at a batch, at the end of its way: (B / B_ref)^(1/2) for Adam
         (eq. 9 of arXiv 2604.26687), or in proportion, or 1."""
         return (batch / self.reference_batch) ** _EXPONENTS[self.lr]
 
-    def ramp(
-        self, batch: int, *, iteration: int, start: float, max_samples: float = math.inf
-    ) -> Ramp:
-        """The learning rate's way to a batch that is taken after so many steps; it takes so many
-        samples at most."""
-        steps, end = min(self.ramp_steps, max_samples // batch), self.lr_factor(batch)
+    def ramp(self, batch: int, *, iteration: int, start: float) -> Ramp:
+        """The learning rate's way to a batch that is taken after so many steps."""
+        steps, end = min(self.ramp_steps, self.max_ramp_samples // batch), self.lr_factor(batch)
         return Ramp(start_iteration=iteration, num_steps=int(steps), start=start, end=end)
 
     def at(self, batch: int, lr: float) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def follow(text: str) -> None:
         return Request(kind="change", reason="as listed", move=moves)
 
     plain: Any = Controller
-    plain._is_due = lambda self, context: False
+    plain._is_due = lambda self, context, scheduled: False
     plain._apply = apply
     at_start = wanted.get(0, [""])[0].removeprefix("!")
     manager: Any = LayoutChangeManager

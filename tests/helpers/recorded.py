@@ -186,7 +186,7 @@ def record_decisions(run: Path, *, reason: str | None = None) -> DecisionLog:
         reason: what the change is said to be for.
     """
     state, log = ControllerState(), DecisionLog(run)
-    log.append("start", mode="act", flags={"copus_policy": "adaptive"}, layout=LAYOUT)
+    log.write("start", mode="act", flags={"copus_policy": "adaptive"}, layout=LAYOUT)
     grown = situation(5, 8)
     decision = decide(grown)
     gain = of_inputs(grown)

@@ -45,7 +45,7 @@ def write_change(
     kind = "batch" if to == LAYOUTS[0] else "relayout"
     decision = {"kind": kind, "to": row, "reason": f"for {batch}", "gain": 0.5, "candidates": []}
     where = {"number": number, "iteration": iteration, "consumed_samples": 8 * iteration}
-    journal.append("decision", **where, applied=True, situation={}, decision=decision)
+    journal.write("decision", **where, applied=True, situation={}, decision=decision)
 
 
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
@@ -77,7 +77,7 @@ class WrittenRun:
             "run.start", self.iteration, self.samples, config=self.flags, layout=str(self.layout)
         )
         where = {"iteration": self.iteration, "consumed_samples": self.samples}
-        self.journal.append("start", **where, mode="act", layout=str(self.layout), note="")
+        self.journal.write("start", **where, mode="act", layout=str(self.layout), note="")
 
     def relaunch(self, name: str, *, iteration: int, samples: int) -> None:
         """A launch that goes on from a checkpoint, after the one before was killed."""
@@ -167,7 +167,7 @@ class WrittenRun:
         self.number += 1
         told = decision.to_json() | ({} if reason is None else {"reason": reason})
         where = {"iteration": self.iteration, "consumed_samples": self.samples}
-        self.journal.append(
+        self.journal.write(
             "decision",
             number=self.number,
             **where,
@@ -188,17 +188,17 @@ class WrittenRun:
 
     def _relayout(self, to: str, where: dict[str, Any]) -> None:
         about = {"number": self.number, **where, "start": str(self.layout), "to": to}
-        self.journal.append("relayout.requested", **about, way="inprocess", predicted_s=2.0)
+        self.journal.write("relayout.requested", **about, way="inprocess", predicted_s=2.0)
         phases = {"prepare": 0.125, "copy": 0.25, "copy together": 0.0625, "transfer": 1.5}
         outcome = {"kind": "moved", "reason": "", "phases": phases, "pause_s": 1.875}
-        self.journal.append("relayout", **about, outcome=outcome)
+        self.journal.write("relayout", **about, outcome=outcome)
         self.tracker.event("layout", self.iteration, self.samples, layout=to)
 
     def _outcome(
         self, decision: Decision, before: tuple[int, int, str], where: dict[str, Any]
     ) -> None:
         speed = decision.to.samples_per_s
-        self.journal.append(
+        self.journal.write(
             "outcome",
             decision=self.number,
             **where,
@@ -225,7 +225,7 @@ class WrittenRun:
 
     def end(self, why: str = "done") -> None:
         self.tracker.event("run.end", self.iteration, self.samples, why=why)
-        self.journal.append("end", iteration=self.iteration, changes=0)
+        self.journal.write("end", iteration=self.iteration, changes=0)
         self.tracker.close()
         let_go(self.path)
 

@@ -91,8 +91,9 @@ def test_a_slow_network_is_noticed_timed_and_taken_into_every_prediction(
     assert state.conditions.earlier_s == {key_of(there): pytest.approx(expected)}
     assert set(state.step_times) == {key_of(here)}
 
-    now = table(state.conditions.factors)
+    now = usual.under(state.conditions.factors)
     after = rows(now, state)
+    assert after == rows(table(state.conditions.factors), state)
     assert 8 / after[HERE].samples_per_s == pytest.approx(after_s, rel=0.02)
     assert 8 / after[THERE].samples_per_s == pytest.approx(expected, rel=0.1)
     assert after[HERE].source == "measured" != after[THERE].source

@@ -159,6 +159,7 @@ SHIPPED_RATES = [
     ("beta2", 0.95, CONTROLLER),
     ("reference_batch", 8, CONTROLLER),
     ("ramp_steps", 20, "docs/decisions/014-batch-ramp-at-most-100-steps.md"),
+    ("max_ramp_samples", 0.05 * 6400, "docs/decisions/066-the-schedule-is-the-users.md"),
 ]
 CONSTANTS = [
     (config_module.PUBLISHED_NOISE_SCALE_MULTIPLIER, 2.0, OBJECTIVE),

@@ -286,16 +286,16 @@ def test_a_checkpoint_holds_the_state_as_plain_json() -> None:
 def test_a_journal_outlives_a_line_cut_short(tmp_path: Path) -> None:
     journal = DecisionLog(tmp_path)
     assert journal.path is not None
-    journal.append("start", iteration=0)
+    journal.write("start", iteration=0)
     with journal.path.open("a") as file:
         file.write('{"kind": "decisi')
-    journal.append("end", iteration=5)
+    journal.write("end", iteration=5)
     assert [r["kind"] for r in read_journal(journal.path)] == ["start", "end"]
     with pytest.raises(ValueError):
-        journal.append("decision", gain=math.inf)
+        journal.write("decision", gain=math.inf)
     journal.note("decision", gain=math.inf)
     assert [r["kind"] for r in read_journal(journal.path)] == ["start", "end"]
-    DecisionLog(None).append("start")
+    DecisionLog(None).write("start")
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 

@@ -47,7 +47,8 @@ class Launch:
     ) -> None:
         run = run or config()
         self.controller = one = Controller(flags(**given))
-        one.rules, one.rates = rules_of(one.flags, run), rate_rules_of(one.flags, run)
+        one.config, one.rules = run, rules_of(one.flags, run)
+        one.rates = rate_rules_of(one.flags, run)
         self.before = one.rates.lr_factor(batch)
         sizes: dict[str, Any] = {
             "from_batch": 8,
@@ -187,16 +188,15 @@ def test_a_schedule_knows_its_own_batches() -> None:
 
 
 def test_an_error_of_the_table_ends_the_decisions_and_not_the_run(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     controller = Controller(flags())
     controller.table = object()  # type: ignore[assignment]
 
-    def broken(context: Any) -> Any:
+    def broken() -> Any:
         raise LookupError("no package")
 
-    monkeypatch.setattr(controller, "_open_table", broken)
-    controller._renew_table(SimpleNamespace())  # type: ignore[arg-type]
+    controller._renew_table(broken)
     assert controller.table is None and "controller disabled: no package" in caplog.text
 
 

@@ -37,7 +37,7 @@ READERS = [
     at("metrics.jsonl", read_metrics),
     at("metrics.jsonl", lambda path: previous_launches(path.parent)),
     at("journal.jsonl", lambda path: list(read_journal(path))),
-    at("journal.jsonl", lambda path: DecisionLog(path.parent).append("start")),
+    at("journal.jsonl", lambda path: DecisionLog(path.parent).write("start")),
     at("lock", _read),
     at("profile.jsonl", read_profile),
 ]

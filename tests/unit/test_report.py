@@ -256,7 +256,7 @@ def test_a_move_of_a_schedule_is_one_row_in_plain_words(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"seq_length": 128, "global_batch_size": 8, "micro_batch_size": 2}
     where, to = (run.iteration, run.samples), "tp1.pp2.dp2"
     run.tracker.event("phase", *where, phase=1, rotary_base=10000, **sizes)
-    run.journal.append("segment", iteration=12, consumed_samples=96, **sizes)
+    run.journal.write("segment", iteration=12, consumed_samples=96, **sizes)
     run.tracker.event("relayout.begin", *where, to=to)
     run.tracker.event("relayout.commit", *where, to=to)
     run.tracker.event("layout", *where, layout=to)
@@ -400,7 +400,7 @@ def test_what_a_run_says_cannot_leave_its_place(tmp_path: Path) -> None:
     run.tracker.event("alert", 20, 160, alert="x", line=HOSTILE)
     run.tracker.event("layout", 20, 160, layout=HOSTILE)
     run.step(5)
-    run.journal.append("failure", iteration=20, error=HOSTILE)
+    run.journal.write("failure", iteration=20, error=HOSTILE)
     run.end(HOSTILE)
     shown = report_of(RunReader(folder))
     page = render(shown)
@@ -460,7 +460,7 @@ def test_the_page_says_what_there_was_to_gain(run: Path, shown: Report, tmp_path
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:-1]))
     assert report_of(RunReader(tmp_path)).facts["to gain"] == str(headroom)
     # A later launch that knows nothing does not repeat it.
-    DecisionLog(tmp_path).append("start", mode="act", flags={}, headroom=None)
+    DecisionLog(tmp_path).write("start", mode="act", flags={}, headroom=None)
     assert "to gain" not in report_of(RunReader(tmp_path)).facts
 
 

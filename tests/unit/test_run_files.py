@@ -147,7 +147,7 @@ def test_a_change_that_a_restart_has_undone_is_no_change(tmp_path: Path) -> None
     write_change(run.journal, 5, 50, batch=64)
     sizes = {"to_batch": 64, "to_micro_batch": 2, "from_layout": "x", "to_layout": "x"}
     speeds = {"samples_per_s": 1.0, "predicted_samples_per_s": 10.0, "speed_over_predicted": 0.1}
-    run.journal.append("outcome", decision=5, iteration=50, **sizes, **speeds, steps=50)
+    run.journal.write("outcome", decision=5, iteration=50, **sizes, **speeds, steps=50)
     run.relaunch("job.0.1", iteration=40, samples=320)
     assert changes_of(tmp_path) == [("batch 16 in 2", "being measured")]
     run.step(5)
@@ -175,8 +175,8 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
     for number, (kind, fields, _) in enumerate(ends):
         write_change(run.journal, number, 10 + number, to=goal)
         about = {"start": "tp1.pp1.dp4", "to": str(goal)}
-        run.journal.append("relayout.requested", number=number, iteration=10 + number, **about)
-        run.journal.append(kind, **fields)
+        run.journal.write("relayout.requested", number=number, iteration=10 + number, **about)
+        run.journal.write(kind, **fields)
     report = report_of(RunReader(tmp_path))
     assert batches_made(report) == [16]
     assert "COPUS changed the batch once and the layout once, " in report.verdict
@@ -250,7 +250,7 @@ def test_a_run_sets_a_journal_of_another_version_aside(
 ) -> None:
     path, old = tmp_path / JOURNAL, tmp_path / "journal.version4.jsonl"
     path.write_text('{"kind": "start", "version": 4}\n')
-    DecisionLog(tmp_path).append("start", iteration=3)
+    DecisionLog(tmp_path).write("start", iteration=3)
     assert [record["version"] for record in read_journal(path)] == [VERSION]
     assert old.read_text() == '{"kind": "start", "version": 4}\n'
     assert [record.getMessage() for record in caplog.records] == [
@@ -258,7 +258,7 @@ def test_a_run_sets_a_journal_of_another_version_aside(
         "it is journal.version4.jsonl now, and a new one begins"
     ]
     caplog.clear()
-    DecisionLog(tmp_path).append("end")
+    DecisionLog(tmp_path).write("end")
     assert len(list(read_journal(path))) == 2 and not caplog.records
 
 
@@ -269,6 +269,6 @@ def test_journals_set_aside_do_not_replace_each_other(
     path = tmp_path / JOURNAL
     for number in range(3):
         path.write_text(json.dumps({"kind": "start", "version": version, "n": number}) + "\n")
-        DecisionLog(tmp_path).append("start", iteration=3)
+        DecisionLog(tmp_path).write("start", iteration=3)
     names = [f"journal.{kind}{end}.jsonl" for end in ("", "-2", "-3")]
     assert [json.loads((tmp_path / name).read_text())["n"] for name in names] == [0, 1, 2]

@@ -169,10 +169,8 @@ class Driven:
         self.optimizer = groups_of(self.config, is_apart="--decoupled-lr" in self.more)
         self.scheduler = build_scheduler(self.config, self.optimizer, lr_samples=0)
         self.controller = one = Controller(self.flags)
-        one.rules, one.rates = (
-            rules_of(self.flags, self.config),
-            rate_rules_of(self.flags, self.config),
-        )
+        one.config, one.rules = self.config, rules_of(self.flags, self.config)
+        one.rates = rate_rules_of(self.flags, self.config)
         self.counters = SimpleNamespace(
             settings=StepSettings(), iteration=0, consumed_samples=0, callbacks={}
         )

@@ -103,7 +103,7 @@ def test_the_numbers_are_those_of_record_and_journal(
     assert max(map(len, shown(status_now, 60).splitlines())) <= 60
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
     assert "decided      at step 15: to stay; " in shown(status_now)
-    DecisionLog(tmp_path).append("failure", error="no room")
+    DecisionLog(tmp_path).write("failure", error="no room")
     assert "decided      at step 15: controller disabled: no room" in shown(read_status(tmp_path))
 
 

@@ -230,7 +230,7 @@ class Run:
         at = self.iteration, self.samples
         self.tracker.event("run.start", *at, layout=layout, config=self.config)
         where = {"iteration": self.iteration, "consumed_samples": self.samples}
-        self.log.append("start", **where, mode=self.mode, flags={}, layout=layout)
+        self.log.write("start", **where, mode=self.mode, flags={}, layout=layout)
 
     def step(self, num: int, seconds: float) -> None:
         for _ in range(num):
@@ -358,7 +358,7 @@ def test_pauses_and_decisions_count(tmp_path: Path) -> None:
     run.speeds[4] = 4.0, "measured"
     run.decide(16, seconds=0.25)
     moved = {"kind": "rolled_back", "pause_s": 2.0}
-    run.log.append("relayout", number=1, iteration=10, outcome=moved)
+    run.log.write("relayout", number=1, iteration=10, outcome=moved)
     run.step(10, 1.5)
     run.decide()
     run.step(10, 1.5)
@@ -389,7 +389,7 @@ def test_another_run_in_the_same_directory_is_compared_with_its_own_start(
 ) -> None:
     """As with `--finetune`: from the first step on."""
     run = grown(tmp_path)
-    run.log.append("relayout", number=1, iteration=10, outcome={"kind": "moved", "pause_s": 2.0})
+    run.log.write("relayout", number=1, iteration=10, outcome={"kind": "moved", "pause_s": 2.0})
     run.batch, run.iteration, run.samples, run.number = batch, 0, 0, 0
     run.launch("job.0.1")
     assert run.line == "not known: no step is recorded"

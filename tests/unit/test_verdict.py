@@ -50,7 +50,7 @@ def unsure(path: Path) -> Run:
 
 def failed(path: Path) -> Run:
     run = unchanged(path)
-    run.log.append("failure", iteration=10, error="no room")
+    run.log.write("failure", iteration=10, error="no room")
     return run
 
 

@@ -66,6 +66,7 @@ def test_rates_after_going_up_and_down_equal_those_of_a_run_that_never_changed(l
         weight_decay="tokens",
         beta2_rule="tokens",
         ramp_steps=20,
+        max_ramp_samples=math.inf,
     )
     changing, plain = optimizer_and_schedule(), optimizer_and_schedule()
     ramp: Ramp | None = None
@@ -101,6 +102,7 @@ def test_the_timescale_is_the_share_of_a_run_in_which_weights_fall_by_e(batch: i
         weight_decay="tokens",
         beta2_rule="const",
         ramp_steps=0,
+        max_ramp_samples=math.inf,
     )
     after = rules.at(4 * batch, rules.lr_factor(4 * batch))
     lr = flags["lr"] * after["lr_factor"]

@@ -32,7 +32,7 @@ class _EventLog(DecisionLog):
         super().__init__(None)
         self.job: Job | None = None
 
-    def append(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: Any) -> None:
         """Adds an event at the present position of the run, while there is a job."""
         if self.job is None:
             return

@@ -260,7 +260,7 @@ class Runner:
         self.state.record_decision(consumed_samples=self.consumed, scheduled=self._scheduled())
         self.out.decisions += 1
         if self.journal is not None:
-            self.journal.append(
+            self.journal.write(
                 "decision",
                 number=self.state.num_decisions,
                 iteration=self.out.steps,
@@ -278,8 +278,7 @@ class Runner:
         if to.global_batch_size != before.global_batch_size:
             start = self._lr_factor
             batch = self.state.batch_of_rate(to.global_batch_size)
-            most = rules.max_ramp_samples(self.flags, self.config)
-            ramp = self.rates.ramp(batch, iteration=self.out.steps, start=start, max_samples=most)
+            ramp = self.rates.ramp(batch, iteration=self.out.steps, start=start)
             self.lr_factor = self.rates.lr_factor(batch)
         if decision.kind == "relayout":
             pair = before.layout, to.layout
