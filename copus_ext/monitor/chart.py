@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import sys
 from collections import deque
@@ -11,14 +12,16 @@ from typing import Literal
 
 from markupsafe import Markup
 
-from copus_ext.monitor.explain import amount
+from copus_ext.monitor.explain import amount, seconds
 
 Column = Sequence[float | None]
+Clock = Sequence[tuple[float, float]]
+"""Samples, growing, and the seconds since the begin of the run at which they were trained."""
 MAX_POINTS = 1600
 """About how many points of a line are drawn."""
 WIDE, NARROW = 1000, 400
 """Width of a picture for a desk and for a phone, in its own units; its text has 14 of them."""
-LEFT, RIGHT, TOP, BOTTOM = 72, 28, 28, 44
+LEFT, RIGHT, TOP, BOTTOM = 72, 28, 28, 63
 """Margins of a picture; a further line of its legend adds to the top."""
 _LINE = 20
 _TICK = 75
@@ -153,11 +156,12 @@ class _Axis:
         return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def draw(chart: Chart, until: float, width: int = WIDE) -> Markup:
+def draw(chart: Chart, until: float, width: int = WIDE, clock: Clock = ()) -> Markup:
     """The chart as an SVG element.
 
     Args:
         until: right end of the axis, samples.
+        clock: says the time below the samples; empty if it is not known.
         width: of the picture. A narrow one has no tips, as nothing points at it.
     """
     shown = [s for s in chart.series if any(v is not None for v in s.y)]
@@ -179,7 +183,7 @@ def draw(chart: Chart, until: float, width: int = WIDE) -> Markup:
     return form.format(
         "wide" if has_tips else "narrow",
         *(width, height, f"{chart.title}. {chart.caption}"),
-        Markup("").join([*_grid(chart, x, y), *drawn, *marks, *_names(chart, y)]),
+        Markup("").join([*_grid(chart, x, y, clock), *drawn, *marks, *_names(chart, y)]),
     )
 
 
@@ -216,18 +220,23 @@ def _dot(x: float, y: float, style: str, tip: str) -> Markup:
     return form.format(style, x, y, title)
 
 
-def _grid(chart: Chart, x: _Axis, y: _Axis) -> Iterator[Markup]:
+def _grid(chart: Chart, x: _Axis, y: _Axis, clock: Clock) -> Iterator[Markup]:
     bottom, left = y.ends[0], x.ends[0]
+    samples = [at for at, _ in clock]
     for value in x.ticks():
         at = x.at(value)
         yield Markup('<path class="grid" d="M{:.1f} {}V{}"/>').format(at, bottom, y.ends[1])
         yield _text(at, bottom + 18, amount(value), "middle")
+        if 0 < value <= max(samples, default=0):
+            passed = clock[bisect.bisect_left(samples, value)][1]
+            yield _text(at, bottom + 37, seconds(passed), "middle")
     for value in range(len(chart.names)) if chart.names else y.ticks():
         at = y.at(value)
         yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(left, at, x.ends[1])
         if not chart.names:
             yield _text(left - 8, at + 4, amount(value), "end")
-    yield _text(x.ends[1], bottom + 37, "samples", "end")
+    title = "samples, and time since the begin" if clock else "samples"
+    yield _text(x.ends[1], bottom + 56, title, "end")
     if chart.unit:
         yield _text(LEFT - 8, 18, chart.unit, "end")
 

@@ -154,6 +154,8 @@ CANDIDATE = (
     "blocked by",
 )
 """Columns of the candidates of a decision."""
+_KNOWN_BY = {"profiled": "timed before"}
+"""Words for a source: `profiled` is whatever was timed before, also without a profile."""
 
 
 def candidates(record: dict[str, Any]) -> list[list[str]]:
@@ -166,7 +168,7 @@ def candidates(record: dict[str, Any]) -> list[list[str]]:
         shown.append(
             [
                 *(sizes.layout, _shown(sizes.batch), _shown(sizes.micro), _shown(speed)),
-                text(row.get("source"), 20),
+                _KNOWN_BY.get(source := text(row.get("source"), 20), source),
                 "" if share is None else gain(share, number(candidate.get("gain_sd"))),
                 "" if needed is None else percent(needed),
                 text(candidate.get("blocked_reason"), 300) or "allowed",

@@ -18,6 +18,7 @@ from copus_ext.monitor import facts
 from copus_ext.monitor.chart import (
     NARROW,
     Chart,
+    Clock,
     Column,
     Series,
     draw,
@@ -53,6 +54,7 @@ class Report:
     verdict: str
     facts: dict[str, str]
     charts: Sequence[Chart]
+    clock: Clock
     decision: str
     """The last decision that compared anything, and its reason."""
     landscape: Landscape | None
@@ -91,12 +93,20 @@ def report_of(reader: RunReader, *, reload_s: float | None = None) -> Report:
             *(_loss(run), _batch(run), *_layout(run)),
             *_noise(run, last[-1][1] if last else {}),
         ],
+        clock=_clock(run),
         decision="" if decided is None else _decided(decided),
         landscape=None if decided is None else landscape(record, decided),
         candidates=facts.candidates(record),
         changes=[cells(change) for change in changes_of(run, is_alive=status.is_alive)],
         journal=facts.journal(run),
     )
+
+
+def _clock(run: RunHistory) -> Clock:
+    """When the samples of the steps that stand were trained, pauses and restarts included."""
+    begin = run.begin
+    known = [(s.samples, s.t - begin) for s in run.steps if begin is not None and s.t is not None]
+    return known if known == sorted(known) and math.isfinite(sum(t for _, t in known)) else []
 
 
 def _loss(run: RunHistory) -> Chart:
@@ -150,7 +160,7 @@ def _batch(run: RunHistory) -> Chart:
     return Chart(
         title="Batch",
         caption="Samples of a batch and of a micro-batch, dotted. Points are the changes that were "
-        "made; each says why, as the journal below.",
+        f"made; each says why, as the journal below.{_first_words(made)}",
         unit="samples",
         is_log=True,
         series=[
@@ -165,6 +175,16 @@ def _batch(run: RunHistory) -> Chart:
                 style="second",
             ),
         ],
+    )
+
+
+def _first_words(made: Sequence[DecisionRecord]) -> str:
+    """What the first change went by, where that was nothing that the run had measured."""
+    if not made or "by the published law alone" not in made[0].reason:
+        return ""
+    return (
+        " The first change came before a noise scale was known: a published law says about how "
+        "large the critical batch size is at that point of a run."
     )
 
 
@@ -328,7 +348,7 @@ def render(report: Report) -> str:
         made=date(report.made_t),
         css=Markup(css),
         charts=[
-            (c, draw(c, until), draw(c, until, NARROW))
+            (c, draw(c, until, clock=report.clock), draw(c, until, NARROW, report.clock))
             for c in report.charts
             if any(s.x for s in c.series)
         ],
