@@ -485,10 +485,11 @@ _KINDS = {
     "b200-180g": ("B200-180GB", 8, 900e9, 400e9, "h100-80g"),
     "mi210-64g": ("MI210-64GB", 8, 100e9, 25e9, "mi210-64g"),
     "mi250-64g": ("MI250-64GB", 8, 100e9, 100e9, "mi210-64g"),
-    "cpu": ("CPU-rank", 2, 2e9, 1e9, "cpu"),
+    "cpu": ("CPU-rank", 0, 2e9, 1e9, "cpu"),
 }
-"""GPU, GPUs of a node, bytes/s of a GPU's link and of a node's network in one direction, constants.
-NVLink has 400 GB/s both ways together on A800 and H800, 600 on A100 and 900 on H100."""
+"""GPU, GPUs of a node (0: all are in one), bytes/s of a GPU's link and of a node's network in one
+direction, constants. NVLink has 400 GB/s both ways together on A800 and H800, 600 on A100 and 900
+on H100."""
 _FITTED_ON = {
     constants: intra
     for kind, (_, _, intra, _, constants) in _KINDS.items()
@@ -544,6 +545,7 @@ def preset(text: str) -> ClusterSpec:
     if not number.isdigit() or not int(number):
         raise SpecError(f"--cluster {text}: give the number of GPUs as {kind}:8")
     gpu, per_node, intra, nic, constants = _KINDS[kind]
+    per_node = per_node or int(number)
     spec = ClusterSpec(
         gpu=GPUS[gpu],
         num_nodes=1,

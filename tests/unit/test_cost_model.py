@@ -246,6 +246,12 @@ def test_measured_peaks_are_met_and_others_stay_uncertain(factor: float) -> None
     assert every.fixed_bytes >= -predicted.stages["context"].max()
 
 
+@pytest.mark.parametrize("ranks", [1, 4, 6])
+def test_cpu_ranks_are_in_one_node(ranks: int) -> None:
+    cluster = preset(f"cpu:{ranks}")
+    assert (cluster.num_nodes, cluster.gpus_per_node) == (1, ranks)
+
+
 def test_specs_survive_json_and_refuse_nonsense() -> None:
     assert ClusterSpec.from_json(CLUSTER.to_json()) == CLUSTER
     assert ModelSpec.from_json(MODEL.to_json()) == MODEL
