@@ -98,8 +98,10 @@ def answer(args: argparse.Namespace) -> int:
         acting = [c for c in who if c.flags is not None]
         if len(acting) != 1:
             raise UsageError("--journal goes with one policy of --policies that decides")
-        if not args.journal.is_dir():
-            raise UsageError(f"--journal {args.journal} is not a directory")
+        try:
+            args.journal.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--journal {args.journal}: {error.strerror}") from error
         simulate(scenario, acting[0], seed=args.first_seed, journal=DecisionLog(args.journal))
     baselines = [c for c in everybody.values() if c.is_baseline]
     tqdm.monitor_interval = 0
