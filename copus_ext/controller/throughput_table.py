@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.link_timing import Link, ranks_of_a_node
-from copus_ext.cost_model.cluster_spec import ClusterSpec, kind_of, preset
+from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.cost_model.context import CP_COMM_TYPES
+from copus_ext.cost_model.gpus import kind_of
 from copus_ext.cost_model.megatron_flags import spec_of_arguments
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import SpecError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from copus_ext.cost_model.cluster_spec import GpuSpec
+from copus_ext.cost_model.gpus import GpuSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner

@@ -10,6 +10,7 @@ from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.cost_model.context import CP_COMM_TYPES
+from copus_ext.cost_model.gpus import WITHOUT_BF16
 from copus_ext.cost_model.hugging_face import spec_of_config
 from copus_ext.cost_model.megatron_flags import spec_of_arguments
 from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, NORMS, PRESETS, ModelSpec
@@ -419,6 +420,9 @@ def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:
 def untimed(args: argparse.Namespace, planner: Any) -> list[str]:
     """What of an answer rests on no time of any GPU."""
     found = [line] if (line := _borrowed_constants(args, planner)) else []
+    gpu, precision = planner.cluster.gpu.name, planner.model.precision
+    if precision == "bf16" and gpu in WITHOUT_BF16:
+        found.append(f"{gpu} has no bf16: the times are those of fp16, so train with --fp16")
     if planner.model.num_experts is not None and not planner.cluster.is_gloo:
         what = "routing, its exchanges and products of few rows are assumptions"
         found.append(f"no GPU has timed a mixture of experts for this table: {what}")

@@ -27,7 +27,8 @@ from copus_ext.controller.rules import (
     tensor_parallel_sizes,
 )
 from copus_ext.controller.throughput_table import ThroughputTable, configuration_of_run
-from copus_ext.cost_model.cluster_spec import GPUS, preset
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.gpus import GPUS
 from copus_ext.goodput import belief, costs, lr_scaling, question
 from copus_ext.goodput.config_change import ConfigChange
 from copus_ext.goodput.costs import FIXED_S, RELAUNCH_S

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.fit_constants import fit_constants
-from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec, here, kind_of, preset
+from copus_ext.cost_model.cluster_spec import ClusterSpec, here, preset
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.gpus import GpuSpec, kind_of
 from copus_ext.cost_model.layer_time import p2p_time_s, tp_collective_s
 from copus_ext.cost_model.megatron_flags import spec_of_arguments, spec_of_flags
 from copus_ext.cost_model.memory import (
@@ -375,6 +376,10 @@ def test_a_driver_name_finds_its_preset() -> None:
         ("NVIDIA A100-SXM4-40GB", 40960, "a100-40g"),
         ("NVIDIA H100 80GB HBM3", 81559, "h100-80g"),
         ("NVIDIA H200", 143771, "h200-141g"),
+        ("NVIDIA GH200 480GB", 97871, "gh200-96g"),
+        ("NVIDIA GH200 144G HBM3e", 147000, "gh200-144g"),
+        ("Tesla V100-SXM2-16GB", 16160, "v100-16g"),
+        ("Tesla V100-SXM2-32GB", 32510, "v100-32g"),
     ):
         assert kind_of(name, mib) == kind
     assert here().world_size >= 1

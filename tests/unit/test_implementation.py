@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.cost_model.cluster_spec import GPUS, ClusterSpec, gpu_named, kind_of, of_gpu, preset
+from copus_ext.cost_model.cluster_spec import ClusterSpec, of_gpu, preset
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.gpus import GPUS, gpu_named, kind_of
 from copus_ext.cost_model.kernels import collective_s, node_bytes_per_s
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import (
@@ -174,6 +175,8 @@ def test_a_process_has_buffers_for_each_kind_of_group() -> None:
         ("A100-SXM4-40GB:16", "A100-40GB", 16),
         ("NVIDIA-A800:8", "A800-80GB", 8),
         ("H800:8", "H800-80GB", 8),
+        ("GH200-96GB:4", "GH200-96GB", 4),
+        ("Tesla V100-SXM2-32GB:8", "V100-32GB", 8),
         ("H100 80GB HBM3:8", "H100-80GB", 8),
         ("CPU-rank:2", "CPU-rank", 2),
     ],

@@ -18,7 +18,8 @@ import yaml
 
 from copus_ext import __version__
 from copus_ext.commands import plan
-from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, NodeSpec, kind_of, preset
+from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, NodeSpec, preset
+from copus_ext.cost_model.gpus import kind_of
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner import report
 from copus_ext.planner.explain import RULES, reason
@@ -157,13 +158,13 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
         (
             "--model llama-2-7b --seq-length 2048 --nodes 1 --gpu H999",
             2,
-            "--gpu H999: unknown; known: A100-40GB",
+            "--gpu H999: unknown; known: V100-16GB",
         ),
         ('--megatron-args "--x \'y" --cluster cpu:2', 2, "--megatron-args"),
         ("--megatron-args '--num-layers 4' --cluster cpu:2", 2, "--hidden"),
         ("--model llama2-13b --cluster cpu:2", 2, "did you mean llama-2-13b. Known: gpt3-175b"),
         ("--model bert --cluster cpu:2", 2, "--model bert: unknown; known: gpt3-175b"),
-        ("--model llama-2-7b --cluster h10O-80g:8", 2, "did you mean h100-80g. Known: a100-40g"),
+        ("--model llama-2-7b --cluster h10O-80g:8", 2, "did you mean h100-80g. Known: v100-16g"),
         ("--model llama-2-7b --nodes 1 --gpu h1000-80GB", 2, "did you mean H100-80GB. Known"),
         ("--model llama-2-7b --nodes 1 --gpu A100", 2, "write A100-40GB or A100-80GB"),
         ("--model llama-2-7b --seq-length 2048 --cluster h999:8", 2, "h999:8.*h100-80g"),
@@ -695,6 +696,7 @@ def test_overlap_is_priced_as_the_flags_have_it(capsys: pytest.CaptureFixture[st
         ("h200-141g:8", "no rows of its own: those of h100-80g"),
         ("mi250-64g:8", "no rows of its own: the A100 fit"),
         ("b200-180g:8", "those of h100-80g"),
+        ("gh200-96g:8", "those of h100-80g"),
         ("a100-40g:8", ""),
     ],
 )
@@ -708,6 +710,13 @@ def test_a_device_that_was_never_timed_says_whose_constants_it_has(
     assert (f"{whose}" in out and "constants of" in out) == bool(whose)
     warnings = json.loads(run(capsys, f"{asked} --json")[1])["inputs"]["warnings"]
     assert len(warnings) == bool(whose) and all(whose in text for text in warnings)
+
+
+def test_a_device_without_bf16_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--model llama-2-7b --seq-length 2048 --cluster v100-32g:16 --global-batch-size 64"
+    told = "V100-32GB has no bf16: the times are those of fp16, so train with --fp16"
+    assert told in run(capsys, f"{asked} --top 1")[1]
+    assert told not in run(capsys, f"{asked.replace('v100-32g', 'a100-40g')} --top 1")[1]
 
 
 def test_what_a_better_machine_would_save_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,7 +230,8 @@ def _memory(context: CallbackContext) -> dict[str, float]:
     if not torch.cuda.is_available():
         return {}
     from copus_ext.controller.throughput_table import configuration_of_run, gpu_of, model_of
-    from copus_ext.cost_model.cluster_spec import kind_of, preset
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.gpus import kind_of
     from copus_ext.cost_model.memory import peaks
     from copus_ext.cost_model.spec_file import SpecError
     from copus_ext.cost_model.step import step_time

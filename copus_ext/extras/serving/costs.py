@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.cluster_spec import GPUS, ClusterSpec, NodeSpec, of_gpu
+from copus_ext.cost_model.cluster_spec import ClusterSpec, NodeSpec, of_gpu
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.gpus import GPUS
 from copus_ext.cost_model.kernels import gemm_s, moved_s
 from copus_ext.cost_model.layer_time import attention_s
 from copus_ext.cost_model.memory import FRAGMENTATION

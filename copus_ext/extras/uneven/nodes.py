@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.cluster_spec import GPUS, ClusterSpec, NodeSpec, of_gpu
+from copus_ext.cost_model.cluster_spec import ClusterSpec, NodeSpec, of_gpu
 from copus_ext.cost_model.constants import Constants, PartFactors
+from copus_ext.cost_model.gpus import GPUS
 from copus_ext.cost_model.layer_time import hop_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
