@@ -110,7 +110,7 @@ def decay_timescale(batch: float, *, lr: float, weight_decay: float, samples: fl
 def decay_words(tau: float) -> str:
     """The timescale in words."""
     share = f"{tau:.2g}" if tau < 10.0 else f"{tau:.0f}"
-    return f"tau = B / (lr x weight decay x D) is {share} of the run"
+    return f"weights average the updates of {share} of the run (tau = B / (lr x weight decay x D))"
 
 
 MAX_RAMP_STEPS = 100

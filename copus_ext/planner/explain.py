@@ -141,18 +141,19 @@ def _of_memory(
         return told, "more is needed than there is; use more GPUs or memory"
     peak, safe = _told_apart(peak_bytes / GIB, safe_bytes / GIB)
     digits = len(peak.partition(".")[2])
-    much = f"{float(peak) - float(safe):.{digits}f}"
+    much = f"{float(peak) - float(safe):.{digits}f} GiB"
+    what = "too much" if peak_bytes > limit_bytes else "more than is safe"
     loaded = " (busiest experts at twice the mean)" if c.layout.ep > 1 else ""
     less = f"{limit_bytes / GIB:.1f} GiB less the doubt of what this layout needs"
     return (
         f"predicted peak {peak} GiB{loaded}, safe up to {safe} GiB: {less} ({c})",
-        f"{much} GiB too much; use more GPUs or memory",
+        f"{'on the edge' if peak == safe else f'{much} {what}'}; use more GPUs or memory",
     )
 
 
 def _told_apart(one: float, other: float) -> tuple[str, str]:
-    """Two numbers with as many digits as it takes to see which is larger, one to four."""
-    texts = [(f"{one:.{n}f}", f"{other:.{n}f}") for n in range(1, 5)]
+    """Two numbers with as many digits as it takes to see which is larger, one or two."""
+    texts = [(f"{one:.{n}f}", f"{other:.{n}f}") for n in (1, 2)]
     return next((pair for pair in texts if pair[0] != pair[1]), texts[-1])
 
 

@@ -39,13 +39,13 @@ _SOURCES = {
 """Where the seconds of a step come from, in words."""
 _OF_PEAKS = {"measured": " measured", "ran": " ran"}
 """What stands behind a peak that a run has, or bounds."""
-_EQUALS, _SHOWN = "as fast", 3
-"""Last column, and how many it names."""
+_SHOWN = 3
+"""Equals of a row that a line names."""
 _LEGEND = (
     "b: samples of a micro-batch; M: micro-batches of a replica; vpp: chunks of a stage; zero: "
     "distributed optimizer; sp: sequence parallel; fit: probability that it fits into memory",
-    "as fast: others predicted within 3 % of the row, too near to tell which is faster; rows that "
-    "near are in the order of how common they are",
+    "as fast: predicted within 3 % of the row, too near to tell which is faster; rows that near "
+    "are in the order of how common they are",
 )
 _LEGEND_OF_TRIES = (
     "try: faster than row 1 and not sure to fit; an out-of-memory shows in the first steps, and "
@@ -188,7 +188,6 @@ def cells(
         f"{p.peak_bytes / GIB:.1f}{_OF_PEAKS.get(p.peak_source, '')}",
         f"{100 * p.fit_probability:.0f}",
         f"{100 * answer.over_first_sd:.0f}" if answer.over_first_sd else "-",
-        _equals_of(answer),
     ]
 
 
@@ -208,7 +207,8 @@ def table(
     shows_cp: bool = False,
     now: Configuration | None = None,
 ) -> None:
-    """Prints all plans with what was found for each; every row is one line. Sizes of experts are
+    """Prints all plans with what was found for each; every row is one line, and one below the table
+    where others are as fast. Sizes of experts are
     columns for a mixture only, those of context parallelism and of logits in parts where a row has
     some. `now` is in use."""
     every = [r for plan in found.plans for r in (*plan.tries, *plan.ranked)]
@@ -226,10 +226,9 @@ def table(
         for line in tries_lines(plan, now):
             console.print(line, style="yellow", highlight=False, markup=False)
         if plan.tries or plan.ranked:
-            shown = Table(box=None, header_style="bold", pad_edge=False)
+            shown = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
             for name in names:
                 shown.add_column(name, justify="right", no_wrap=True)
-            shown.add_column(_EQUALS, justify="left", no_wrap=True)
             for try_, one in enumerate(plan.tries, 1):
                 shown.add_row(*cells(f"try {try_}", one, **options), style="yellow")
             for rank, one in enumerate(plan.ranked, 1):
@@ -237,6 +236,10 @@ def table(
                     *cells(str(rank), one, **options), style="green" if rank == 1 else None
                 )
             console.print(shown)
+            for rank, one in enumerate(plan.ranked, 1):
+                if words := _equals_of(one):
+                    line = f"as fast as row {rank}, with: {words}"
+                    console.print(line, highlight=False, markup=False)
         if plan.common_sd is not None:
             more = _LEGEND_OF_CP if shows_cp else ()
             more += (_LEGEND_OF_CHUNKS,) if shows_chunks else ()

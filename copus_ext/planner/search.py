@@ -281,7 +281,7 @@ class Planner:
         usual = self.limits.logits_chunks[0]
         some = [c for c in some if c.recompute != "block" and c.logits_chunks == usual]
         if len(some) < 2:
-            return []
+            return some if len(plan.ranked) > 1 else []
         points = points_of(some)
         times = step_time(to_config_batch(self.model, self.cluster, points), self.constants)
         return [some[i] for i in self._measured.most_informative(points, times, number)]
