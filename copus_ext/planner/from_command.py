@@ -25,8 +25,9 @@ from copus_ext.planner.shell_text import variables
 FLAG = "--from-command"
 _TWICE = f"{FLAG} and --megatron-args say the same; give one of them, once"
 _OF_TORCH = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
-_LAUNCHERS = {*_OF_TORCH, "srun", "mpirun", "python", "python3"}
+_LAUNCHERS = {*_OF_TORCH, "deepspeed", "srun", "mpirun", "python", "python3"}
 _COUNTS = ("nnodes", "nproc-per-node", "nodes", "N", "ntasks", "n", "ntasks-per-node")
+_COUNTS += ("num-nodes", "num-gpus")
 """Flags of launchers that say how many ranks there are."""
 _LAUNCHED = re.compile(r"(echo|printf|cat|ls|cp|mv|rm|sed|grep|chmod|git|ln|test|tee|wc|head)$")
 """Programs that do no more with another one than name it."""
@@ -173,6 +174,9 @@ def _effect(before: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
 
 def _ranks(before: Sequence[str]) -> tuple[int | None, int | None]:
     """Nodes and ranks of one, as a launcher says them."""
+    if "deepspeed" in (Path(word).name for word in before):
+        # Without a number it takes the nodes and the GPUs of a file, or those it finds.
+        return _number(before, "num-nodes"), _number(before, "num-gpus")
     if {Path(word).name for word in before} & _OF_TORCH:
         # It takes one rank, and one node, where it is not told. A task of srun may start it.
         nodes = _number(before, "nnodes", absent=_number(before, "nodes", "N", absent=1))

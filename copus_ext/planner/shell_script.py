@@ -151,6 +151,8 @@ class _Script:
         here = next((text for kind, text in part if kind == "here"), None)
         if here is not None and name in ("sbatch", *_SHELLS):
             return self.run(tokens(here), one)
+        if name == "sbatch" and (wrapped := _wrapped(words)) is not None:
+            return self._inner(*wrapped, one)
         for n, word in enumerate(words[:-2]):
             if PurePath(word).name in _SHELLS:
                 at = next((j for j in range(n + 1, len(words) - 1) if _is_c(words[j])), None)
@@ -160,7 +162,7 @@ class _Script:
         return [(one, _RAN)]
 
     def _inner(self, before: list[str], text: str, one: Outcome) -> list[tuple[Outcome, Status]]:
-        """The commands of `bash -c`, which what stands before it starts."""
+        """The commands of `bash -c` or `--wrap`, which what stands before it starts."""
         own = len(one.commands)
         found = self.run(tokens(text), one)
         for x, _ in found:
@@ -297,6 +299,16 @@ class _Script:
 
 def _is_c(word: str) -> bool:
     return re.fullmatch(r"-\w*c", word) is not None
+
+
+def _wrapped(words: list[str]) -> tuple[list[str], str] | None:
+    """The flags of `sbatch` and the command that its `--wrap` holds; None without that."""
+    for n, word in enumerate(words):
+        if word.startswith("--wrap="):
+            return words[:n] + words[n + 1 :], word.partition("=")[2]
+        if word == "--wrap" and n + 1 < len(words):
+            return words[:n] + words[n + 2 :], words[n + 1]
+    return None
 
 
 def _link(before: str, now: str) -> str:

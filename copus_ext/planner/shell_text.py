@@ -7,6 +7,7 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 
 Value = str | list[str]
 """Of a variable: a text, or the elements of an array."""
@@ -17,6 +18,7 @@ _REDIRECT = re.compile(r"(?:<<<|&?>>?|<)[&|]?[ \t]*")
 _HERE = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*\n)(.*?)^[ \t]*\2[ \t]*$", re.DOTALL | re.M)
 _NAME = re.compile(r"\$(\w+|[#?@*!$-])")
 _BRACED = re.compile(r"\$\{(\w+)(?:\[([@*])\])?(?:(:?[-=+])(.*))?\}", re.DOTALL)
+_TRIMMED = re.compile(r"\$\{(\w+)(##?|%%?)(.*)\}", re.DOTALL)
 _HIDDEN = re.compile("\ue000(\\d+)\ue001")
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
 _OPERATIONS: dict[type, Callable[[int, int], int]] = {
@@ -229,6 +231,9 @@ class Words:
             return self._hide(_NAME.sub(lambda x: _joined(values.get(x[1], x[0])), item))
         if name := _NAME.fullmatch(item):
             return values.get(name[1], item)
+        if (found := _TRIMMED.fullmatch(item)) and found[1] in values:
+            pattern = self.text(found[3], values)
+            return _without(_joined(values[found[1]]), found[2], pattern)
         if not (found := _BRACED.fullmatch(item)):
             return self._hide(item)
         value, how, other = values.get(found[1]), found[3] or "", found[4] or ""
@@ -260,6 +265,17 @@ class Words:
 
 def _joined(value: Value) -> str:
     return value if isinstance(value, str) else " ".join(value)
+
+
+def _without(value: str, how: str, pattern: str) -> str:
+    """A value without what a pattern takes off its begin (`#`) or its end (`%`): the shortest, or
+    with the sign twice the longest."""
+    cuts = range(len(value) + 1)
+    is_begin, is_long = how[0] == "#", len(how) == 2
+    for i in cuts if is_begin != is_long else reversed(cuts):
+        if fnmatchcase(value[:i] if is_begin else value[i:], pattern):
+            return value[i:] if is_begin else value[:i]
+    return value
 
 
 def _unescaped(pair: str) -> str:

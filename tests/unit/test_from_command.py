@@ -233,6 +233,8 @@ def test_a_layout_that_cannot_be_priced_does_not_keep_the_answer(
         ("torchrun", 1, 1),
         ("python -m torch.distributed.run --nproc-per-node 4", 1, 4),
         ("/usr/bin/torchrun --nproc-per-node gpu --nnodes 2", 2, None),
+        ("deepspeed --num_nodes 2 --num_gpus=8", 2, 8),
+        ("deepspeed --hostfile hosts", None, None),
         ("srun -N 4 --ntasks-per-node=8 python -u", 4, 8),
         ("srun -N 4 -n 32 python", 4, 8),
         ("srun -N 4 --ntasks-per-node 1 torchrun --nnodes=4 --nproc-per-node=8", 4, 8),

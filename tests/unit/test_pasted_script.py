@@ -51,6 +51,7 @@ def refusal(script: str) -> str:
         "if [ 3 -gt 2 -a 1 -eq 1 ]; then if false; then echo a; else echo b; fi; fi",
         "A=${B:-4}; C=${A:+set}; : ${D:=9}; export E=5 F='6 7'; echo $A $C $D $E $F",
         "f() {\n echo $1 $2\n}\nA='x y'\nf $A\n! true || echo z",
+        "A=run.v2.7b.sh; S=.v2; echo ${A%.*} ${A%%.*} ${A#*.} ${A##*.} ${A%$S*} ${A%x} ${A#?un}",
         "echo 'it is' \"a 'quoted' \\\"word\\\"\" plain\\ word # gone\n",
         'cat <<EOF > /dev/null\necho "not closed\nEOF\necho after 2>&1 | cat; true > /dev/null',
         'A=1\nif [[ $A != 1 || $A == [23] ]]; then echo no; elif [ "$A" = 1 ]; then echo yes; fi',
@@ -118,6 +119,9 @@ def test_words_of_another_command_are_not_those_of_the_training() -> None:
     ):
         args = read(script)
         assert (args.launched, args.megatron_args) == (plain.launched, plain.megatron_args)
+    wrapped = f"sbatch -N 3 --time 1:00 --wrap 'srun python pretrain_gpt.py {FLAGS}'"
+    assert read(wrapped).launched[0] == 3
+    assert read(wrapped.replace("--wrap ", "--wrap=")).launched[0] == 3
     assert read(f"srun -N 3 bash -c 'python pretrain_gpt.py {FLAGS}'").launched[0] == 3
     two = f"{TORCHRUN} {FLAGS}\n{TORCHRUN} {FLAGS} --num-layers 16\n"
     assert "starts 2 trainings; give one of them" in refusal(two)
