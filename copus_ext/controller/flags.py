@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from copus_ext.gns.estimators import ESTIMATORS
 from copus_ext.goodput.policies import POLICIES
 from megatron.trainer.common.errors import UsageError
 from megatron.trainer.common.outside import parse_yaml
@@ -24,7 +25,8 @@ DECISION_STEPS = 20
 """Steps between two decisions."""
 
 PAPER = "paper"
-"""What users may call the policy `copus`."""
+"""What users may call the policy `copus`, where its extra is there."""
+_PAPER = (PAPER,) if "copus" in POLICIES else ()
 FILE_FLAG = "--copus-config"
 
 
@@ -45,7 +47,7 @@ class CopusConfig:
     copus_config: str | None = option(None)
     """YAML file with the controller's other settings. docs/copus.yaml lists all. A flag on the
     command line wins over the file."""
-    copus_policy: str = option("adaptive", choices=(*POLICIES, PAPER))
+    copus_policy: str = option("adaptive", choices=(*POLICIES, *_PAPER))
     """How the batch is chosen. adaptive takes the configuration that is expected to finish the run
     soonest. paper is arXiv 2604.26687 (also called copus). docs/controller.md and
     docs/baselines.md describe the others."""
@@ -108,7 +110,7 @@ class CopusConfig:
     copus_doubling_ratio: float = _setting(3.0)
     """For the policy doubling: each doubling comes after this times the tokens of the one
     before."""
-    copus_gns_estimator: str = _setting("auto", choices=("auto", "micro", "rank", "half"))
+    copus_gns_estimator: str = _setting("auto", choices=("auto", *ESTIMATORS))
     """Small gradients to compare with the whole batch's: of each micro-batch, of each data-parallel
     rank, or of half of the micro-batches. auto takes the first of these that the layout allows."""
     copus_gns_interval: int | None = _setting(None)

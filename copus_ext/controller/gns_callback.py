@@ -11,15 +11,13 @@ import torch.distributed as dist
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.segments import config_of
-from copus_ext.gns.estimators import Estimate, NoiseNotIdentifiable
+from copus_ext.gns.estimators import Estimate, NoiseNotIdentifiable, choose, unavailable
 from copus_ext.gns.hooks import (
     CONTROL_SET,
     GROUPS,
     OF_EXPERTS,
     GradientNormHooks,
     StepNorms,
-    choose,
-    unavailable,
     unavailable_groups,
 )
 from copus_ext.gns.observer import CONTROL, NoiseObserver, NoiseScale

@@ -1,4 +1,8 @@
-"""Seconds of what passes are made of: a matrix product, moved bytes, a collective."""
+"""Seconds of what passes are made of: a matrix product, moved bytes, a collective.
+
+Those with a shape of their own stand with what they belong to: messages between stages and gradient
+rings in `layer_time.py`, keys and values in `context.py`, rows for experts in `experts.py`.
+"""
 
 from __future__ import annotations
 

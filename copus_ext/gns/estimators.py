@@ -13,6 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Estimator = Literal["micro", "rank", "half"]
+ESTIMATORS: tuple[Estimator, ...] = ("micro", "rank", "half")
+"""Small gradients to compare with the whole batch's: of each micro-batch, of each data-parallel
+rank, or of half of the micro-batches; the one of least variance first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +107,48 @@ def group_weights(
         signal=(len(present) / divisor) ** 2,
         noise=sum(1 / n for n in present) / divisor**2 * tokens_per_sample,
     )
+
+
+def unavailable(
+    estimator: Estimator,
+    *,
+    dp: int,
+    num_microbatches: int,
+    fused_accumulation: bool,
+    cp: int = 1,
+) -> str | None:
+    """Why an estimator cannot measure a step, or None if it can."""
+    if estimator == "micro":
+        if cp > 1:
+            return "ranks that share a sample each see a part of a micro-batch's gradient"
+        if fused_accumulation:
+            return "--gradient-accumulation-fusion adds up gradients where no hook sees them"
+        if num_microbatches < 2:
+            return "there is one micro-batch per replica, for which `rank` does the same"
+    if estimator == "rank" and dp < 2:
+        return "there is one replica"
+    if estimator == "half" and num_microbatches < 2:
+        return "there is one micro-batch per replica, which cannot be halved"
+    return None
+
+
+def choose(
+    wanted: str, *, dp: int, num_microbatches: int, fused_accumulation: bool, cp: int = 1
+) -> Estimator | None:
+    """The estimator of a step: the one wanted, or with `auto` the one of least variance that can.
+
+    None when the step cannot be measured.
+    """
+    if wanted == "micro" and num_microbatches == 1 and dp > 1:
+        wanted = "rank"  # the same gradients, seen a moment later
+    for estimator in ESTIMATORS if wanted == "auto" else (wanted,):
+        assert estimator in ESTIMATORS
+        if not unavailable(
+            estimator,
+            dp=dp,
+            num_microbatches=num_microbatches,
+            fused_accumulation=fused_accumulation,
+            cp=cp,
+        ):
+            return estimator
+    return None

@@ -16,14 +16,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from copus_ext.gns.estimators import Estimate, Weights, estimate_gns, group_weights
+from copus_ext.gns.estimators import Estimate, Estimator, Weights, estimate_gns, group_weights
 from copus_ext.gns.shared_gradient import share_of_sum
 
 GROUPS = ("embedding", "attention", "mlp", "vectors", "head", "experts", "router")
@@ -38,59 +38,11 @@ CONTROL_SET = ("attention", "mlp", "experts")
 """What decisions are made on: the same parameters, whole before the reduction, under every
 layout that a controller may choose."""
 
-Estimator = Literal["micro", "rank", "half"]
-ESTIMATORS: tuple[Estimator, ...] = ("micro", "rank", "half")
-
 _NUM = len(GROUPS)
 # Behind the squares of small and big gradients: small signal and noise, batch W and A, tokens.
 # Then, where samples of several replicas meet in an expert, the roots of the signal of each small
 # gradient of experts: they add up over those replicas, their squares do not.
 _WEIGHTS, _ROOTS = 2 * _NUM, 2 * _NUM + 5
-
-
-def unavailable(
-    estimator: Estimator,
-    *,
-    dp: int,
-    num_microbatches: int,
-    fused_accumulation: bool,
-    cp: int = 1,
-) -> str | None:
-    """Why an estimator cannot measure a step, or None if it can."""
-    if estimator == "micro":
-        if cp > 1:
-            return "ranks that share a sample each see a part of a micro-batch's gradient"
-        if fused_accumulation:
-            return "--gradient-accumulation-fusion adds up gradients where no hook sees them"
-        if num_microbatches < 2:
-            return "there is one micro-batch per replica, for which `rank` does the same"
-    if estimator == "rank" and dp < 2:
-        return "there is one replica"
-    if estimator == "half" and num_microbatches < 2:
-        return "there is one micro-batch per replica, which cannot be halved"
-    return None
-
-
-def choose(
-    wanted: str, *, dp: int, num_microbatches: int, fused_accumulation: bool, cp: int = 1
-) -> Estimator | None:
-    """The estimator of a step: the one wanted, or with `auto` the one of least variance that can.
-
-    None when the step cannot be measured.
-    """
-    if wanted == "micro" and num_microbatches == 1 and dp > 1:
-        wanted = "rank"  # the same gradients, seen a moment later
-    for estimator in ESTIMATORS if wanted == "auto" else (wanted,):
-        assert estimator in ESTIMATORS
-        if not unavailable(
-            estimator,
-            dp=dp,
-            num_microbatches=num_microbatches,
-            fused_accumulation=fused_accumulation,
-            cp=cp,
-        ):
-            return estimator
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)

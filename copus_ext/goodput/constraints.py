@@ -43,7 +43,7 @@ def _reasons(s: DecisionInputs, policy: Policy, to: ConfigThroughput) -> Iterato
     if to.layout != s.now.layout:
         yield from _layout_reasons(s, to)
     if policy.is_schedule:
-        return
+        return  # the user has said which batch comes when, whatever the loss or a timing does
     if to.source == "assumed" and s.now.source != "measured":
         yield _NOT_TIMED
     if to.global_batch_size > s.now.global_batch_size and s.in_ramp:

@@ -61,6 +61,12 @@ args = parse_args(flags.split(), {"copus controller": CopusConfig})
 config = resolve(args, 2)
 again = type(config).from_flat(config.flat(), config.explicit)
 assert again == config
+from copus_ext.goodput.policies import named
+from megatron.trainer.config.fields import option_specs
+
+(policy,) = (x for x in option_specs(CopusConfig) if x.dest == "copus_policy")
+for name in policy.choices:
+    named(CopusConfig(copus_policy=name).copus_policy)
 print(json.dumps({"extras": [e.name for e in extras()], "groups": [*GROUPS]}))
 """
 """Imports each module of a tree, and reads flags; prints the extras that are there."""
@@ -103,12 +109,14 @@ def test_the_page_of_the_architecture_lists_the_extras_and_what_they_need() -> N
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     names = {e.name: ", ".join(f"`{needed}`" for needed in e.needs) for e in extras()}
-    assert rows == [
+    wanted = [
         f"| `{extra.name}` | {extra.title} | {names[extra.name]} |"
         for package in PACKAGES
         for extra in extras()
         if extra.package.startswith(package)
     ]
+    lacks, has = ([x for x in a if x not in b] for a, b in ((wanted, rows), (rows, wanted)))
+    assert rows == wanted, f"docs/architecture.md: add {lacks}, drop {has}, in order of the names"
 
 
 def test_each_extra_is_found_once() -> None:

@@ -16,8 +16,8 @@ from copus_ext.controller.gns_callback import (
     GradientNoiseCallback,
     noise_fields,
 )
-from copus_ext.gns.estimators import Weights
-from copus_ext.gns.hooks import GROUPS, StepNorms, choose, group_of, unavailable_groups
+from copus_ext.gns.estimators import Weights, choose
+from copus_ext.gns.hooks import GROUPS, StepNorms, group_of, unavailable_groups
 from copus_ext.gns.observer import NoiseObserver
 
 

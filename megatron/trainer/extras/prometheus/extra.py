@@ -2,4 +2,4 @@
 
 from megatron.trainer.common.extras import Extra
 
-EXTRA = Extra(title="prometheus", flags="flags:PrometheusConfig", sinks="flags:sinks")
+EXTRA = Extra(title="metrics for Prometheus", flags="flags:PrometheusConfig", sinks="flags:sinks")
