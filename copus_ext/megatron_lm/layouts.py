@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from copus_ext.megatron_lm.move_memory import check_memory
 from copus_ext.megatron_lm.recorded import Recorded
 from copus_ext.reshard.plan import ReshardPlan
 from megatron.trainer.common.step_settings import StepSettings
@@ -156,7 +157,7 @@ class CheckoutHost:
         return None
 
     def check_memory(self, plan: ReshardPlan | None, target: Any) -> None:
-        """Nothing is known before the model is there; a rank that runs out of it goes back."""
+        check_memory(target, self._model)
 
     def shards(self, model: Chunks, optimizer: Any, groups: Any) -> Any:
         from megatron.trainer.model.shards import local_shards

@@ -47,6 +47,7 @@ def follow(text: str) -> None:
             for fault, request, change in requests:
                 self.layout_changes.fault = functools.partial(_strike, fault)
                 request(change, context).move(host)
+                _holds(host)
 
         return Request(kind="change", reason="as listed", move=moves)
 
@@ -76,6 +77,24 @@ def _strike(fault: str, topic: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if topic and topic == fault:
         raise RuntimeError("broken on purpose")
+
+
+def _holds(host: Any) -> None:
+    """Says what rank 0 holds of the state, and what the check before a change expects of it."""
+    from copus_ext.megatron_lm.move_memory import state_bytes
+    from megatron.trainer.model.shards import parts_of
+
+    target, model, optimizer, _ = host.present
+    weights = [weight for chunk in model.chunks for weight in chunk.parameters()]
+    held = sum(weight.numel() * (weight.element_size() + 4) for weight in weights)
+    is_fp32 = weights[0].element_size() == 4  # which are masters then
+    for part in parts_of(optimizer):
+        for master, state in part.optimizer.state.items() if part.optimizer else ():
+            kept = [x for x in state.values() if hasattr(x, "numel")] + [master] * (not is_fp32)
+            held += sum(x.numel() * x.element_size() for x in kept)
+    if dist.get_rank() == 0:
+        about = {"held": held, "expected": state_bytes(target, 0), "layout": str(target.layout)}
+        print("HOLDS " + json.dumps(about), flush=True)
 
 
 def _told(outcome: Any) -> None:

@@ -43,6 +43,7 @@ MUON = "--optimizer muon --muon-tp-mode duplicated --tensor-model-parallel-size 
 MUON_TRIPS = "3:tp1.pp2.dp1>tp2.pp1.dp1:8:1,6:tp1.pp1.dp2>tp2.pp1.dp1:8:1"
 MOVES = "--copus --copus-layouts all"
 MOVE = re.compile(r"^MOVE (.*)$", re.MULTILINE)
+HOLDS = re.compile(r"^HOLDS (.*)$", re.MULTILINE)
 
 
 def listed(layouts: dict[int, str]) -> str:
@@ -78,6 +79,7 @@ def _told(runs: Runs, name: str) -> dict[str, Any]:
         "steps": steps(output),
         "evaluations": evaluations(output),
         "moves": [json.loads(row) for row in MOVE.findall(output)],
+        "holds": [json.loads(row) for row in HOLDS.findall(output)],
     }
 
 
@@ -111,6 +113,15 @@ def test_every_layout_was_there_and_what_fails_goes_back(runs: Runs) -> None:
     assert kinds[14:] == ["cancelled"] * 2 + ["rolled_back"] * 4
     for move, phase in zip(runs["there and back"]["moves"][14:], BROKEN, strict=True):
         assert move["reason"] == f"{phase}: rank 1: RuntimeError: broken on purpose"
+
+
+@pytest.mark.parametrize("name", ["there and back", case("moved", daily=False)])
+def test_what_a_layout_holds_is_known_before_a_change(runs: Runs, name: str) -> None:
+    """By which a change that does not fit is refused, as in our own trainer."""
+    holds = runs[name]["holds"]
+    assert len({row["layout"] for row in holds}) >= 3
+    for row in holds:
+        assert row["expected"] == pytest.approx(row["held"], rel=0.03), row
 
 
 def _rates(run: Path) -> list[float]:

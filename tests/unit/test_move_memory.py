@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from copus_ext.megatron_lm import move_memory
 from copus_ext.reshard import saved_state
 from copus_ext.reshard.peak import MovePeak
 from copus_ext.reshard.saved_state import TooLarge, check_memory, free_bytes, num_communicators
@@ -57,7 +58,7 @@ def job() -> Any:
 
 
 def test_holes_of_the_allocator_are_not_free(gpu: Gpu) -> None:
-    assert free_bytes(job()) == 80 * GB - 1 * GB - 42 * GB
+    assert free_bytes(is_cuda=True) == 80 * GB - 1 * GB - 42 * GB
     assert gpu.reserved == 42 * GB, "what it keeps for nothing is given back first"
 
 
@@ -73,6 +74,22 @@ def test_buffers_of_nccl_count(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(saved_state.dist, "get_backend", lambda: "nccl")
     with pytest.raises(TooLarge, match=r"^3\.11 GB are needed .* 3\.00 GB are free"):
         check_memory(job(), plan, config)
+
+
+def test_a_checkout_is_refused_a_change_that_does_not_fit(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.outside, gpu.allocated, gpu.holes = 1 * GB, 76 * GB, 0
+    monkeypatch.setattr(saved_state.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saved_state.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(move_memory, "free_bytes", lambda is_cuda: free_bytes(is_cuda=True))
+    flags = [*TINY.split(), "--train-iters", "1", "--tensor-model-parallel-size", "2"]
+    target: Any = resolve(parse_args(flags), 4)
+    with pytest.raises(TooLarge, match=r"^2\.61 GB are needed .* 2\.50 GB are free"):
+        gpu.outside += GB // 2
+        move_memory.check_memory(target, [])
+    gpu.outside -= GB // 2
+    move_memory.check_memory(target, [])
 
 
 @pytest.mark.parametrize(

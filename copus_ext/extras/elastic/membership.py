@@ -214,8 +214,7 @@ class Membership:
         usual = datetime.timedelta(minutes=timeout_minutes)
         self.timeout_s = usual.total_seconds()
         store.set_timeout(usual)
-        if backend == "gloo":
-            dist.distributed_c10d._set_pg_timeout(usual, None)
+        dist.distributed_c10d._set_pg_timeout(usual, None)
 
     def after_error(self, error: BaseException) -> bool:
         """Whether the world of this rank is over, so that an error came of that. Frees the others
