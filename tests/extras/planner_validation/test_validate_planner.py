@@ -174,7 +174,7 @@ def test_the_columns_change_what_is_predicted(tmp_path: Path) -> None:
         ({"step_s": "soon"}, "soon"),
         ({"recompute": "some"}, "recompute some: use none"),
         ({"overlap": "maybe"}, "overlap maybe: write 1 or 0"),
-        ({"cluster": "abacus:8"}, "unknown; known: a100-40g"),
+        ({"cluster": "abacus:8"}, "unknown; known: v100-16g"),
         ({"micro_batch_size": "5"}, "global_batch_size is not a multiple"),
         ({"hidden_size": "0"}, "hidden_size 0"),
         ({"attention": "fast"}, "attention 'fast' is none of flash, unfused, torch"),

@@ -490,7 +490,7 @@ def test_the_table_names_every_node(n: int) -> None:
         (["--pair-seconds", "-1"], "--pair-seconds -1.0 must be above 0"),
         (["--expect", "fast"], "--expect fast: write a bandwidth such as 25GB/s"),
         (["--expect", "0"], "--expect 0: write"),
-        (["--cluster", "h999:8"], "--cluster h999:8: unknown; known: a100-40g"),
+        (["--cluster", "h999:8"], "--cluster h999:8: unknown; known: v100-16g"),
     ],
 )
 def test_a_wrong_flag_is_named_with_its_fix(flags: list[str], said: str) -> None:
