@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.support import arguments, origin, write
 from copus_ext.cost_model.cluster_spec import ClusterSpec
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.extras.serving.costs import ServingCosts, Workload
 from copus_ext.extras.serving.plan import plan_serving
 

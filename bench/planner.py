@@ -39,7 +39,7 @@ from bench.support import RESULTS, ROOT, arguments, origin, write
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.memory import peaks
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.peak_correction import max_bytes
 from copus_ext.cost_model.rows import ConfigBatch, concatenate
 from copus_ext.cost_model.step import step_time

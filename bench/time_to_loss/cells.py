@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.extras.simulate.noise_trajectory import NoiseTrajectory
 from copus_ext.extras.simulate.scenario import Scenario, preset
 from copus_ext.extras.simulate.training_dynamics import GroundTruth

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -81,9 +82,9 @@ def measured_of(
     limits: Limits,
     now: Callable[[], Configuration] | None = None,
 ) -> tuple[list[Timing], list[Configuration]]:
-    """Runs that were measured by hand, `CONFIG: 18.2 s`, `CONFIG: 18.2 s, 62 GiB` or `CONFIG: oom`,
-    of one global batch: what ran, and what ran out of memory. What CONFIG does not say is as in the
-    search.
+    """Runs that were measured by hand, of one global batch: `CONFIG: 18.2 s` (or ms, TFLOP/s of a
+    GPU, or % of its peak), `CONFIG: 18.2 s, 62 GiB` or `CONFIG: oom`. What ran, and what ran out of
+    memory. What CONFIG does not say is as in the search.
 
     Args:
         texts: one for each run.
@@ -124,12 +125,16 @@ def measured_of(
             continue
         seconds, _, peak = (part.strip() for part in told.partition(","))
         try:
-            step_s = _seconds(seconds)
+            whole_s = 0.0 if cluster.is_gloo else _mfu(model, cluster, batch, 1.0)
+            step_s = _seconds(seconds, whole_s, cluster.gpu.peak(model.precision))
             peak_bytes = with_unit("--measured", peak) if peak else None
-        except (ValueError, SpecError, UsageProblem):
+        except (ValueError, ZeroDivisionError, SpecError, UsageProblem):
             step_s, peak_bytes = 0.0, None
         if not 0 < step_s < math.inf or peak_bytes == 0:
-            how = "write CONFIG: 18.2 s, or 18200 ms, or CONFIG: 18.2 s, 62 GiB, or CONFIG: oom"
+            how = (
+                "write CONFIG: 18.2 s, or 18200 ms, 310 TFLOP/s (of a GPU), 45 % (MFU), or CONFIG: "
+            )
+            how += "18.2 s, 62 GiB, or CONFIG: oom"
             raise UsageProblem(f"--measured {text}: {how}")
         if peak_bytes is not None and peak_bytes > gpu_bytes:
             raise UsageProblem(f"--measured {text}: a GPU has {gpu_bytes / 2**30:.1f} GiB")
@@ -146,12 +151,26 @@ def measured_of(
     return ran, lacked
 
 
-def _seconds(text: str) -> float:
-    """A time with its unit, s or ms; a number alone is seconds.
+_SHARE = re.compile(r"(?:mfu )?([\d.]+) ?%(?: mfu)?")
+_RATE = re.compile(r"([\d.]+) ?tflops?(?:/s)?(?:/gpu)?")
+
+
+def _seconds(text: str, whole_s: float, peak: float) -> float:
+    """A time with its unit, s or ms; a number alone is seconds. Or what Megatron-LM logs in its
+    place: TFLOP/s of a GPU, or a share of its peak.
+
+    Args:
+        text: as given.
+        whole_s: of a step at the peak; 0 where there is none.
+        peak: of a GPU, FLOP/s.
 
     Raises:
         ValueError: another text.
     """
+    if share := _SHARE.fullmatch(text.lower()):
+        return 100 * whole_s / float(share[1])
+    if rate := _RATE.fullmatch(text.lower()):
+        return whole_s * peak / (1e12 * float(rate[1]))
     text, is_ms = text.removesuffix("s"), text.endswith("ms")
     return float(text.removesuffix("m")) / 1000 if is_ms else float(text)
 

@@ -13,7 +13,8 @@ from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.gpus import WITHOUT_BF16
 from copus_ext.cost_model.hugging_face import spec_of_config
 from copus_ext.cost_model.megatron_flags import spec_of_arguments
-from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, NORMS, PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, NORMS, ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.run_flags import parsed_flags, state_bytes

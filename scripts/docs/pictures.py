@@ -110,7 +110,7 @@ def _now(situation: dict[str, Any]) -> dict[str, Any]:
 def draw_layouts(path: Path) -> None:
     """Predicted throughput of three layouts by batch: which is fastest changes."""
     from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.cost_model.model_spec import PRESETS
+    from copus_ext.cost_model.models import PRESETS
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits
 

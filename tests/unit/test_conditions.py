@@ -23,7 +23,7 @@ from copus_ext.cost_model.conditions import (
     judged,
 )
 from copus_ext.cost_model.constants import USUAL, Constants, PartFactors
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.step import min_step_s, step_time
 from copus_ext.goodput.conditions import CHECK_STEPS, Conditions, earlier_times
 from copus_ext.goodput.state import TIMED_STEPS, ControllerState

@@ -25,7 +25,8 @@ from copus_ext.cost_model.memory import (
     peaks,
     stage_parameters,
 )
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.peak_correction import KINDS, PeakCorrection, fit_probability
 from copus_ext.cost_model.rows import RECOMPUTE_FULL, ConfigBatch
 from copus_ext.cost_model.spec_file import SpecError, quantity
@@ -311,10 +312,13 @@ def test_known_models_have_their_known_size() -> None:
         "qwen2.5-32b": 32.76,
         "llama-3-8b": 8.03,
         "llama-3-70b": 70.55,
+        "llama-2-70b": 68.98,
+        "llama-3.1-405b": 405.85,
     }.items():
         assert PRESETS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
     for name, (every, active) in {
         "mixtral-8x7b": (46.70, 12.88),
+        "mixtral-8x22b": (140.63, 39.15),
         "qwen3-30b-a3b": (30.53, 3.35),
         "deepseek-v3-sized": (671 * 60 / 61, 37),
     }.items():

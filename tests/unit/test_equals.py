@@ -11,7 +11,7 @@ import pytest
 
 from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.peak_correction import PeakCorrection, fit_probability
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.equals import EQUAL, difference, grouped, in_order, rarities, worth_trying

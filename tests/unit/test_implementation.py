@@ -22,7 +22,8 @@ from copus_ext.cost_model.memory import (
     memory,
     process_bytes,
 )
-from copus_ext.cost_model.model_spec import ATTENTION, PRESETS, ModelSpec, llama_ffn
+from copus_ext.cost_model.model_spec import ATTENTION, ModelSpec, llama_ffn
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.rows import RECOMPUTE_FULL, ConfigBatch
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time

@@ -12,7 +12,7 @@ import pytest
 
 from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.planner.attempts import BEGUN, DONE, OUT_OF_MEMORY
 from copus_ext.planner.known_runs import measured_of, profiles_of
 from copus_ext.planner.profile import ProfileStore, Timing
@@ -20,6 +20,7 @@ from copus_ext.planner.request import InputProblem, UsageProblem, configuration_
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from copus_ext.planner.timed import Timed
+from megatron.trainer.model.flops import training_flops_per_sample
 
 MODEL, CLUSTER = PRESETS["llama-2-13b"], preset("a100-80g:8")
 WHERE = "--model llama-2-13b --cluster a100-80g:8 --global-batch-size 16 --top 1"
@@ -56,7 +57,7 @@ def test_a_time_is_in_seconds_unless_its_unit_is_ms() -> None:
         (ran,), _ = measured_of([f"tp=8: {told}"], 16, MODEL, CLUSTER, Limits())
         assert ran.step_s == 20.0
     for told in ("20 m", "20 min", "ms", "20 us", "20 s ms"):
-        with pytest.raises(UsageProblem, match=r"write CONFIG: 18\.2 s, or 18200 ms, or"):
+        with pytest.raises(UsageProblem, match=r"write CONFIG: 18\.2 s, or 18200 ms, 310 TFLOP/s"):
             measured_of([f"tp=8: {told}"], 16, MODEL, CLUSTER, Limits())
 
 
@@ -83,6 +84,18 @@ def test_a_time_is_far_off_beyond_three_deviations_or_twice(
 def test_a_time_shorter_than_the_arithmetic_is_refused() -> None:
     with pytest.raises(UsageProblem, match=r"108 % of the arithmetic .* no step of batch 16 is sh"):
         measured_of(["tp=8: 2 s"], 16, MODEL, preset("a100-80g:8"), Limits())
+
+
+def test_what_the_log_says_of_the_speed_is_a_time() -> None:
+    """Megatron-LM's log has TFLOP/s of a GPU, and people write which share of the peak that is."""
+    cluster = preset("a100-80g:8")
+    flops = training_flops_per_sample(MODEL.shape(), MODEL.seq_length) * 16 / 8
+    for told in ("156 TFLOP/s", "156 TFLOP/s/GPU", "156TFLOPs", "50 %", "MFU 50%", "50.0 % MFU"):
+        (ran,), _ = measured_of([f"tp=8: {told}"], 16, MODEL, cluster, Limits())
+        assert ran.step_s == pytest.approx(flops / 156e12), told
+    for told in ("0 %", "0 TFLOP/s", "1.2.3 %", "120 %"):
+        with pytest.raises(UsageProblem):
+            measured_of([f"tp=8: {told}"], 16, MODEL, cluster, Limits())
 
 
 def test_a_time_without_a_configuration_is_refused_or_that_of_the_command() -> None:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.reshard import ownership
 from copus_ext.reshard.ownership import all_of_layout, rank_of
 from copus_ext.reshard.parameters import WORDS

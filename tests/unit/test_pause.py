@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.cluster_spec import preset as cluster
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.goodput import costs
 from copus_ext.goodput.costs import LayoutChangeCosts, Machine, MovedBytes, pause_s
 from copus_ext.reshard.ownership import all_of_layout

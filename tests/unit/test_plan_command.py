@@ -20,7 +20,7 @@ from copus_ext import __version__
 from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, NodeSpec, preset
 from copus_ext.cost_model.gpus import kind_of
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.planner import report
 from copus_ext.planner.explain import RULES, reason
 from copus_ext.planner.profile import ProfileStore, Timing
@@ -53,10 +53,12 @@ CONTEXTS = {
     # max_position_embeddings of the public config.json; of GPT-3 and LLaMA the paper says it.
     "gpt3-175b": 2048,
     **dict.fromkeys(("llama-7b", "llama-13b", "llama-30b", "llama-65b"), 2048),
-    **dict.fromkeys(("llama-2-7b", "llama-2-13b"), 4096),
+    **dict.fromkeys(("llama-2-7b", "llama-2-13b", "llama-2-70b"), 4096),
     "llama-3-8b": 8192,
     "llama-3-70b": 8192,
     "llama-3.2-3b": 131072,
+    "llama-3.1-405b": 131072,
+    "mixtral-8x22b": 65536,
     "qwen2.5-32b": 131072,
     "mixtral-8x7b": 32768,
     "qwen3-30b-a3b": 40960,

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from copus_ext.commands import plan
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.planner.explain import reason
 from copus_ext.planner.request import configuration_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import ProfileStore, Timing
 from copus_ext.planner.search import Planner

@@ -15,7 +15,8 @@ from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.hugging_face import spec_of_config
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import AS_PREDICTED, PeakCorrection, memory
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.better_machine import what_would_help

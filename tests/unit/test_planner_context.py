@@ -19,7 +19,8 @@ from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.megatron_flags import spec_of_flags
 from copus_ext.cost_model.memory import memory, peaks, static_bytes
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.step import min_step_s, step_time
 from copus_ext.planner import sharing
 from copus_ext.planner.configuration import Configuration

@@ -13,7 +13,7 @@ import pytest
 from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.memory import head_bytes, peaks
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.equals import grouped

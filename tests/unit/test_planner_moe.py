@@ -22,7 +22,8 @@ from copus_ext.cost_model.memory import (
     stage_routed_parameters,
     static_bytes,
 )
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.rows import concatenate
 from copus_ext.cost_model.step import PARTS, min_step_s, step_time
 from copus_ext.launch.layout_fit import LayoutFit, layouts_for

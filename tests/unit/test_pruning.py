@@ -11,7 +11,7 @@ import pytest
 from copus_ext.commands import plan, plan_run
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.memory import static_bytes
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.pruning import least_bytes, numbered
 from copus_ext.planner.search import Planner

@@ -15,7 +15,7 @@ from copus_ext.cost_model.constants import Constants, PartFactors
 from copus_ext.cost_model.correct import Steps
 from copus_ext.cost_model.kernels import collective_s, hidden_s
 from copus_ext.cost_model.layer_time import MicroBatch, boundaries_between_nodes, tied_s
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.rows import ConfigBatch, bucket_parameters
 from copus_ext.cost_model.step import end_of_step, stage_work, step_time
 from copus_ext.planner.configuration import Configuration

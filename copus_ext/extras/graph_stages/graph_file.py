@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.spec_file import SpecError, read_json
 from copus_ext.extras.graph_stages.search import GIB, GraphPartition, GraphProblem
 from copus_ext.extras.layer_partition.blocks import costs_by_block

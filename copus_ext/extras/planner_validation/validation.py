@@ -18,7 +18,8 @@ from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.correct import correct, most_informative
 from copus_ext.cost_model.memory import memory, peaks
-from copus_ext.cost_model.model_spec import ATTENTION, PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ATTENTION, ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.peak_correction import (
     AS_PREDICTED,
     PeakCorrection,

@@ -13,7 +13,8 @@ import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import USUAL
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.spec_file import SpecError, read_json
 from copus_ext.extras.simulate.conditions import Event, factors_at, planner_under
 from copus_ext.extras.simulate.noise_trajectory import NoiseTrajectory, power_law

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.extras.layer_partition.layers import repartitions
 from copus_ext.planner.plan import Ranked

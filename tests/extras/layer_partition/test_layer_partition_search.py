@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.memory import PeakCorrection, memory
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.cost_model.step import step_time
 from copus_ext.extras.layer_partition.blocks import Blocks, in_flight_chunks

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.extras.micro_split.split import (
     best_split,

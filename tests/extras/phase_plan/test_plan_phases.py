@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.megatron_flags import spec_of_flags
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.extras.phase_plan import command
 from copus_ext.extras.phase_plan.search import (
     Choice,

@@ -13,7 +13,7 @@ import pytest
 
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import USUAL, PartFactors
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.extras.planner_validation import command
 from copus_ext.extras.planner_validation.validation import kendall_tau, predict, read_table
 from copus_ext.planner.configuration import Configuration

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from copus_ext.cost_model.megatron_flags import spec_of_flags
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.extras.profile_layouts import command as profile_layouts
 from copus_ext.extras.profile_layouts.attempts import RecordedAttempts, by_memory
 from copus_ext.planner.attempts import BEGUN, DONE, DROPPED, OUT_OF_MEMORY

@@ -15,7 +15,7 @@ import pytest
 from transformers import LlamaConfig
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.extras.serving import command
 from copus_ext.extras.serving.costs import ServingCosts, Workload, micro_batches
 from copus_ext.extras.serving.sensitivity import SCHEMA, Sensitivity

@@ -11,7 +11,8 @@ import pytest
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.layer_time import hop_bytes, p2p_time_s
 from copus_ext.cost_model.megatron_flags import spec_of_flags
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.planner.better_machine import what_would_help
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import help_line

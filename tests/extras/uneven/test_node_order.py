@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from copus_ext.cost_model.cluster_spec import Links, Matrix, preset
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import EndOfStep

@@ -16,7 +16,7 @@ import pytest
 
 from copus_ext.commands import plan as command
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.extras.uneven.node_order import order_for
 from copus_ext.extras.uneven.nodes import rank_on_nodes

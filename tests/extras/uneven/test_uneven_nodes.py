@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, NodeSpec, preset
 from copus_ext.cost_model.memory import PeakCorrection
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.extras.layer_partition.layers import repartitions
 from copus_ext.extras.layer_partition.problem import PartitionProblem
