@@ -53,7 +53,7 @@ def test_it_does_what_its_page_says(
     end = done.stdout.splitlines()[-3:]
     line = r"held-out loss [\d.]+ with --copus after \d+ s, [\d.]+ without after \d+ s; .+"
     assert re.fullmatch(line, end[0]) and "why: file://" in end[1], end
-    assert re.search(r"^   copus: (\d+ change|nothing was changed)", done.stdout, re.MULTILINE)
+    assert re.search(r"^   copus: (\d+ change|nothing was changed)", done.stdout, re.M), done.stdout
     shown, log = done.stdout.splitlines(), (tmp_path / "run/log.txt").read_text()
     assert (
         len(shown) <= 60
