@@ -458,7 +458,7 @@ print(repr(said.getvalue()))
 def test_a_change_of_layout_counts_what_extras_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_state.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(saved_state.dist, "get_backend", lambda: "none")
-    monkeypatch.setattr(saved_state, "free_bytes", lambda job: 1e9)
+    monkeypatch.setattr(saved_state, "free_bytes", lambda is_cuda: 1e9)
     config = resolve(parse_args([*TINY.split(), "--train-iters", "1"]), 1)
     plan: Any = SimpleNamespace(source=[[]], target=[[]], target_bytes=[0])
 
@@ -471,7 +471,8 @@ def test_a_change_of_layout_counts_what_extras_need(monkeypatch: pytest.MonkeyPa
             return self.bytes
 
     def check(*features: StepFeature) -> None:
-        job: Any = SimpleNamespace(model=SimpleNamespace(chunks=[]), features=features)
+        device, model = SimpleNamespace(is_cuda=False), SimpleNamespace(chunks=[])
+        job: Any = SimpleNamespace(device=device, model=model, features=features)
         saved_state.check_memory(job, plan, config)
 
     check(StepFeature(), Keeps(0.9e9, 0.0))
