@@ -31,9 +31,9 @@ from copus_ext.planner.from_command import (
     FLAG,
     completed,
     fill_in,
+    notes,
     present,
     present_of,
-    ranks_note,
     take_apart,
 )
 from copus_ext.planner.given_flags import flags_of_row, given_of
@@ -142,7 +142,7 @@ def new_parser(**about: Any) -> argparse.ArgumentParser:
     """
     p = _Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **about)
     p.set_defaults(train_tokens=None, explain=None, rejected=False, command="search")
-    p.set_defaults(launched=None, from_command=None, timed=[], top=10)
+    p.set_defaults(launched=None, absent=(), from_command=None, timed=[], top=10)
     return p
 
 
@@ -309,7 +309,7 @@ def planner_of(args: argparse.Namespace) -> Any:
             raise UsageProblem("--megatron-args has --sequence-parallel; drop it or the --no- flag")
     cluster = cluster_of(args)
     command_of(args.command).check(args, model, cluster)
-    if told := ranks_note(args, cluster.world_size):
+    for told in notes(args, cluster.world_size):
         tell("plan.py", f"note: {told}")
     own, too_large, others = profiles_of(args.profile, model, cluster)
     if too_large:

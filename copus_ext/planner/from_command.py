@@ -19,7 +19,7 @@ from copus_ext.planner.plan import Plan, Ranked
 from copus_ext.planner.request import OPTIONS, UsageProblem, configuration_of, is_number, sizes
 from copus_ext.planner.run_flags import parsed_flags, specs, without_effect
 from copus_ext.planner.search import Planner
-from copus_ext.planner.shell_script import Outcome, outcomes_of
+from copus_ext.planner.shell_script import SOURCES, Outcome, outcomes_of
 from copus_ext.planner.shell_text import variables
 
 FLAG = "--from-command"
@@ -63,12 +63,14 @@ def take_apart(args: argparse.Namespace) -> None:
         outcomes = outcomes_of(text, _of_slurm(args, of_job))
     except ValueError as error:
         raise UsageProblem(f"{FLAG}: {error}") from None
+    args.absent = _absent(outcomes)
     before, script, flags = _training(outcomes, of_job)
     if _OTHERS.match(script):
         raise UsageProblem(f"{FLAG}: {script} trains no GPT; only pretrain_gpt.py is priced")
     if unknown := [*_unknown_of_launcher(before), *_unknown_of_training(flags)]:
         names = ", ".join(dict.fromkeys(unknown))
         fix = "write the values, or the lines that assign them"
+        fix += f"; {_of_absent(args.absent, 'it')}" if args.absent else ""
         raise UsageProblem(f"{FLAG} has {names}, which only a shell knows; {fix}")
     args.megatron_args = shlex.join(flags)
     args.launched = *_ranks(before), args.megatron_args
@@ -263,12 +265,27 @@ def fill_in(args: argparse.Namespace) -> None:
         raise UsageProblem(f"{FLAG} does not say which GPUs; give --cluster, or --gpu")
 
 
-def ranks_note(args: argparse.Namespace, world_size: int) -> str:
-    """Says so where the cluster is not as large as the command; else empty."""
+def _absent(outcomes: Sequence[Outcome]) -> list[str]:
+    """The files that a script sources and that do not lie here."""
+    words = (c[1] for one in outcomes for c in one.commands if c[0] in SOURCES and len(c) > 1)
+    return list(dict.fromkeys(words))
+
+
+def _of_absent(names: Sequence[str], whose: str) -> str:
+    """Says of files that were not read."""
+    are, their = ("is", "its") if len(names) == 1 else ("are", "their")
+    found = f"{' and '.join(names)}, which {whose} sources, {are} not here"
+    return f"{found}: {their} lines were not read"
+
+
+def notes(args: argparse.Namespace, world_size: int) -> list[str]:
+    """What of the command was not read, and that the cluster is not as large as it."""
+    found = [_of_absent(args.absent, "the command")] if args.absent else []
     nodes, per_node, _ = args.launched or (None, None, "")
-    if not (nodes and per_node) or nodes * per_node == world_size:
-        return ""
-    return f"the command has {nodes * per_node} ranks; it is priced on the {world_size} GPUs given"
+    if nodes and per_node and nodes * per_node != world_size:
+        ranks = f"the command has {nodes * per_node} ranks"
+        found.append(f"{ranks}; it is priced on the {world_size} GPUs given")
+    return found
 
 
 def present(args: argparse.Namespace, batch: int, world_size: int) -> Configuration:

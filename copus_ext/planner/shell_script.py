@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from copus_ext.planner.shell_text import Value, Words, tokens, variables
@@ -19,6 +19,8 @@ _RAN = "ran"
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 _SHELLS = ("bash", "sh", "zsh", "dash")
+SOURCES = ("source", ".")
+"""Take the lines of another file. One that is not here stays a command."""
 _MOST = 64
 """Outcomes that are followed together."""
 _OPENS = {"if": "fi", "case": "esac", "for": "done", "while": "done", "until": "done"}
@@ -76,6 +78,8 @@ def outcomes_of(text: str, given: Mapping[str, str]) -> list[Outcome]:
 class _Script:
     def __init__(self) -> None:
         self.words = Words()
+        self._files: list[str] = []
+        """Those that are being followed, by `source`."""
 
     def run(self, some: Tokens, start: Outcome) -> list[tuple[Outcome, Status]]:
         """Every outcome of a list of commands, with the status of the last of them."""
@@ -146,6 +150,8 @@ class _Script:
             for x, _ in found:
                 x.ended = x.ended.removesuffix("return")
             return found
+        if words[0] in SOURCES and (text := self._lines_of(words[1:2])) is not None:
+            return self._sourced(words[1:], text, one)
         if name == "eval":
             return self.run(tokens(" ".join(words[1:])), one)
         here = next((text for kind, text in part if kind == "here"), None)
@@ -160,6 +166,25 @@ class _Script:
                     return self._inner(words[:n], words[at + 1], one)
         one.commands.append(words)
         return [(one, _RAN)]
+
+    def _lines_of(self, words: list[str]) -> str | None:
+        """The text of a file that lies here, is not being followed, and is one."""
+        if not words or words[0] in self._files:
+            return None
+        try:
+            return Path(words[0]).read_text(encoding="utf-8", errors="replace")
+        except (OSError, ValueError):
+            return None
+
+    def _sourced(self, words: list[str], text: str, one: Outcome) -> list[tuple[Outcome, Status]]:
+        """The commands of a file that is named by the first word and called with the others."""
+        one.values |= {str(n): word for n, word in enumerate(words[1:], 1)}
+        self._files.append(words[0])
+        found = self.run(tokens(text), one)
+        self._files.pop()
+        for x, _ in found:
+            x.ended = x.ended.removesuffix("return")
+        return found
 
     def _inner(self, before: list[str], text: str, one: Outcome) -> list[tuple[Outcome, Status]]:
         """The commands of `bash -c` or `--wrap`, which what stands before it starts."""

@@ -129,6 +129,30 @@ def test_words_of_another_command_are_not_those_of_the_training() -> None:
     assert "pretrain_bert.py trains no GPT; only pretrain_gpt.py is priced" in bert
 
 
+def test_a_file_that_a_script_sources_is_followed_as_bash_follows_it(tmp_path: Path) -> None:
+    path = tmp_path / "sizes.sh"
+    path.write_text("HIDDEN=4096\nLAYERS=${1:-32}\nreturn 0\nLAYERS=1\n")
+    for how in (f"source {path}", f". '{path}'", f"DIR={tmp_path}; . $DIR/sizes.sh || exit 1"):
+        script = f"{how}\necho $HIDDEN $LAYERS"
+        bash = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30)
+        (one,) = outcomes_of(script, {})
+        said = [" ".join(c[1:]) for c in one.commands if c[0] == "echo"]
+        assert said == bash.stdout.splitlines() == ["4096 32"]
+        assert flags(f"{how}\n{USED}").num_layers == 32
+    path.write_text(f"source {path}\nLAYERS=8\nHIDDEN=64\n")
+    assert flags(f"source {path}\n{USED}").num_layers == 8, "a file that sources itself ends"
+
+
+def test_a_file_that_does_not_lie_here_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refusal(f"source sizes.sh\n{USED}")
+    assert "has $HIDDEN, $LAYERS, which only a shell knows;" in told
+    assert told.endswith("; sizes.sh, which it sources, is not here: its lines were not read")
+    script = f"source ~/.bashrc && . $ENV\n{TORCHRUN} {FLAGS}"
+    assert plan.main(["--from-command", script, "--gpu", "A100-80GB"]) == 0
+    note = "note: ~/.bashrc and $ENV, which the command sources, are not here: their lines"
+    assert note in capsys.readouterr().err
+
+
 def test_the_job_or_the_planner_says_what_slurm_sets() -> None:
     job = "#!/bin/bash\n#SBATCH --nodes=16  # many\n#SBATCH --gpus-per-node a100:4\n"
     torchrun = "torchrun --nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_PER_NODE"
