@@ -113,7 +113,9 @@ train() {
         "${flags[@]}" "$@" | tee -a "$log" | course
 }
 
-echo "== 2. train on two ranks, each with a copy of the model, as the flags say: batch $batch"
+note=
+[ "$batch" != 64 ] || note=", far too large for so short a run"
+echo "== 2. train on two ranks, each with a copy of the model, as the flags say: batch $batch$note"
 train --run-dir "$run/plain"
 
 echo "== 3. the same with --copus; after 90 % of its samples --layout-schedule moves it: $told"
