@@ -12,7 +12,7 @@ from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.planner.given_flags import flags_of_row, given_of, line_of, merged, to_remove
-from copus_ext.planner.request import UsageProblem
+from copus_ext.planner.request import UsageProblem, length_from, length_line, untimed
 from megatron.trainer.common.outside import parse_yaml
 from megatron.trainer.common.program import tell
 
@@ -71,7 +71,11 @@ def rows_of(args: argparse.Namespace, planner: Any, firsts: Sequence[Any]) -> st
         tell("plan.py", f"note: remove {', '.join(left)} from your flags: no flag unsets them")
     if yours is None and rows and args.format == "submitit":
         tell("plan.py", "note: flags are those of the layout; put those of your run before them")
-    return first_rows(args.format, rows, planner.cluster, yours)
+    text = first_rows(args.format, rows, planner.cluster, yours)
+    told = [length_line(args, planner.model)] if length_from(args) == "context" else []
+    for line in [*told, *untimed(args, planner)] if rows else ():
+        tell("plan.py", f"note: {line}")
+    return text
 
 
 def _sbatch(flags: list[str], cluster: ClusterSpec) -> str:

@@ -424,6 +424,11 @@ def untimed(args: argparse.Namespace, planner: Any) -> list[str]:
     gpu, precision = planner.cluster.gpu.name, planner.model.precision
     if precision == "bf16" and gpu in WITHOUT_BF16:
         found.append(f"{gpu} has no bf16: the times are those of fp16, so train with --fp16")
+    if gpu in WITHOUT_BF16 and (
+        planner.model.fused_attention or planner.model.implementation == "te"
+    ):
+        what = "neither flash attention nor Transformer Engine"
+        found.append(f"{gpu} has {what}; give --attention unfused --implementation local")
     if planner.model.num_experts is not None and not planner.cluster.is_gloo:
         what = "routing, its exchanges and products of few rows are assumptions"
         found.append(f"no GPU has timed a mixture of experts for this table: {what}")

@@ -727,7 +727,11 @@ def test_a_device_that_was_never_timed_says_whose_constants_it_has(
 def test_a_device_without_bf16_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     asked = "--model llama-2-7b --seq-length 2048 --cluster v100-32g:16 --global-batch-size 64"
     told = "V100-32GB has no bf16: the times are those of fp16, so train with --fp16"
-    assert told in run(capsys, f"{asked} --top 1")[1]
+    _, out, _ = run(capsys, f"{asked} --top 1")
+    assert told in out and "give --attention unfused --implementation local" in out
+    assert f"note: {told}" in run(capsys, f"{asked} --format slurm")[2]
+    local = f"{asked} --attention unfused --implementation local --top 1"
+    assert "give --attention unfused" not in run(capsys, local)[1]
     assert told not in run(capsys, f"{asked.replace('v100-32g', 'a100-40g')} --top 1")[1]
 
 
