@@ -49,6 +49,7 @@ from copus_ext.goodput.state import ControllerState, config_key
 from copus_ext.reshard.phases import ReshardResult
 from megatron.trainer.common.collectives import broadcast_from_rank0, on_rank0
 from megatron.trainer.common.errors import Relaunch, UsageError
+from megatron.trainer.common.program import print_line
 from megatron.trainer.common.step_settings import Request, StepSettings
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.layout_rules import batch_problems
@@ -526,7 +527,7 @@ class Controller(Callback):
         self.log.count(changes=self.state.num_changes)
         if dist.get_rank() == 0:
             ends = before.text_of_length(context, to, takes_the_rest=self.takes_the_rest)
-            print(*filter(None, [f"copus: {decision.reason}", ends]), sep="\n", flush=True)
+            print_line("\n".join(filter(None, [f"copus: {decision.reason}", ends])))
 
     def _ramp_to(self, batch: int, context: CallbackContext) -> Ramp | None:
         """The learning rate's way to a batch; the one that it is on if the batch stays."""
@@ -595,4 +596,4 @@ class Controller(Callback):
             if not goes_on:
                 self.log.note("end", iteration=context.state.iteration, changes=len(changes))
             told = summary(changes, mode=mode, num_before=self._num_before, total=total)
-            print(told, flush=True)
+            print_line(told)

@@ -29,6 +29,12 @@ _HELD_S = 10.0
 """Seconds for which output is held back: a start that lasts longer must not look dead."""
 
 
+def print_line(text: str) -> None:
+    """Prints text and its end in one write. Under torchrun ranks share an output without a buffer,
+    where two writes let what another rank says come between them."""
+    print(f"{text}\n", end="", flush=True)
+
+
 def program_name(script: str) -> str:
     """Returns the name by which the user called the running command.
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
+from megatron.trainer.common.program import print_line
 from megatron.trainer.common.signals import StopReason
 from megatron.trainer.common.step_settings import StepInfo
 from megatron.trainer.logging.log_line import StepReport, training_line, validation_lines
@@ -157,7 +158,7 @@ class Reporter:
         if is_last_rank():
             first = training_line(report, datetime.now(), more=context.log_fields)
             for line in (first, *context.log_fragments):
-                print(line, flush=True)
+                print_line(line)
         self.printed = True
         self.interval = _Interval()
 
@@ -219,4 +220,4 @@ class Reporter:
             where = f"{where} with samples of {length} tokens".strip()
         if is_last_rank():
             for line in validation_lines(state.iteration, {"lm loss": loss}, where=where):
-                print(line, flush=True)
+                print_line(line)
