@@ -130,4 +130,4 @@ echo "== 5. what --copus changed"
 "$python" scripts/compare_runs.py "$run/plain" "$run" | tee -a "$log"
 page=$(cd "$run" && pwd)/report.html
 echo "each decision and why: file://$page in a browser, or: $(dirname "$python")/copus status $run"
-echo "(the time saved that they name is an estimate of the run itself; the line above was measured)"
+echo "(the time saved that they name is an estimate of the run itself; the two losses above were measured)"

@@ -210,10 +210,8 @@ def add_inputs(p: argparse.ArgumentParser) -> None:
     words = f"times from {other_command('profile_layouts.py')}, of this model or of others"
     options: dict[str, Any] = {"type": Path, "action": "extend", "nargs": "+", "default": []}
     search.add_argument("--profile", metavar="FILE", **options, help=words)
-    words = (
-        "a run of the first batch: 'CONFIG: 18.2 s' (or 310 TFLOP/s, or 45 %%), 'CONFIG: 18.2 s, "
-    )
-    words += f"62 GiB' or 'CONFIG: oom'; without CONFIG that of {FLAG}"
+    words = "a run of the first batch: 'CONFIG: 18.2 s' (or 310 TFLOP/s, or 45 %%), "
+    words += f"'CONFIG: 18.2 s, 62 GiB' or 'CONFIG: oom'; without CONFIG that of {FLAG}"
     search.add_argument("--measured", action="append", default=[], metavar="TEXT", help=words)
     search.add_argument("--constants", type=Path, help="JSON with fitted constants")
 

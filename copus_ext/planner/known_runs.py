@@ -131,10 +131,8 @@ def measured_of(
         except (ValueError, ZeroDivisionError, SpecError, UsageProblem):
             step_s, peak_bytes = 0.0, None
         if not 0 < step_s < math.inf or peak_bytes == 0:
-            how = (
-                "write CONFIG: 18.2 s, or 18200 ms, 310 TFLOP/s (of a GPU), 45 % (MFU), or CONFIG: "
-            )
-            how += "18.2 s, 62 GiB, or CONFIG: oom"
+            how = "write CONFIG: 18.2 s, or 18200 ms, 310 TFLOP/s (of a GPU), 45 % (MFU), "
+            how += "or CONFIG: 18.2 s, 62 GiB, or CONFIG: oom"
             raise UsageProblem(f"--measured {text}: {how}")
         if peak_bytes is not None and peak_bytes > gpu_bytes:
             raise UsageProblem(f"--measured {text}: a GPU has {gpu_bytes / 2**30:.1f} GiB")

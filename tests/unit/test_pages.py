@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 
 from copus_ext.launch.options import read_options
 from megatron.trainer.common.errors import UsageError
-from megatron.trainer.config.known_flags import known_flags
 from megatron.trainer.config.layout import Layout
 from megatron.trainer.config.layout_rules import batch_problems
 from megatron.trainer.data.indexed import open_corpus
 from tests.helpers.launch import ROOT
+from tests.unit.test_cli_frozen import command_line
 
 LEFT_OUT = {"megatron-flags", "results", "clusters", "muon"}
 """Pages that name programs of others, or a family of flags by its first word."""
@@ -25,7 +24,7 @@ OF_OTHERS |= {"--bind", "--directory", "--moe", "--build-arg", "--rdzv-backend",
 
 
 def test_flags_variables_and_files_that_pages_name_exist() -> None:
-    known = {*json.loads((ROOT / "tests/unit/data/cli.json").read_text()), *known_flags()}
+    known = {*command_line()}
     sources = [path for name in ("copus_ext", "megatron") for path in (ROOT / name).rglob("*.py")]
     sources += [path for path in (ROOT / "scripts").rglob("*") if path.suffix in (".sh", ".sbatch")]
     text = "".join(path.read_text() for path in sources)
