@@ -24,6 +24,8 @@ WIDE, NARROW = 1000, 400
 LEFT, RIGHT, TOP, BOTTOM = 72, 28, 28, 63
 """Margins of a picture; a further line of its legend adds to the top."""
 _LINE = 20
+_LETTER = 8
+"""Width of one, at most."""
 _TICK = 75
 """Width that a tick of the samples needs."""
 _TICKS = 6
@@ -192,7 +194,7 @@ def _legend(shown: Sequence[Series], width: int) -> tuple[list[Markup], int]:
     after the first one add to the height."""
     found, place, line = [], LEFT, 0
     for series in shown:
-        needed = 44 + 8 * len(series.name)
+        needed = 44 + _LETTER * len(series.name)
         if place > LEFT and place + needed > width:
             place, line = LEFT, line + _LINE
         at = line + 14
@@ -222,14 +224,18 @@ def _dot(x: float, y: float, style: str, tip: str) -> Markup:
 
 def _grid(chart: Chart, x: _Axis, y: _Axis, clock: Clock) -> Iterator[Markup]:
     bottom, left = y.ends[0], x.ends[0]
-    samples = [at for at, _ in clock]
+    samples, free = [at for at, _ in clock], -math.inf
     for value in x.ticks():
         at = x.at(value)
         yield Markup('<path class="grid" d="M{:.1f} {}V{}"/>').format(at, bottom, y.ends[1])
         yield _text(at, bottom + 18, amount(value), "middle")
         if 0 < value <= max(samples, default=0):
-            passed = clock[bisect.bisect_left(samples, value)][1]
-            yield _text(at, bottom + 37, seconds(passed), "middle")
+            passed = seconds(clock[bisect.bisect_left(samples, value)][1])
+            half = _LETTER * (len(passed) + 1) / 2
+            # A time may have more letters than there is room for between two ticks.
+            if at - half >= free:
+                yield _text(at, bottom + 37, passed, "middle")
+                free = at + half
     for value in range(len(chart.names)) if chart.names else y.ticks():
         at = y.at(value)
         yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(left, at, x.ends[1])

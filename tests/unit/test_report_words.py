@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
 from copus_ext.monitor import facts
-from copus_ext.monitor.chart import Chart, Series, draw
+from copus_ext.monitor.chart import NARROW, Chart, Series, draw
 from copus_ext.monitor.report import Report, render, report_of
 from copus_ext.monitor.run_files import RunReader
 from tests.helpers.written_runs import WrittenRun, usual_run
@@ -25,6 +26,17 @@ def test_ticks_of_samples_say_when_they_were_trained() -> None:
     texts = re.findall(r'text-anchor="middle">([^<]+)</text>', drawn)
     late = ["60", "1.5 h", "80", "1.5 h", "100", "1.5 h"]
     assert texts == ["0", "20", "1.0 min", "40", "2.0 min", *late]
+
+
+def test_no_time_below_the_samples_lies_on_the_one_before() -> None:
+    series = Series(name="loss", x=[10.0, 20.0], y=[3.0, 2.0])
+    chart = Chart(title="x", caption="", unit="", series=[series])
+    clock = [(5.0, 0.00879), (10.0, 0.0407), (15.0, 0.0408), (20.0, 0.0409)]
+    drawn = str(draw(chart, 24.0, NARROW, clock))
+    times = re.findall(r'<text x="([0-9.]+)"[^>]*>(0[.]0[0-9]* s)<', drawn)
+    assert times and times[0][1] == "0.00879 s"
+    for (left, before), (right, after) in itertools.pairwise(times):
+        assert float(right) - float(left) >= 4 * (len(before) + len(after))
 
 
 def test_what_was_not_measured_is_told(tmp_path: Path) -> None:
