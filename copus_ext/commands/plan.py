@@ -237,7 +237,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.explain = ""
     if args.global_batch_size is None:
         if (batch := batch_of_flags(args)) is None:
-            raise UsageProblem("--global-batch-size is required, or a command that has it")
+            raise UsageProblem("give --global-batch-size, for example 512, or auto")
         args.global_batch_size = str(batch)
     if args.format in FIRST_ROW and args.rejected:
         raise UsageProblem(f"--format {args.format} has no room for --rejected; use --json")
@@ -476,7 +476,7 @@ def failure(plan: Any, planner: Any) -> str:
     """One line on a batch that has no configuration."""
     from copus_ext.planner.better_machine import min_gpus
 
-    where = f"global batch {plan.global_batch_size}"
+    where = f"--global-batch-size {plan.global_batch_size}"
     if plan.status == "no_legal":
         worst = min(plan.rejected, key=lambda r: (r.code == "memory", -r.count))
         return f"{where}: {worst.detail}; {worst.fix}"

@@ -396,7 +396,7 @@ class ClusterSpec:
         except UnicodeDecodeError:
             raise
         except ValueError as error:
-            raise SpecError(f"{path.name} is not valid JSON: {error}") from error
+            raise SpecError(f"{path.name}: not valid JSON: {error}; correct it there") from error
 
 
 _FITTED_ON = {

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.trainer.common.outside import parse_json
+from megatron.trainer.common.program import nearest
 
 _UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_THEM = {False: "it", True: "them"}
 
 
 class SpecError(ValueError):
@@ -46,12 +48,22 @@ def checked(kind: type, data: dict[str, Any], what: str) -> dict[str, Any]:
     names = {f.name: f for f in fields(kind)}  # pyright: ignore[reportArgumentType]
     unknown = sorted(set(data) - set(names))
     if unknown:
-        raise SpecError(f"unknown {what} keys: {', '.join(unknown)}")
+        hint = next(filter(None, (nearest(key, names) for key in unknown)), "")
+        hint = hint or f"; known: {', '.join(names)}"
+        raise SpecError(f"unknown {what} keys: {', '.join(unknown)}{hint}")
     missing = [n for n, f in names.items() if n not in data and f.default is f.default_factory]
     if missing:
-        raise SpecError(f"{what} lacks {', '.join(missing)}")
+        also = ", or a name such as A100-80GB" if "peak_flops" in missing else ""
+        raise SpecError(f"{what} lacks {', '.join(missing)}; give {_THEM[len(missing) > 1]}{also}")
     texts = ("name", "constants")
-    return {n: quantity(v) if isinstance(v, str) and n not in texts else v for n, v in data.items()}
+    found = dict(data)
+    for name, value in data.items():
+        if isinstance(value, str) and name not in texts:
+            try:
+                found[name] = quantity(value)
+            except SpecError as error:
+                raise SpecError(f"{what}.{name} {error}") from error
+    return found
 
 
 def quantity(text: str) -> float:

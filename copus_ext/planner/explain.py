@@ -116,7 +116,7 @@ def reason(
         "interleave_microbatches": (
             f"vpp={at.vpp},pp={at.pp} needs a multiple of {at.pp} micro-batches, global batch "
             f"{c.global_batch_size} gives {c.num_microbatches}",
-            f"use global batch {_interleaved_batch(c)} or vpp=1",
+            f"use --global-batch-size {_interleaved_batch(c)} or vpp=1",
         ),
     }
     if code in EXPERT_RULES:
@@ -296,9 +296,9 @@ def _list(values: list[int]) -> str:
 def _nearest(c: Configuration) -> str:
     unit = c.layout.dp * c.micro_batch_size
     if c.global_batch_size < unit:
-        return f"use a global batch of at least {unit}, or fewer replicas"
+        return f"use --global-batch-size {unit} or more, or fewer replicas"
     below = c.global_batch_size // unit * unit
-    return f"nearest legal: {below}, {below + unit}"
+    return f"use --global-batch-size {below} or {below + unit}"
 
 
 def _interleaved_batch(c: Configuration) -> int:

@@ -373,12 +373,7 @@ def _described_cluster(args: argparse.Namespace) -> Any:
         fix = f"drop {', '.join(also)}{_by_nodes(args.cluster, args.gpus_per_node)}"
         raise UsageProblem(f"--cluster {args.cluster} names the machine; {fix}")
     if args.cluster is not None and args.cluster.endswith(".json"):
-        try:
-            return ClusterSpec.load(Path(args.cluster))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputProblem(f"--cluster {args.cluster}: {reason_of(error)}") from error
-        except SpecError as error:
-            raise InputProblem(str(error)) from error
+        return _cluster_of_file(Path(args.cluster))
     if args.cluster == "here":
         return here()
     if args.cluster is not None:
@@ -391,6 +386,19 @@ def _described_cluster(args: argparse.Namespace) -> Any:
         raise UsageProblem("give --cluster, or --nodes, --gpus-per-node and --gpu")
     per_node = GPUS_PER_NODE if args.gpus_per_node is None else args.gpus_per_node
     return of_gpu(args.gpu, nodes=args.nodes, gpus_per_node=per_node)
+
+
+def _cluster_of_file(path: Path) -> ClusterSpec:
+    try:
+        found = ClusterSpec.load(path)
+        _ = found.constants_file  # there is one of that name
+    except (OSError, UnicodeDecodeError) as error:
+        fix = "give the path of one, or KIND:GPUS such as a100-80g:8"
+        raise InputProblem(f"--cluster {path}: {reason_of(error)}; {fix}") from error
+    except SpecError as error:
+        problem = str(error).removeprefix(f"{path.name}: ")
+        raise InputProblem(f"--cluster {path}: {problem}") from error
+    return found
 
 
 def _by_nodes(cluster: str, gpus_per_node: int | None) -> str:

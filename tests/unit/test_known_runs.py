@@ -33,7 +33,7 @@ WHERE = "--model llama-2-13b --cluster a100-80g:8 --global-batch-size 16 --top 1
         ("pp=8,vpp=3", "5 layers of a stage are not divisible by vpp=3; legal: 1, 5"),
         (
             "micro_batch=3",
-            "micro-batch 3 does not divide global batch 16; use a global batch of at least 24",
+            "micro-batch 3 does not divide global batch 16; use --global-batch-size 24 or more",
         ),
         ("pp=8,recompute=block:5", "a chunk has 5 layers; use 1 to 4"),
         ("ep=2", "llama-2-13b has no experts; drop ep and etp"),

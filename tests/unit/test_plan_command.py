@@ -105,7 +105,7 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
-        (f"{SEVEN} --global-batch-size 10 --fix tp=1,cp=1,pp=1", 3, "batch 10; nearest legal: 8,"),
+        (f"{SEVEN} --global-batch-size 10 --fix tp=1,cp=1,pp=1", 3, "use --global-batch-size 8 or"),
         (
             "--model gpt3-175b --cluster a100-80g:8 --global-batch-size 64",
             4,
@@ -115,7 +115,7 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
         (
             f"{SEVEN} --global-batch-size 12 --fix vpp=2,pp=8,micro_batch=2",
             3,
-            "vpp=2,pp=8 needs a multiple of 8 micro-batches.*use global batch 16 or vpp=1",
+            "vpp=2,pp=8 needs a multiple of 8 micro-batches.*use --global-batch-size 16 or vpp=1",
         ),
         (f"{EIGHT} --fix vpp=2,pp=1", 2, "leave nothing to consider"),
         (f"{SEVEN} --global-batch-size 10000000000000000", 2, "sizes must be from 1 to"),

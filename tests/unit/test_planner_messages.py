@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -212,4 +213,73 @@ def test_a_batch_that_is_too_small_is_told_by_what_comes_nearest(
         "1536",
     ]
     assert plan.main(many) == 3
-    assert "use a global batch of at least 3125, or fewer replicas" in capsys.readouterr().err
+    assert "use --global-batch-size 3125 or more, or fewer replicas" in capsys.readouterr().err
+
+
+_WHERE = "--model llama-2-7b --seq-length 2048"
+
+
+def test_an_error_of_a_batch_names_flag_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    for text, said in (
+        ("--global-batch-size 10 --fix tp=1,cp=1,pp=1", "use --global-batch-size 8 or 16"),
+        (
+            "--global-batch-size 12 --fix vpp=2,pp=8,micro_batch=2",
+            "gives 6; use --global-batch-size 16 or vpp=1",
+        ),
+    ):
+        assert plan.main([*f"{_WHERE} --cluster h100-80g:8 {text}".split()]) == 3
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith(f"plan.py: error: {' '.join(text.split()[:2])}: ")
+        assert last.endswith(said)
+    assert plan.main([*f"{_WHERE} --cluster h100-80g:8".split()]) == 2
+    assert "give --global-batch-size, for example 512, or auto" in capsys.readouterr().err
+
+
+_NODES: dict[str, Any] = {
+    "gpu": "A100-80GB",
+    "num_nodes": 2,
+    "gpus_per_node": 8,
+    "intra_bytes_per_s": 3e11,
+    "nic_bytes_per_s": 1e11,
+}
+_BAD_CLUSTERS: tuple[tuple[Any, str], ...] = (
+    ({**_NODES, "num_nodes": 0}, "cluster.num_nodes 0 must be a whole number from 1"),
+    (
+        {"num_node": 2, **{n: x for n, x in _NODES.items() if n != "num_nodes"}},
+        "unknown cluster keys: num_node; did you mean num_nodes?",
+    ),
+    ({**_NODES, "colour": 1}, "unknown cluster keys: colour; known: gpu, num_nodes, gpus_per_node"),
+    (
+        {"gpu": "A100-80GB", "num_nodes": 2},
+        "lacks gpus_per_node, intra_bytes_per_s, nic_bytes_per_s",
+    ),
+    ({**_NODES, "gpu": {"name": "X"}}, "gpu lacks memory_bytes, .*; give them, or a name"),
+    (
+        {**_NODES, "intra_bytes_per_s": "fast"},
+        "cluster.intra_bytes_per_s 'fast' is not a size; write",
+    ),
+    ({**_NODES, "constants": "x"}, "constants 'x' are unknown; known: a100-80g"),
+    ([], "a cluster is described by a JSON object"),
+    ("", "not valid JSON: .*; correct it there"),
+)
+
+
+@pytest.mark.parametrize(("described", "said"), _BAD_CLUSTERS)
+def test_an_error_of_a_cluster_file_names_flag_and_fix(
+    described: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(described) if described != "" else '{"gpu": 1,')
+    words = [*_WHERE.split(), "--global-batch-size", "64", "--cluster", str(path)]
+    assert plan.main(words) == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"plan.py: error: --cluster {path}: .*{said}", line), line
+
+
+def test_a_cluster_file_that_is_not_there_is_told_with_what_to_give(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*_WHERE.split(), "--global-batch-size", "64", "--cluster", "none.json"]
+    assert plan.main(words) == 5
+    told = "--cluster none.json: No such file or directory; give the path of one, or KIND:GPUS"
+    assert told in capsys.readouterr().err

@@ -217,7 +217,10 @@ def _unknown(rest: Sequence[str], names: Collection[str], in_files: Mapping[str,
             (why for start, why in refused_beginnings().items() if flag.startswith(start)), None
         )
         if family is not None:
-            lines.append(f"{flag} is refused: {family}")
+            kin = [name for name in names if name.split("-")[:3] == flag.split("-")[:3]]
+            near = nearest_flag(flag, kin)
+            hint = f"did you mean {near}? If not, " if near else ""
+            lines.append(f"{flag} is refused: {hint}{family}")
             continue
         if flag in in_files:
             lines.append(f"{flag} is not a flag; {in_files[flag]}")
