@@ -17,9 +17,10 @@ from typing import Any
 
 from copus_ext.controller.decision_log import NAME, read_journal
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.inputs import DecisionInputs
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.monitor.run_files import run_problem, unread_words
 from megatron.trainer.common.program import CommandParser, about, refused, tell
+from megatron.trainer.config.layout import Layout
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--noise-scale-multiplier",
         type=float,
-        help="compare with decisions under another noise scale multiplier",
+        help="compare the choices with those under another noise scale multiplier",
     )
     return p
 
@@ -39,15 +40,17 @@ def replayed(record: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, dic
 
     Args:
         record: a line of kind `decision`.
-        changes: rules to decide with instead of the journal's.
+        changes: rules to decide with instead of the journal's. With them only the choice counts:
+            the numbers that lead to it are others.
     """
+    compared = _choice if changes else _numbers
     situation = DecisionInputs.from_json(record["situation"])
     if changes:
         rules = dataclasses.replace(situation.rules, **changes)
         situation = dataclasses.replace(situation, rules=rules)
     # Through JSON, as the journal's: tuples become lists, floats stay.
     again = json.loads(json.dumps(decide(situation).to_json()))
-    return _numbers(again) == _numbers(record["decision"]), again
+    return compared(again) == compared(record["decision"]), again
 
 
 def _numbers(decision: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +59,12 @@ def _numbers(decision: dict[str, Any]) -> dict[str, Any]:
         {**c, "blocked_reason": c["blocked_reason"] == ""} for c in decision["candidates"]
     ]
     return {**decision, "reason": "", "candidates": candidates}
+
+
+def _choice(decision: dict[str, Any]) -> tuple[str, Layout, int, int]:
+    """What a decision chose, without how it was found."""
+    to = ConfigThroughput.from_json(decision["to"])
+    return decision["kind"], to.layout, to.global_batch_size, to.micro_batch_size
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,7 +105,7 @@ def answer(args: argparse.Namespace) -> int:
     if not same + different:
         print("no decisions: the run made none, or ended before its first")
         return 0
-    print(f"{same} decisions the same, {different} different")
+    print(f"{same} {'choices' if changes else 'decisions'} the same, {different} different")
     return 1 if different and not changes else 0
 
 

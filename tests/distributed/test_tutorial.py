@@ -92,7 +92,7 @@ def test_the_replay_says_what_the_page_quotes(
     (words,) = re.findall(r"`copus replay (runs/observe --\S+ \d+)`", PAGE.read_text())
     assert replay.main([str(Path(told["folder"], words.split()[0])), *words.split()[1:]]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"\d+ decisions the same, \d+ different", last)
+    assert re.fullmatch(r"\d+ choices the same, \d+ different", last)
 
 
 def test_a_run_that_was_observed_goes_on_and_may_act(told: dict[str, str]) -> None:
