@@ -139,8 +139,8 @@ class Belief:
             return f"{head}, by the published law alone"
         law = self.law * math.exp(EXPONENT * float(self._x(self.looks[-1].samples)))
         ratio = self.multiplier * self.looks[-1].noise_scale / law
-        says = "which says more" if ratio > _AGREES else "which agrees with it"
-        says = "which says less" if ratio < 1 / _AGREES else says
+        says = "which is larger" if ratio > _AGREES else "which agrees with it"
+        says = "which is smaller" if ratio < 1 / _AGREES else says
         scale = f"{self.multiplier:g} times the measured noise scale"
         return f"{head}, by the published law and {scale}, {says}"
 

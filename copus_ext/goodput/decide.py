@@ -72,15 +72,22 @@ def gain_words(c: Candidate) -> str:
     uncertain, and whether that is enough."""
     assert c.gain is not None
     doubt = f" +- {100 * (1.0 + c.gain) * c.gain_sd:.1f}" if c.gain_sd else ""
-    words = f"predicted to {'lose' if c.gain < 0 else 'gain'} {100 * abs(c.gain):.1f}{doubt} %"
+    words = f"predicted to {_signed(c.gain)}{doubt} %"
     if c.needed is None:
         return words
-    is_enough, needed = not c.blocked_reason, f"{100 * abs(c.needed):.1f}"
+    is_enough, needed = not c.blocked_reason, _signed(c.needed)
     if not c.gain_sd:
+        needed = needed.partition(" ")[2]
         return f"{words}, {'enough' if is_enough else 'too little'} (it needs {needed} %)"
-    limit = f"gain {needed} % or more" if c.needed > 0 else f"lose {needed} % at most"
-    limit = f"it must be predicted to {limit}"
+    limit = "or more" if needed.startswith("gain") else "at most"
+    limit = f"it must be predicted to {needed} % {limit}"
     return f"{words}, {'' if is_enough else 'not '}worth a short trial ({limit})"
+
+
+def _signed(share: float) -> str:
+    """A gain or a loss in percent; what rounds to nothing is no loss."""
+    amount = f"{100 * abs(share):.1f}"
+    return f"{'lose' if share < 0 and float(amount) else 'gain'} {amount}"
 
 
 def aim_words(target: float | None, *, now: int, to: int) -> str:

@@ -109,8 +109,13 @@ def decay_timescale(batch: float, *, lr: float, weight_decay: float, samples: fl
 
 def decay_words(tau: float) -> str:
     """The timescale in words."""
-    share = f"{tau:.2g}" if tau < 10.0 else f"{tau:.0f}"
-    return f"weights average the updates of {share} of the run (tau = B / (lr x weight decay x D))"
+    if tau < 1.0:
+        share = f"{100 * tau:.{0 if tau >= 0.1 else 1}f}"
+        what = f"the updates of the last {share} % of the run"
+    else:
+        times = f"{tau:.2g}" if tau < 10.0 else f"{tau:.0f}"
+        what = f"all updates of the run: the decay's timescale is {times} times as long"
+    return f"the weights average {what} (tau = B / (lr x weight decay x D))"
 
 
 MAX_RAMP_STEPS = 100

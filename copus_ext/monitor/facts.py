@@ -50,9 +50,9 @@ def facts(status: RunStatus, run: RunHistory) -> dict[str, str]:
     what else is known of the whole run."""
     took_s = _between(run.begin, run.last)
     found = {
-        **dict(rows(status)) | {"verdict": ""},
+        **dict(rows(status, on_page=True)) | {"verdict": ""},
         "asked": "; ".join(run.asked),
-        "alarms": "; ".join(alarms(status)),
+        "alarms": "; ".join(alarms(status, on_page=True)),
         "layouts": " then ".join(_short([layout for _, layout in run.layouts])),
         "batches": " then ".join(_short(_batches(run))),
         "began": "" if run.begin is None else f"{date(run.begin)} UTC",

@@ -169,6 +169,11 @@ class DecisionRecord:
         return self.kind != "stay"
 
     @property
+    def is_proposal(self) -> bool:
+        """Whether another configuration was chosen by a controller that only observed."""
+        return self.is_change and not self.applied and self.outcome is None
+
+    @property
     def was_made(self) -> bool:
         """Whether the run took on another configuration, and has not gone back before it."""
         if not self.is_change or not self.applied or self.undone:

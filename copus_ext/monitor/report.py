@@ -31,8 +31,8 @@ from copus_ext.monitor.facts import JournalLine
 from copus_ext.monitor.journal import DecisionRecord
 from copus_ext.monitor.landscape import Landscape, landscape
 from copus_ext.monitor.run_files import RunHistory, RunReader, Step
-from copus_ext.monitor.run_status import changes_of, status_of
-from copus_ext.monitor.terminal import CHANGE, cells
+from copus_ext.monitor.run_status import changes_of, only_proposed, status_of
+from copus_ext.monitor.terminal import cells, heads
 from copus_ext.monitor.values import FOREIGN, number
 from megatron.trainer.common.errors import counted
 
@@ -62,7 +62,9 @@ class Report:
     candidates: Sequence[Sequence[str]]
     """Those of the last decision; see `facts.CANDIDATE`."""
     changes: Sequence[Sequence[str]]
-    """Under `terminal.CHANGE`."""
+    """Under `terminal.heads`."""
+    only_proposed: bool
+    """Whether none of them was made."""
     journal: Sequence[JournalLine]
 
 
@@ -78,6 +80,7 @@ def report_of(reader: RunReader, *, reload_s: float | None = None) -> Report:
     """
     status = status_of(reader)
     run = reader.history()
+    changes = changes_of(run, is_alive=status.is_alive)
     standing = run.decisions.standing
     last = [(d, reader.decision_at(d.place)) for d in standing[-2:]]
     # The one after the last step compares nothing.
@@ -97,7 +100,8 @@ def report_of(reader: RunReader, *, reload_s: float | None = None) -> Report:
         decision="" if decided is None else _decided(decided),
         landscape=None if decided is None else landscape(record, decided),
         candidates=facts.candidates(record),
-        changes=[cells(change) for change in changes_of(run, is_alive=status.is_alive)],
+        changes=[cells(change) for change in changes],
+        only_proposed=only_proposed(changes),
         journal=facts.journal(run),
     )
 
@@ -353,7 +357,7 @@ def render(report: Report) -> str:
             if any(s.x for s in c.series)
         ],
         candidate=facts.CANDIDATE,
-        change=CHANGE,
+        change=heads(only_proposed=report.only_proposed),
         lines=report.journal[-_MAX_LINES:],
         date=date,
         percent=percent,

@@ -36,6 +36,8 @@ SLOW_STEPS = 10
 _STEPS = 100
 """Last steps that are looked at."""
 _ALARMS = 5
+OBSERVED = "only observed"
+"""State of a change that was only proposed."""
 _CHANGES = 8
 """Last changes that are shown."""
 
@@ -104,7 +106,7 @@ class ChangeStatus:
     speed_over_predicted: float | None
     pause_s: float | None
     state: str
-    """`measured`, `being measured`, `only observed`, `under way`, `scheduled`, or why it was not
+    """`measured`, `being measured`, `OBSERVED`, `under way`, `scheduled`, or why it was not
     made; after the end of a run also `not measured` and `not finished`."""
 
 
@@ -132,6 +134,8 @@ class ControllerStatus:
     """The last eight, newest last."""
     num_changes: int = 0
     """Of the whole run, as far as it was read."""
+    num_proposals: int = 0
+    """Of a controller that only observed; equal ones count once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,7 +461,8 @@ def _controller(
         policy=policy,
         headroom=decisions.headroom,
         changes=tuple(changes[-_CHANGES:]),
-        num_changes=len(changes),
+        num_changes=sum(change.state != OBSERVED for change in changes),
+        num_proposals=sum(change.state == OBSERVED for change in changes),
         **known,
     )
 
@@ -475,11 +480,19 @@ def _last_decision(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes_of(run: RunHistory, *, is_alive: bool) -> list[ChangeStatus]:
     """Every decision to change something that no restart has undone, each once: a launch that goes
-    on from there may decide it again. Moves of --layout-schedule stand among them."""
+    on from there may decide it again. Of equal proposals the last stands for all. Moves of
+    --layout-schedule stand among them."""
     chosen = {(d.number, d.iteration): d for d in run.decisions.standing if d.is_change}
-    changes = [_change(d, is_alive=is_alive) for d in chosen.values()]
+    last = {(d.now, d.to): d for d in chosen.values() if d.is_proposal}
+    kept = [d for d in chosen.values() if not d.is_proposal or last[d.now, d.to] is d]
+    changes = [_change(d, is_alive=is_alive) for d in kept]
     changes += map(_scheduled, run.scheduled_moves)
     return sorted(changes, key=lambda change: change.iteration or 0)
+
+
+def only_proposed(changes: Sequence[ChangeStatus]) -> bool:
+    """Whether there are changes, and all of them were only observed."""
+    return bool(changes) and all(change.state == OBSERVED for change in changes)
 
 
 def _scheduled(move: RelayoutRecord) -> ChangeStatus:
@@ -534,7 +547,7 @@ def _state(d: DecisionRecord, *, is_alive: bool) -> str:
     if d.outcome is not None:
         return "measured"
     if not d.applied:
-        return "only observed"
+        return OBSERVED
     if d.relayout is not None and not d.was_made:
         return f"not done: {text(d.relayout.reason or d.relayout.kind, LINE)}"
     if is_alive:

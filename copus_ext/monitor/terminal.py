@@ -9,11 +9,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from copus_ext.monitor.explain import date, seconds, time_left
 from copus_ext.monitor.explain import gain as expected
-from copus_ext.monitor.explain import seconds, time_left
 from copus_ext.monitor.liveness import State
 from copus_ext.monitor.run_files import unread_words
-from copus_ext.monitor.run_status import ChangeStatus, ControllerStatus, RunStatus, Start
+from copus_ext.monitor.run_status import (
+    ChangeStatus,
+    ControllerStatus,
+    RunStatus,
+    Start,
+    only_proposed,
+)
 from megatron.trainer.common.errors import counted
 
 _STYLES: dict[State, str] = {
@@ -44,27 +50,36 @@ def screen(status: RunStatus) -> RenderableType:
     parts: list[RenderableType] = [grid]
     if status.controller is not None and status.controller.changes:
         parts.append(_changes(status.controller))
-        shown, total = len(status.controller.changes), status.controller.num_changes
-        if shown < total:
-            where = f"the last {shown} of {total} changes; copus report {status.run} shows all"
-            parts.append(Text(where, style=_LABEL))
+        if left_out := _left_out(status.controller):
+            parts.append(Text(f"{left_out}; copus report {status.run} shows all", style=_LABEL))
     parts += [Text(f"! {line}", style="red") for line in alarms(status)]
     return Group(*parts)
 
 
-def alarms(status: RunStatus) -> list[str]:
-    ages = ("" if x.age_s is None else f" ({seconds(x.age_s)} ago)" for x in status.alarms)
-    return [f"{alarm.line}{when}" for alarm, when in zip(status.alarms, ages)]
+def alarms(status: RunStatus, *, on_page: bool = False) -> list[str]:
+    ages = (x.age_s for x in status.alarms)
+    when = ("" if s is None else f" ({_when(s, status.t, on_page=on_page)})" for s in ages)
+    return [f"{alarm.line}{at}" for alarm, at in zip(status.alarms, when)]
 
 
-def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
+def _when(age_s: float, t: float, *, on_page: bool) -> str:
+    """How long ago something was; on a page, which may be read much later, the time of day.
+
+    Args:
+        age_s: seconds from it until `t`.
+        t: now, seconds since the epoch.
+    """
+    return f"{date(t - age_s)} UTC" if on_page else f"{seconds(age_s)} ago"
+
+
+def rows(status: RunStatus, *, on_page: bool = False) -> Iterator[tuple[str, str]]:
     """Label and words of what is known, for a screen and for a page."""
     yield "run", status.run
     yield "state", f"{status.state}: {status.why}" if status.why else status.state
     yield "verdict", status.verdict
     if status.state not in ("empty", "training") and status.silent_s is not None:
         label = "ended" if status.state in ("done", "stopped") else "last sign"
-        yield label, f"{seconds(status.silent_s)} ago"
+        yield label, _when(status.silent_s, status.t, on_page=on_page)
     if status.launch:
         yield "launch", _launches(status)
     if status.start is not None:
@@ -88,7 +103,7 @@ def rows(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "noise scale", _noise(status)
     if status.controller is not None:
         yield from _decisions(status.controller, paused=status.paused, is_alive=status.is_alive)
-    yield "checkpoint", _saved(status)
+    yield "checkpoint", _saved(status, on_page=on_page)
     if status.unread:
         yield "unreadable", unread_words(status.unread)
 
@@ -164,15 +179,14 @@ def _decisions(
         yield "went by", controller.critical_batch_size_source
 
 
-def _saved(status: RunStatus) -> str:
+def _saved(status: RunStatus, *, on_page: bool) -> str:
     if status.saved is None:
         return "none"
     saved, ago = status.saved, status.saved.steps_ago
-    steps = "" if ago is None else ", 1 step" if ago == 1 else f", {ago:,} steps"
-    of = f"of step {saved.iteration:,}, {seconds(saved.age_s)}"
-    if status.is_alive:
-        return f"{of}{steps} ago"
-    return f"{of} ago{steps} before the end" if ago else f"{of} ago"
+    words = f"of step {saved.iteration:,}, {_when(saved.age_s, status.t, on_page=on_page)}"
+    if not ago:
+        return words
+    return f"{words}, {counted(ago, 'step')} before the {'last' if status.is_alive else 'end'}"
 
 
 CHANGE = (
@@ -185,13 +199,28 @@ CHANGE = (
     "pause",
 )
 """Columns of changes."""
+_TO = CHANGE.index("changed to")
+
+
+def heads(*, only_proposed: bool) -> list[str]:
+    """Columns of changes, or of mere proposals."""
+    return ["would change to" if only_proposed and i == _TO else c for i, c in enumerate(CHANGE)]
+
+
+def _left_out(controller: ControllerStatus) -> str:
+    """How many changes and proposals there are, if not all are shown; else empty."""
+    numbers = {"change": controller.num_changes, "proposal": controller.num_proposals}
+    if (shown := len(controller.changes)) == sum(numbers.values()):
+        return ""
+    parts = [counted(number, what) for what, number in numbers.items() if number]
+    return f"the last {shown} of {' and '.join(parts)}"
 
 
 def _changes(controller: ControllerStatus) -> Table:
     """The last ones: what was predicted, and what came."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style=_LABEL)
-    for name in CHANGE:
-        if name == "changed to":
+    for i, name in enumerate(heads(only_proposed=only_proposed(controller.changes))):
+        if i == _TO:
             table.add_column(name, overflow="fold", ratio=1)
         else:
             table.add_column(name, justify="right", no_wrap=name == "pause")

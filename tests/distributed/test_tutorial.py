@@ -25,7 +25,7 @@ GAIN = (
 CRITICAL = (
     rf"critical batch size about {NUMBER} samples \({NUMBER} to {NUMBER}\), by the published "
     r"law (?:alone|and 8 times the measured noise scale, "
-    r"which (?:agrees with it|says more|says less))"
+    r"which (?:agrees with it|is larger|is smaller))"
 )
 STAYS = (
     rf"considered batch {NUMBER} in micro-batches of {NUMBER} on {LAYOUT}: .+|the learning rate .+"

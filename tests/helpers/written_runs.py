@@ -36,16 +36,22 @@ FLAGS = {
 
 
 def write_change(
-    journal: DecisionLog, number: int, iteration: int, *, batch: int = 16, to: Layout = LAYOUTS[0]
+    journal: DecisionLog,
+    number: int,
+    iteration: int,
+    *,
+    batch: int = 16,
+    to: Layout = LAYOUTS[0],
+    applied: bool = True,
 ) -> None:
-    """A decision, applied, to change from batch 8 on dp 4 and micro-batches of 2, without the rest
-    of what it was about."""
+    """A decision, applied or only proposed, to change from batch 8 on dp 4 and micro-batches of 2,
+    without the rest of what it was about."""
     sizes = {"tp": to.tp, "pp": to.pp, "vpp": 1, "dp": to.dp, "micro_batch_size": 2}
     row = {**sizes, "global_batch_size": batch, "samples_per_s": 10.0}
     kind = "batch" if to == LAYOUTS[0] else "relayout"
     decision = {"kind": kind, "to": row, "reason": f"for {batch}", "gain": 0.5, "candidates": []}
     where = {"number": number, "iteration": iteration, "consumed_samples": 8 * iteration}
-    journal.write("decision", **where, applied=True, situation={}, decision=decision)
+    journal.write("decision", **where, applied=applied, situation={}, decision=decision)
 
 
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:

@@ -128,8 +128,14 @@ def test_noise_moves_the_belief_as_far_as_it_is_sure() -> None:
             (Look(samples=END, noise_scale=25.0, log_variance=0.01),),
             "and 8 times the measured noise scale, which agrees with it",
         ),
-        ((Look(samples=END, noise_scale=250.0, log_variance=0.01),), "which says more"),
-        ((Look(samples=END, noise_scale=2.5, log_variance=0.01),), "which says less"),
+        (
+            (Look(samples=END, noise_scale=250.0, log_variance=0.01),),
+            "which is larger",
+        ),
+        (
+            (Look(samples=END, noise_scale=2.5, log_variance=0.01),),
+            "which is smaller",
+        ),
     ],
 )
 def test_words(looks: tuple[Look, ...], words: str) -> None:

@@ -14,8 +14,8 @@ import pytest
 from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput import targets
 from copus_ext.goodput.belief import Look
-from copus_ext.goodput.decide import decide
-from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
+from copus_ext.goodput.decide import decide, gain_words
+from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.policies import POLICIES
 from copus_ext.goodput.state import ControllerState
 from copus_ext.goodput.targets import scheduled_batch
@@ -412,3 +412,18 @@ def test_a_schedule_of_the_user_waits_for_no_timing() -> None:
     rows = [dataclasses.replace(row(b, 10.0, sd=0.05), source="assumed") for b in (16, 32)]
     s = situation(16, None, rows=rows, rules=rules, consumed_samples=128)
     assert decide(s).to == rows[1], decide(s).reason
+
+
+@pytest.mark.parametrize(
+    ("gain", "needed", "sd", "words"),
+    [
+        (-0.0004, 0.01, 0.0, "predicted to gain 0.0 %, too little (it needs 1.0 %)"),
+        (-0.0006, 0.01, 0.0, "predicted to lose 0.1 %, too little (it needs 1.0 %)"),
+        (-1e-9, -1e-9, 0.1, "predicted to gain 0.0 +- 10.0 %, not worth a short trial (it must be"),
+        (0.2, -1e-9, 0.1, "(it must be predicted to gain 0.0 % or more)"),
+        (0.2, -0.02, 0.1, "(it must be predicted to lose 2.0 % at most)"),
+    ],
+)
+def test_nothing_is_not_called_a_loss(gain: float, needed: float, sd: float, words: str) -> None:
+    found = Candidate(row=row(8), gain=gain, needed=needed, gain_sd=sd, blocked_reason="too little")
+    assert words in gain_words(found)

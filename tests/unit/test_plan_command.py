@@ -530,15 +530,15 @@ def test_flags_of_a_run_tell_its_length_and_its_weight_decay(
         _, out, _ = run(capsys, f"{where} {flags}")
         assert "\nover 1.28e+08 tokens: a first batch of" in out
         assert (
-            "\nweight decay: weights average the updates of 0.64 of the run (tau = B / (lr x "
-            "weight decay x D)) at batch 64\n" in out
+            "\nweight decay: the weights average the updates of the last 64 % of the run (tau = "
+            "B / (lr x weight decay x D)) at batch 64\n" in out
         )
         told = json.loads(run(capsys, f"{where} {flags} --json")[1])["weight_decay"]
         assert told == {"global_batch_size": 64, "timescale": pytest.approx(0.64)}
     # The rates are those of the batch of the flags, whatever batches are asked for.
     flags = f"--megatron-args '{shape} {rates} --train-samples 1000000 --global-batch-size 128'"
     assert (
-        "of 1.3 of the run (tau = B / (lr x weight decay x D)) at batch 128\n"
+        "timescale is 1.3 times as long (tau = B / (lr x weight decay x D)) at batch 128\n"
         in run(capsys, f"{where} {flags}")[1]
     )
     for other in ("--lr 1e-3", rates + " --optimizer sgd"):

@@ -425,11 +425,11 @@ def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, steps: int | Non
     [
         (
             {},
-            "0.2 of the run (tau = B / (lr x weight decay x D)) at batch 8",
+            "the last 20 % of the run (tau = B / (lr x weight decay x D)) at batch 8",
         ),
         (
             {"copus_reference_batch_size": 16},
-            "0.4 of the run (tau = B / (lr x weight decay x D)) at batch 16",
+            "the last 40 % of the run (tau = B / (lr x weight decay x D)) at batch 16",
         ),
         ({"optimizer": "sgd"}, None),
         ({"weight_decay": 0.0}, None),
@@ -442,7 +442,7 @@ def test_the_timescale_of_the_weight_decay_is_told(
     rates = {"optimizer": "adam", "lr": 0.1, "weight_decay": 0.1, "initial_global_batch_size": 8}
     WrittenRun(tmp_path, **{**rates, **more}).step(2)
     said = report_of(RunReader(tmp_path)).facts.get("weight decay")
-    assert said == (told and f"weights average the updates of {told}")
+    assert said == (told and f"the weights average the updates of {told}")
 
 
 def test_of_a_run_its_journal_alone_makes_a_page(run: Path, tmp_path: Path) -> None:

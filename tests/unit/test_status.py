@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
 from copus_ext.megatron_lm.record import RunRecord
 from copus_ext.monitor import run_status
 from copus_ext.monitor.explain import time_left
-from copus_ext.monitor.report import report_of
+from copus_ext.monitor.report import render, report_of
 from copus_ext.monitor.run_files import RunReader
 from copus_ext.monitor.run_status import RunStatus, read_status
 from copus_ext.monitor.terminal import screen
@@ -307,6 +308,49 @@ def test_what_to_look_at(tmp_path: Path) -> None:
     total = now.controller.num_changes
     assert len(now.controller.changes) == 8 < total
     assert f"the last 8 of {total} changes; copus report" in " ".join(shown(now).split())
+
+
+def test_a_run_that_only_observes_has_proposals_and_equal_ones_count_once(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    journal = DecisionLog(tmp_path)
+    journal.write("start", mode="observe", flags={}, layout=LAYOUT)
+    for number in range(1, 15):
+        batch = 16 if number % 2 else 32
+        write_change(journal, number, number, batch=batch, to=LAYOUTS[1], applied=False)
+    now = read_status(tmp_path)
+    assert now.controller is not None
+    assert [c.iteration for c in now.controller.changes] == [13, 14]
+    assert (now.controller.num_changes, now.controller.num_proposals) == (0, 2)
+    assert "would change to" in shown(now) and "changed to" not in shown(now)
+    page = render(report_of(RunReader(tmp_path)))
+    assert "What it proposed" in page and "would change to" in page
+    assert "What changes brought" not in page and "changed to" not in page
+    for number in range(15, 24):
+        write_change(journal, number, number, batch=number, to=LAYOUTS[1], applied=False)
+    told = " ".join(shown(read_status(tmp_path)).split())
+    assert "the last 8 of 10 proposals; copus report" in told
+    # A run that went on and acts has both.
+    journal.write("start", mode="act", flags={}, layout=LAYOUT)
+    write_change(journal, 24, 24)
+    told = " ".join(shown(read_status(tmp_path)).split())
+    assert "changed to" in told and "the last 8 of 1 change and 10 proposals; copus report" in told
+
+
+def test_a_page_says_when_and_a_screen_how_long_ago(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    with Tracker(tmp_path, launch="job.0.0") as tracker:
+        tracker.event("alert", 20, 320, alert="save failed")
+        tracker.event("run.end", 20, 320, why="done")
+    now = shown(read_status(tmp_path, t=time.time() + 60))
+    assert re.search(r"^ended +1\.\d min ago", now, re.MULTILINE)
+    assert re.search(r"^checkpoint +of step 20, 1\.\d min ago", now, re.MULTILINE)
+    assert re.search(r"^! save failed \(1\.\d min ago\)", now, re.MULTILINE)
+    facts = report_of(RunReader(tmp_path)).facts
+    moment = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    assert re.fullmatch(moment, facts["ended"])
+    assert re.fullmatch(f"of step 20, {moment}", facts["checkpoint"])
+    assert re.fullmatch(rf"save failed \({moment}\)", facts["alarms"])
+    assert not [value for value in facts.values() if " ago" in value]
 
 
 def test_crashes_count_and_later_launches_win(tmp_path: Path) -> None:
