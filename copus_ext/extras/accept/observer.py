@@ -35,8 +35,9 @@ class Observer(Callback):
     """Does what a task says.
 
     Args:
-        task: `folder` for a file of each rank; `walk`, layouts to move to one after the other
-            behind step `at`; `free`, the share of a GPU's memory that stays free meanwhile;
+        task: `folder` for a file of each rank; `walk`, layouts to move to, one at the end of each
+            step from `at` on; `free`, the share of a GPU's memory that stays free meanwhile,
+            beside what torch has taken for steps;
             `limit_bytes`, what the run may use of it; `kill`, with a rank, an iteration and an
             event: `forward`, `reduce` or `share`; `load`, checkpoints to load before the first
             step, by name; `reshard`, layouts for `reshards.compared`; `bind`, tell torch of the
@@ -49,6 +50,8 @@ class Observer(Callback):
         self._row: dict[str, Any] = {"moves": []}
         self._mover: Any = None
         self._ballast: Any = None
+        self._bits: dict[str, Any] | None = None
+        """Sums over the state before a move, until they were compared with those behind it."""
 
     def on_setup_start(self, context: CallbackContext) -> None:
         if self._task.get("walk"):
@@ -79,14 +82,26 @@ class Observer(Callback):
     def on_train_step_start(self, context: CallbackContext) -> None:
         # The iteration counts finished steps.
         self._strike("forward", context.state.iteration + 1)
+        if self._bits is not None:
+            self._row["moves"][-1]["keeps_bits"] = _bits(context) == self._bits
+            self._bits = None
 
     def on_grads_ready(self, context: CallbackContext) -> None:
         self._strike("reduce", context.state.iteration + 1)
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
-        if self._mover is None or context.state.iteration != self._task.get("at", 2):
+        moves, walk = self._row["moves"], self._task.get("walk", ())
+        done = context.state.iteration - self._task.get("at", 2)
+        if self._mover is None or not 0 <= done <= len(walk):
             return None
-        return Request(kind="change", reason="copus accept", move=self._walk)
+        if moves:
+            # With all that a step in this layout has made.
+            moves[-1] |= _held()
+        if done == len(walk):
+            return None
+        # Sums need memory, too.
+        self._bits = None if "free" in self._task else _bits(context)
+        return Request(kind="change", reason="copus accept", move=self._move)
 
     def on_train_end(self, context: CallbackContext) -> None:
         if self._mover is not None:
@@ -112,24 +127,22 @@ class Observer(Callback):
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _walk(self, job: Any) -> None:
+    def _move(self, job: Any) -> None:
         from copus_ext.reshard.trainer_host import TrainerHost
         from megatron.trainer.config.layout import Layout
 
+        moves = self._row["moves"]
         share = self._task.get("free")
-        if share is not None:
+        if share is not None and not moves:
             import torch
 
-            torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
             self._fill(free - int(share * total))
-        for text in self._task["walk"]:
-            host = TrainerHost(job)
-            before = str(host.layout)
-            result = self._mover.move(host, Layout.from_text(text), job.state.settings)
-            row = {"from": before, "to": text, "kind": result.kind, "reason": result.reason}
-            row |= {"pause_s": result.pause_s, "phases_s": result.phases, **_held()}
-            self._row["moves"].append(row)
+        host = TrainerHost(job)
+        before, text = str(host.layout), self._task["walk"][len(moves)]
+        result = self._mover.move(host, Layout.from_text(text), job.state.settings)
+        row = {"from": before, "to": text, "kind": result.kind, "reason": result.reason}
+        moves.append({**row, "pause_s": result.pause_s, "phases_s": result.phases})
 
     def _fill(self, size: int) -> None:
         """Takes so many bytes of the GPU until the run ends."""
@@ -183,22 +196,35 @@ def _sums(context: CallbackContext) -> dict[str, Any]:
     from dataclasses import replace
 
     import torch
-    import torch.distributed as dist
 
-    from copus_ext.reshard.verify import all_sums, local_sums
-    from megatron.trainer.common.collectives import all_gather_object
-    from megatron.trainer.model.shards import local_shards
+    from copus_ext.reshard.verify import local_sums
 
-    groups = context.groups
-    shards = local_shards(_model(context), context.optimizer, groups, with_the_rest=True)
-    known = all_gather_object([record.key for record in shards.records])
-    keys = sorted({key for row in known for key in row})
+    shards, keys = _state(context)
     own = local_sums(shards, keys)
     there = [{kind: t.cpu() for kind, t in row.items()} for row in shards.tensors]
     again = local_sums(replace(shards, tensors=there), keys) if there else own
-    sums = all_sums(own, keys, group=dist.group.WORLD)
     is_equal = bool(torch.equal(own.cpu(), again.cpu()))
-    return {"sums": sums, "device_sums_as_on_cpu": is_equal}
+    return {"sums": _bits(context), "device_sums_as_on_cpu": is_equal}
+
+
+def _bits(context: CallbackContext) -> dict[str, Any]:
+    """The sums of `_sums` alone. Collective."""
+    import torch.distributed as dist
+
+    from copus_ext.reshard.verify import all_sums, local_sums
+
+    shards, keys = _state(context)
+    return all_sums(local_sums(shards, keys), keys, group=dist.group.WORLD)
+
+
+def _state(context: CallbackContext) -> tuple[Any, list[str]]:
+    """The shards of this rank, and the names of those of all ranks. Collective."""
+    from megatron.trainer.common.collectives import all_gather_object
+    from megatron.trainer.model.shards import local_shards
+
+    shards = local_shards(_model(context), context.optimizer, context.groups, with_the_rest=True)
+    known = all_gather_object([record.key for record in shards.records])
+    return shards, sorted({key for row in known for key in row})
 
 
 def _rank() -> int:

@@ -217,7 +217,7 @@ _abort_lock = threading.Lock()
 _aborting: list[threading.Thread] = []
 _aborted: list[Any] = []
 """Groups of gloo of a world that was aborted."""
-_ABORT_S = 3.0
+_ABORT_S, _ABORTED_S = 3.0, 60.0
 
 
 def _gloo_groups() -> list[Any]:
@@ -228,9 +228,19 @@ def _gloo_groups() -> list[Any]:
 def destroy_broken_world() -> None:
     """Destroys all groups and the world after the loss of a rank, once nothing refers to them, also
     where it was aborted or did not come about. Not collective. A group that gloo cannot close keeps
-    a thread and its sockets."""
+    a thread and its sockets.
+
+    Raises:
+        RuntimeError: NCCL is still aborting the world after `_ABORTED_S`. A later end would empty
+            torch's tables of the next world.
+    """
     await_closed()
     abort_world()  # before anything waits for the GPU
+    for thread in tuple(_aborting):
+        thread.join(_ABORTED_S)
+        if thread.is_alive():
+            raise RuntimeError(f"NCCL has not aborted the old world within {_ABORTED_S:g} s")
+    _aborting.clear()
     groups = [*_aborted, *_gloo_groups()]
     _aborted.clear()
     _forget_model()

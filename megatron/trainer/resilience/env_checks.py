@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -58,11 +59,9 @@ def check_environment() -> None:
     if note:
         logger.warning("%s", note)
     torch: Any = importlib.import_module("torch")
-    if torch.cuda.is_available() and lacks_compiler(os.environ):
-        logger.warning(
-            "no C compiler is found, so torch does not fuse kernels of megatron-core on GPUs; "
-            "install one (the package gcc) or name it in CC"
-        )
+    lacking = torch.cuda.is_available() and lacking_for_triton(os.environ)
+    if lacking:
+        logger.warning("torch does not fuse kernels of megatron-core on GPUs, as %s", lacking)
 
 
 def main() -> int:
@@ -120,8 +119,8 @@ def import_core() -> Any:
 
     megatron-core has torch compile its fused kernels. Where there is no GPU none of them is used,
     so the compiler, which takes longer to load than torch itself, is left out. It is left out as
-    well where Triton finds no C compiler, without which the first step would fail. Does nothing
-    where megatron-core is imported already.
+    well where Triton finds no C compiler or no header of Python, without which the first step would
+    fail. Does nothing where megatron-core is imported already.
 
     Raises:
         ImportError: it is not installed.
@@ -135,7 +134,7 @@ def import_core() -> Any:
     with no_collection():
         torch: Any = importlib.import_module("torch")
         optional.have_transformer_engine()
-        if torch.cuda.is_available() and not lacks_compiler(os.environ):
+        if torch.cuda.is_available() and not lacking_for_triton(os.environ):
             return importlib.import_module("megatron.core")
         compiler, torch.compile = torch.compile, _as_it_is
         try:
@@ -146,12 +145,22 @@ def import_core() -> Any:
         return importlib.import_module("megatron.core")
 
 
-def lacks_compiler(env: Mapping[str, str]) -> bool:
-    """Whether torch would compile kernels for a GPU, and there is no C compiler where Triton looks
-    for one."""
-    if env.get("TORCHDYNAMO_DISABLE") == "1" or env.get("CC"):
-        return False
-    return not any(shutil.which(name, path=env.get("PATH", "")) for name in ("gcc", "clang"))
+def lacking_for_triton(env: Mapping[str, str]) -> str | None:
+    """What Triton would need to build the launchers of kernels for a GPU and does not find, with
+    what to install; None if it finds all, or torch is told to compile nothing."""
+    if env.get("TORCHDYNAMO_DISABLE") == "1":
+        return None
+    compilers = ("gcc", "clang")
+    path = env.get("PATH", "")
+    if not env.get("CC") and not any(shutil.which(name, path=path) for name in compilers):
+        return "no C compiler is found; install one (the package gcc) or name it in CC"
+    scheme = sysconfig.get_default_scheme()
+    # As Triton does: Debian's own scheme leads to /usr/local, where no headers are.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
+    if not header.exists():
+        return f"{header} is missing; install the package python3-dev (or python3-devel)"
+    return None
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 import re
@@ -12,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from copus_ext.controller.flags import CopusConfig
 from copus_ext.extras.accept import command, many, one
 from copus_ext.extras.accept.finding import Check, Failed, Finding, Skipped, judged, most_apart
 from copus_ext.extras.accept.runs import SIZES, Bench, RunResult
 from megatron.trainer.common import gpus
 from megatron.trainer.common.errors import UsageError
+from megatron.trainer.config.arguments import parse_args, resolve
 from tests.helpers.launch import ROOT
 from tests.helpers.processes import wait_until
 
@@ -255,8 +258,6 @@ def test_a_lost_rank_leaves_the_batch_of_its_check(
     ranks: int, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice = pytest.importorskip("copus_ext.extras.elastic.choice")
-    from megatron.trainer.config.arguments import parse_args, resolve
-
     monkeypatch.setattr(Bench, "text", lambda self: Path("text"))
     bench = Bench(folder=tmp_path, device="cpu", ranks=ranks, size=size)
     batch = many.batch_of_recovery(ranks)
@@ -267,15 +268,22 @@ def test_a_lost_rank_leaves_the_batch_of_its_check(
     assert found.config.batch.initial_global_batch_size == batch and not found.note
 
 
-def _flags_of_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Filled with the flags of each run, by its name; the runs are not made."""
+def _flags_of_runs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, walks: dict[str, list[str]] | None = None
+) -> dict[str, list[str]]:
+    """Filled with the flags of each run by its name, as `walks` with its changes; none is made."""
     seen: dict[str, list[str]] = {}
 
     def train(self: Bench, name: str, flags: Any, **more: Any) -> RunResult:
         seen[name] = [*flags]
         squares = {kind: {"w": 1.0} for kind in ("small", "big")}
         steps = [{**row, "grad_norm": 1.0, "noise": {"squares": squares}} for row in LOSSES]
-        rows = [{"sums": {}, "moves": []}]
+        steps = [{**row, "elapsed_per_iteration_ms": 1.0} for row in steps]
+        walk = (more.get("task") or {}).get("walk", [])
+        if walk and walks is not None:
+            walks[name] = walk
+        sums: dict[str, Any] = {"sums": {}, "loaded": collections.defaultdict(dict)}
+        rows = [{**sums, "moves": [{"to": to, **MOVED} for to in walk]}]
         return RunResult(steps=steps, ranks=rows, output="", folder=self.folder)
 
     monkeypatch.setattr(Bench, "train", train)
@@ -299,15 +307,39 @@ def test_both_rounds_of_moves_are_the_same(
     bench: Bench, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.ranks = ranks
-    walks: list[list[str]] = []
-    monkeypatch.setattr(many, "_walked", lambda bench, name, flags, walk: walks.append(walk))
-    monkeypatch.setattr(Bench, "text", lambda self: Path("text"))
+    walks: dict[str, list[str]] = {}
+    seen = _flags_of_runs(bench, monkeypatch, walks)
     many.moves(bench)
     many.moves_of_experts(bench)
-    for walk in walks:
+    assert list(walks) == ["moves", "moves-experts"]
+    for name, walk in walks.items():
         half = len(walk) // 2
-        assert walk[:half] == walk[half:]
-    assert set(walks[0]) == set(many.layouts(ranks))
+        assert walk[:half] == walk[half:] and walk[-1] != walk[0]
+        # A step behind each change.
+        assert one._number(seen[name], "--train-iters") == 2 + len(walk)
+    assert set(walks["moves"]) == set(many.layouts(ranks))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_each_layout_of_a_check_is_one_of_transformer_engine(
+    bench: Bench, ranks: int, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.ranks, bench.device, bench.size, bench.has_engine = ranks, "cuda", size, True
+    walks: dict[str, list[str]] = {}
+    seen = _flags_of_runs(bench, monkeypatch, walks)
+    for check in command.CHECKS:
+        if check.min_ranks > 1 and check.run is not many.recovery:
+            check.run(bench)
+    have = {"cuda_available": True, "transformer_engine_available": True, "apex_available": False}
+    assert len(seen) >= 16 and len(walks) == 5
+    for name, flags in seen.items():
+        home = [] if name not in walks else many.flags_of("tp1.cp1.pp1.ep1.etp1")
+        for layout in ["", *walks.get(name, [])]:
+            words = [*flags, *(home and layout and [*home, *many.flags_of(layout)])]
+            args = parse_args(words, {"copus controller": CopusConfig})
+            config = resolve(args, ranks, **have)
+            assert config.layout.world_size == ranks, (name, layout)
 
 
 def test_flags_start_a_layout() -> None:
@@ -335,6 +367,7 @@ def test_series_of_other_lengths_are_apart() -> None:
 
 
 LOSSES = [{"losses": {"lm loss": 1 / n}, "t": 10.0 * n} for n in range(1, 7)]
+MOVED = {"kind": "moved", "reason": "", "pause_s": 1.0, "groups": 9, "keeps_bits": True}
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

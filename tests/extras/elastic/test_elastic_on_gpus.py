@@ -229,6 +229,10 @@ def test_an_abort_that_does_not_end_is_waited_for_a_while_and_begun_once(
     for _ in range(3):
         process_groups.abort_world()
     assert begun == [1]
+    # The next world would lose its tables to a late end.
+    monkeypatch.setattr(process_groups, "_ABORTED_S", 0.01)
+    with pytest.raises(RuntimeError, match="NCCL has not aborted the old world"):
+        process_groups.destroy_broken_world()
     may_end.set()
     monkeypatch.setattr(process_groups, "_ABORT_S", 60.0)
     process_groups.abort_world()  # the end of the first
