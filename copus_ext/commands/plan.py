@@ -59,6 +59,7 @@ from copus_ext.planner.request import (
     uses_tp_pp_dp_mapping,
 )
 from copus_ext.planner.run_flags import notes_on
+from copus_ext.planner.suited import software_flags, suited
 from megatron.trainer.common.program import (
     ending_at_interrupts,
     nearest,
@@ -306,6 +307,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         if megatron_flag(args, "sequence_parallel"):
             raise UsageProblem("--megatron-args has --sequence-parallel; drop it or the --no- flag")
     cluster = cluster_of(args)
+    model = suited(args, model, cluster)
     command_of(args.command).check(args, model, cluster)
     for told in notes(args, cluster.world_size):
         tell("plan.py", f"note: {told}")
@@ -373,7 +375,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         records = [a.to_json(1) if code == 0 else a.to_json() for a, code in answers]
         for told, (a, code) in zip(records, answers):
             if code == 0:
-                say_whole([told], [a], planner.model, given_of(args))
+                say_whole([told], [a], args, planner)
         inputs = {
             "model": planner.model.to_json(),
             "seq_length_from": length_from(args),
@@ -387,10 +389,10 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         machine = report.machine_line(planner.cluster, planner.constants)
         peak = report.peak_line(planner.cluster, planner.model.precision)
         head = "\n".join(filter(None, [length_line(args, planner.model), machine, peak]))
-        texts = []
+        texts, software = [], software_flags(args, planner.model, planner.cluster)
         for (a, code), batch in zip(answers, wanted):
             c = a.configuration if code == 0 else a.example
-            flags = flags_of_row(c, planner.model, given_of(args))
+            flags = flags_of_row(c, planner.model, given_of(args), software)
             common = common_doubt(planner, batch) if code in (0, 4) else None
             whole = report.breakdown(a, flags, common) if code == 0 else None
             texts.append(whole or report.refusal(a, batch, planner, flags, common))

@@ -6,7 +6,6 @@ import argparse
 import io
 import shlex
 import sys
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from copus_ext.planner.request import (
     constants_of,
     length_from,
     length_line,
-    untimed,
 )
+from copus_ext.planner.suited import software_flags
 
 _FACTORS = {"across": "messages between nodes (of pp and dp)", "launch": "start of kernels"}
 """What factors of a step are called that are none of its parts."""
@@ -49,6 +48,7 @@ def tell_json(
 ) -> None:
     """Writes the answer as `docs/plan.schema.json` describes it."""
     from copus_ext.planner import report
+    from copus_ext.planner.software import untimed
 
     record = report.to_json(
         planner.model,
@@ -60,10 +60,9 @@ def tell_json(
         otherwise=beside.otherwise,
         warnings=[*untimed(args, planner), *beside.better],
     )
-    given = given_of(args)
     for plan, told in zip(found.plans, record["plans"]):
         for name, some in (("ranked", plan.ranked), ("try_first", plan.tries)):
-            say_whole(told.get(name, []), some, planner.model, given)
+            say_whole(told.get(name, []), some, args, planner)
     more = {
         "present": beside.present and beside.present.to_json(),
         "headroom": beside.headroom and beside.headroom[1],
@@ -75,12 +74,15 @@ def tell_json(
     write_output(report.dump(record), args.output)
 
 
-def say_whole(records: list[Any], some: list[Any], model: Any, given: Collection[str]) -> None:
-    """Lets the flags of JSON records win over the fields that the run's own flags set."""
+def say_whole(records: list[Any], some: list[Any], args: argparse.Namespace, planner: Any) -> None:
+    """Lets the flags of JSON records win over the fields that the run's own flags set, and say the
+    software."""
+    given, model = given_of(args), planner.model
+    software = software_flags(args, model, planner.cluster)
     for record, one in zip(records, some):
         c = one.configuration
         if record["flags"] == c.to_flags():
-            record["flags"] = flags_of_row(c, model, given)
+            record["flags"] = flags_of_row(c, model, given, software)
 
 
 def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Beside) -> None:
@@ -89,7 +91,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     from copus_ext.planner import report
     from copus_ext.planner.better_machine import what_would_help
     from copus_ext.planner.explain import help_line, timing_line
-    from copus_ext.planner.software import assumed_lines, half_precision_line
+    from copus_ext.planner.software import assumed_lines, half_precision_line, untimed
 
     text = io.StringIO()
     console = report.console_for(sys.stdout if args.output is None else text)
@@ -131,9 +133,10 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
         words = ", ".join(f"{_FACTORS.get(name, name)} x {x:.2f}" for name, x in factors.items())
         say(f"parts of a step in all rows, by the times measured over predicted: {words}")
     per_node = planner.cluster.gpus_per_node
-    yours = "FLAGS OF YOUR RUN"
+    software = software_flags(args, planner.model, planner.cluster)
+    yours = " ".join(["FLAGS OF YOUR RUN", *software])
     if args.launched is not None:
-        yours = line_of(merged(shlex.split(args.megatron_args), []))
+        yours = line_of(merged(shlex.split(args.megatron_args), software))
     shape = {"gpus_per_node": per_node, "is_mixture": is_mixture}
     say(timing_line(found.worth_timing, yours=yours, **shape))
     if args.output is not None:

@@ -12,7 +12,9 @@ from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.planner.given_flags import flags_of_row, given_of, line_of, merged, to_remove
-from copus_ext.planner.request import UsageProblem, length_from, length_line, untimed
+from copus_ext.planner.request import UsageProblem, length_from, length_line
+from copus_ext.planner.software import untimed
+from copus_ext.planner.suited import software_flags
 from megatron.trainer.common.outside import parse_yaml
 from megatron.trainer.common.program import tell
 
@@ -65,7 +67,8 @@ def first_rows(
 def rows_of(args: argparse.Namespace, planner: Any, firsts: Sequence[Any]) -> str:
     """The same of the first rows of a search, with the flags of `--from-command`."""
     given = given_of(args)
-    rows = [flags_of_row(one.configuration, planner.model, given) for one in firsts]
+    software = software_flags(args, planner.model, planner.cluster)
+    rows = [flags_of_row(one.configuration, planner.model, given, software) for one in firsts]
     yours = None if args.launched is None else shlex.split(args.megatron_args)
     if yours is None and (left := {flag: None for row in rows for flag in to_remove(row, given)}):
         tell("plan.py", f"note: remove {', '.join(left)} from your flags: no flag unsets them")

@@ -30,7 +30,12 @@ def given_of(args: argparse.Namespace) -> frozenset[str]:
     return parsed_flags(args.megatron_args).explicit_flags
 
 
-def flags_of_row(c: Configuration, model: ModelSpec, given: Collection[str] = ()) -> list[str]:
+def flags_of_row(
+    c: Configuration,
+    model: ModelSpec,
+    given: Collection[str] = (),
+    software: Sequence[str] = (),
+) -> list[str]:
     """Flags that say a configuration whole, so that they win behind those of the run: sizes of 1
     where these name the size, and those of experts for any mixture.
 
@@ -38,8 +43,9 @@ def flags_of_row(c: Configuration, model: ModelSpec, given: Collection[str] = ()
         c: the configuration.
         model: what is trained.
         given: fields that the run's own flags set.
+        software: flags that come before (`suited.software_flags`).
     """
-    flags, is_mixture = c.to_flags(), model.num_experts is not None
+    flags, is_mixture = [*software, *c.to_flags()], model.num_experts is not None
     for name, size, is_needed in (
         ("context_parallel_size", c.layout.cp, False),
         ("expert_model_parallel_size", c.layout.ep, is_mixture),

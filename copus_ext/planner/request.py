@@ -10,7 +10,6 @@ from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.cost_model.context import CP_COMM_TYPES
-from copus_ext.cost_model.gpus import WITHOUT_BF16
 from copus_ext.cost_model.hugging_face import spec_of_config
 from copus_ext.cost_model.megatron_flags import spec_of_arguments
 from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, NORMS, ModelSpec
@@ -424,33 +423,3 @@ def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:
 
     file = args.constants or planner.cluster.constants_file
     return {**describe(file), "values": planner.constants.to_json()}
-
-
-def untimed(args: argparse.Namespace, planner: Any) -> list[str]:
-    """What of an answer rests on no time of any GPU."""
-    found = [line] if (line := _borrowed_constants(args, planner)) else []
-    gpu, precision = planner.cluster.gpu.name, planner.model.precision
-    if precision == "bf16" and gpu in WITHOUT_BF16:
-        found.append(f"{gpu} has no bf16: the times are those of fp16, so train with --fp16")
-    if gpu in WITHOUT_BF16 and (
-        planner.model.fused_attention or planner.model.implementation == "te"
-    ):
-        what = "neither flash attention nor Transformer Engine"
-        found.append(f"{gpu} has {what}; give --attention unfused --implementation local")
-    if planner.model.num_experts is not None and not planner.cluster.is_gloo:
-        what = "routing, its exchanges and products of few rows are assumptions"
-        found.append(f"no GPU has timed a mixture of experts for this table: {what}")
-    return found
-
-
-def _borrowed_constants(args: argparse.Namespace, planner: Any) -> str:
-    """Whose constants stand in for those of a device that was never timed; empty if it was, or if
-    the user gave a file."""
-    about, gpu = constants_of(args, planner), planner.cluster.gpu.name
-    whose = about["fitted_on"]
-    if about["residual"] is not None:
-        kind = about["name"].split("-")[0]
-        if args.constants is not None or kind in gpu.lower():
-            return ""
-        whose = f"those of {about['name']}"
-    return f"constants of {gpu}: {whose}; --profile corrects them by measured times"

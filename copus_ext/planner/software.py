@@ -15,9 +15,10 @@ from copus_ext.cost_model.peak_correction import fit_probability
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.from_command import present
 from copus_ext.planner.plan import Plan
-from copus_ext.planner.request import UsageProblem, megatron_flag, model_of
+from copus_ext.planner.request import UsageProblem, constants_of, megatron_flag, model_of
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_config_batch
+from copus_ext.planner.suited import left_open, old_gpu, suited, will_not_run
 from megatron.trainer.data.tokenizer import told_vocab_size
 
 _LAYERS = {
@@ -54,35 +55,50 @@ def assumptions(args: argparse.Namespace, planner: Planner) -> list[Assumption]:
     model, overlap = planner.model, planner.limits.overlap
     if planner.cluster.is_gloo:
         return []
+    old = old_gpu(planner.cluster)
+    layers, kernel = (
+        f"{text} ({old} has no {lacked})" if old and name in left_open(args) else text
+        for name, text, lacked in (
+            ("implementation", _LAYERS[model.implementation], "Transformer Engine"),
+            ("attention", _KERNELS[model.fused_attention], "flash attention"),
+        )
+    )
     if args.megatron_args is not None:
         names = "attention_backend", "use_flash_attn"
         where = "--megatron-args" if args.launched is None else "--from-command"
         backend = any(megatron_flag(args, name) for name in names)
-        text, vocabulary = _KERNELS[model.fused_attention], _vocabulary(args, model)
+        vocabulary = _vocabulary(args, model)
         if model.precision == "fp32" and model.fused_attention:
             text = "fp32 with flash attention, which GPUs have in half precision alone"
             flag = f"--bf16 or --attention-backend unfused in {where}"
             return [*vocabulary, Assumption(text=text, flag=flag)]
-        kernel = [] if backend else [Assumption(text=text, flag=f"--attention-backend in {where}")]
-        return [*vocabulary, *kernel]
+        found = [] if backend else [Assumption(text=kernel, flag=f"--attention-backend in {where}")]
+        if old and "implementation" in left_open(args):
+            found.append(Assumption(text=layers, flag=f"--transformer-impl in {where}"))
+        return [*vocabulary, *found]
     found = []
     if args.gradient_bytes is None and model.precision != "fp32":
         other = ("--gradient-bytes 2", {"gradient_bytes": 2})
+        if model.gradient_bytes == 2:
+            other = ("--gradient-bytes 4", {"gradient_bytes": 4})
         text = f"gradients of {model.gradient_bytes} bytes"
         found.append(Assumption(text=text, flag="--gradient-bytes", otherwise=other))
     if args.implementation is None:
         other = ("--implementation local", {"implementation": "local"})
-        text = _LAYERS[model.implementation]
-        found.append(Assumption(text=text, flag="--implementation", otherwise=other))
+        other = None if old else other
+        found.append(Assumption(text=layers, flag="--implementation", otherwise=other))
     if args.norm is None:
         kind = model.norm or ("fused" if model.implementation == "te" else "torch's")
         found.append(Assumption(text=f"{kind} norms", flag="--norm"))
     if args.attention is None:
         other = ("--attention unfused", ATTENTION["unfused"])
-        found.append(Assumption(text=_KERNELS[True], flag="--attention", otherwise=other))
+        other = None if old else other
+        found.append(Assumption(text=kernel, flag="--attention", otherwise=other))
     if overlap:
         found.append(Assumption(text="gradients travel while passes compute", flag="--no-overlap"))
-    return found
+    text = f"{model.precision} ({old} has no bf16)" if old else model.precision
+    text += "" if model.dropout else " and no dropout"
+    return [*found, Assumption(text=text, flag="--from-command")]
 
 
 def _vocabulary(args: argparse.Namespace, model: ModelSpec) -> list[Assumption]:
@@ -99,12 +115,13 @@ def _vocabulary(args: argparse.Namespace, model: ModelSpec) -> list[Assumption]:
 
 
 def half_precision_line(args: argparse.Namespace, planner: Planner, plan: Plan) -> str:
-    """What `--bf16` would make of the command's layout, or else of the first row, where Megatron's
-    flags leave it out; empty where they do not, or nothing is priced."""
+    """What half precision would make of the command's layout, or else of the first row, where
+    Megatron's flags leave it out; empty where they do not, or nothing is priced."""
     if args.megatron_args is None or planner.model.precision != "fp32" or planner.cluster.is_gloo:
         return ""
     asked = argparse.Namespace(**vars(args))
-    asked.megatron_args = f"{args.megatron_args} --bf16"
+    flag = "--bf16" if old_gpu(planner.cluster) is None else "--fp16"
+    asked.megatron_args = f"{args.megatron_args} {flag}"
     c, whose = (plan.ranked[0].configuration if plan.ranked else None), "row 1"
     if args.launched is not None:
         try:
@@ -114,15 +131,16 @@ def half_precision_line(args: argparse.Namespace, planner: Planner, plan: Plan) 
             pass
     if c is None:
         return ""
-    half = planner.on(planner.cluster, model=model_of(asked))
+    model = suited(asked, model_of(asked), planner.cluster)
+    half = planner.on(planner.cluster, model=model)
     half.retime(())
     try:
         now, then = (one.priced(c).prediction.step_s for one in (planner, half))
     except SpecError:
         return ""
     return (
-        f"without --bf16 the run computes in fp32: {whose} takes {now:.4g} s a step, and with "
-        f"--bf16 {then:.4g} s"
+        f"without {flag} the run computes in fp32: {whose} takes {now:.4g} s a step, and with "
+        f"{flag} {then:.4g} s"
     )
 
 
@@ -221,3 +239,25 @@ def assumed_lines(assumed: list[Assumption], other: dict[str, Any] | None) -> li
             choice = f"row 1 would stay the same, {other['step_s']:.4g} s"
         lines.append(f"most doubtful: {other['assumed']}; with {other['flag']} {choice}")
     return lines
+
+
+def untimed(args: argparse.Namespace, planner: Planner) -> list[str]:
+    """What of an answer rests on no time of any GPU, or will not run on this one."""
+    found = [_borrowed_constants(args, planner), will_not_run(args, planner.model, planner.cluster)]
+    if planner.model.num_experts is not None and not planner.cluster.is_gloo:
+        what = "routing, its exchanges and products of few rows are assumptions"
+        found.append(f"no GPU has timed a mixture of experts for this table: {what}")
+    return [line for line in found if line]
+
+
+def _borrowed_constants(args: argparse.Namespace, planner: Any) -> str:
+    """Whose constants stand in for those of a device that was never timed; empty if it was, or if
+    the user gave a file."""
+    about, gpu = constants_of(args, planner), planner.cluster.gpu.name
+    whose = about["fitted_on"]
+    if about["residual"] is not None:
+        kind = about["name"].split("-")[0]
+        if args.constants is not None or kind in gpu.lower():
+            return ""
+        whose = f"those of {about['name']}"
+    return f"constants of {gpu}: {whose}; --profile corrects them by measured times"

@@ -146,7 +146,9 @@ def test_the_answer_says_what_is_tried_assumed_and_doubted(
     assert record["inputs"]["otherwise"]["flag"] == "--gradient-bytes 2"
     told = "--gradient-bytes 2 --implementation te --norm fused --attention flash --no-overlap"
     assert plan.main(shlex.split(f"{asked} {told}")) == 0
-    assert "assumed" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\nassumed: bf16 and no dropout; change it with --from-command\n" in out
+    assert "most doubtful" not in out
 
 
 def test_runs_measured_by_hand_correct_and_tell_the_software(

@@ -190,7 +190,7 @@ def test_the_best_command_is_told_so_and_one_that_should_not_fit_is_priced(
             "has $A, $D, $F, $G, ${H}, which only a shell",
         ),
         (f"{TORCHRUN} {SHAPE} {NOW}", "", "does not say which GPUs"),
-        (f"{TORCHRUN} {SHAPE}", "--gpu A100-80GB", "--global-batch-size is required"),
+        (f"{TORCHRUN} {SHAPE}", "--gpu A100-80GB", "give --global-batch-size"),
         (f"{TORCHRUN} {SHAPE} --RMSNorm", "--gpu A100-80GB", "write --normalization RMSNorm"),
         (
             f"{TORCHRUN} {SHAPE} {NOW}",

@@ -13,6 +13,7 @@ from copus_ext.planner.explain import reason
 from copus_ext.planner.request import configuration_of
 
 GPUS = "--cluster a800-80g:256 --global-batch-size 256 --model llama-3-70b"
+SOFTWARE = ["--bf16", "--attention-dropout", "0", "--hidden-dropout", "0"]
 EIGHT = "--model llama-2-13b --cluster a100-80g:8 --global-batch-size 16"
 
 
@@ -39,10 +40,10 @@ def test_every_printed_configuration_can_be_fixed(capsys: pytest.CaptureFixture[
     for text in [x for found in some for x in found]:
         c = configuration_of(text, global_batch_size=16, world_size=8)
         code, out, err = run(capsys, f"{EIGHT} --fix {text} --format flags")
-        assert code == 0 and shlex.split(out) == c.to_flags(), err
+        assert code == 0 and shlex.split(out) == [*SOFTWARE, *c.to_flags()], err
         code, out, _ = run(capsys, f"{EIGHT} --fix {text} --json")
         (row,) = json.loads(out)["plans"][0]["ranked"]
-        assert code == 0 and row["flags"] == c.to_flags()
+        assert code == 0 and row["flags"] == [*SOFTWARE, *c.to_flags()]
         assert run(capsys, f"explain {text} {EIGHT}")[0] == 0
 
 
@@ -51,7 +52,7 @@ def test_what_may_not_fit_is_started_with_a_note(capsys: pytest.CaptureFixture[s
     batch = EIGHT.replace("size 16", "size 128")
     c = configuration_of(text, global_batch_size=128, world_size=8)
     code, out, err = run(capsys, f"{batch} --fix {text} --format flags")
-    assert code == 0 and shlex.split(out) == c.to_flags()
+    assert code == 0 and shlex.split(out) == [*SOFTWARE, *c.to_flags()]
     assert "may not fit: it fits with probability 0.00" in err
     code, out, _ = run(capsys, f"{batch} --fix {text} --format slurm")
     assert code == 0 and "--micro-batch-size 16" in out
@@ -65,7 +66,7 @@ def test_one_that_does_not_fit_is_explained_whole(capsys: pytest.CaptureFixture[
     text = "tp1.pp1.dp8,micro_batch=16"
     code, out, _ = run(capsys, f"explain {text} {EIGHT.replace('size 16', 'size 128')}")
     assert code == 4 and "does not fit: predicted peak" in out
-    assert "TFLOP/s/GPU" in out and "  compute " in out and "\nflags: --tensor-model" in out
+    assert "TFLOP/s/GPU" in out and "  compute " in out and "\nflags: --bf16 --att" in out
 
 
 def test_where_nothing_fits_there_is_a_reason_and_no_empty_line(

@@ -1,0 +1,141 @@
+"""The software that a plan is made for: what its GPU can run, and the flags that say it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+
+from copus_ext.commands import plan
+from copus_ext.planner.request import configuration_of
+from copus_ext.planner.run_flags import parsed_flags
+
+WHERE = "--model llama-2-7b --seq-length 2048 --global-batch-size 64 --top 1"
+OLD = f"{WHERE} --cluster v100-32g:16"
+NEW = f"{WHERE} --cluster a100-80g:16"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+OF_OLD = "--transformer-impl local --attention-backend unfused"
+COMMAND = (
+    "torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 "
+    "--num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 "
+    "--vocab-size 32000 --micro-batch-size 1 --global-batch-size 64 --swiglu "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = plan.main([x for word in words for x in shlex.split(word)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def json_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    return json.loads(run(capsys, *words, "--json")[1])
+
+
+def assumed(out: str) -> str:
+    (line,) = [x for x in out.splitlines() if x.startswith("assumed: ")]
+    return line
+
+
+def test_a_gpu_without_flash_attention_is_planned_without_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = json_of(capsys, OLD)["inputs"]["model"]
+    assert (model["precision"], model["implementation"]) == ("fp16", "local")
+    assert not model["fused_attention"] and model["gradient_bytes"] == 2
+    line = assumed(run(capsys, OLD)[1])
+    for part in (
+        "local layers (V100-32GB has no Transformer Engine)",
+        "torch's norms, unfused attention (V100-32GB has no flash attention)",
+        "fp16 (V100-32GB has no bf16) and no dropout",
+        "gradients of 2 bytes",
+    ):
+        assert part in line, part
+    code, out, _ = run(capsys, OLD, "--format flags")
+    assert code == 0 and f"--fp16 {NO_DROPOUT} {OF_OLD} " in out and "--bf16" not in out
+    given = parsed_flags(f"--num-layers 2 {out}")
+    assert given.fp16 and given.transformer_impl == "local"
+
+
+def test_what_a_gpu_cannot_run_is_priced_if_asked_for_and_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = run(capsys, OLD, "--attention flash --implementation te")
+    told = "V100-32GB has no Transformer Engine or flash attention: this will not run there "
+    told += "as priced; give --implementation local --attention unfused"
+    assert code == 0 and f"\n{told}\n" in out and not err
+    assert "will not run" not in run(capsys, OLD)[1]
+    asked = "--attention flash --implementation te --format flags"
+    _, out, err = run(capsys, OLD, asked)
+    assert f"note: {told}" in err
+    assert "--transformer-impl transformer_engine --attention-backend flash " in out
+
+
+def test_a_command_for_such_a_gpu_gets_the_flags_that_it_lacks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = "--gpu V100-32GB --top 1"
+    found = json_of(capsys, "--from-command", shlex.quote(f"{COMMAND} --fp16"), where)
+    model = found["inputs"]["model"]
+    assert model["implementation"] == "local" and not model["fused_attention"]
+    assert any("local layers" in x for x in found["inputs"]["assumed"])
+    asked = "--from-command", shlex.quote(f"{COMMAND} --fp16"), "--gpu V100-32GB --format flags"
+    assert f" {OF_OLD} " in run(capsys, *asked)[1]
+    whole = shlex.quote(f"{COMMAND} --bf16 --use-flash-attn --transformer-impl transformer_engine")
+    _, out, _ = run(capsys, "--from-command", whole, where)
+    told = "V100-32GB has no bf16, Transformer Engine or flash attention: this will not run there "
+    told += "as priced; give --fp16 --transformer-impl local --attention-backend unfused"
+    assert f"\n{told}\n" in out
+    line = run(capsys, "--from-command", shlex.quote(COMMAND), where)[1]
+    assert "\nwithout --fp16 the run computes in fp32: " in line
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags"),
+    [
+        ("", f"--bf16 {NO_DROPOUT}"),
+        ("--attention unfused", f"--bf16 {NO_DROPOUT} --attention-backend unfused"),
+        (
+            "--attention torch --implementation local",
+            f"--bf16 {NO_DROPOUT} {OF_OLD} --attention-softmax-in-fp32 --no-masked-softmax-fusion",
+        ),
+        ("--gradient-bytes 2", f"--bf16 --grad-reduce-in-bf16 {NO_DROPOUT}"),
+    ],
+)
+def test_flags_that_are_printed_say_the_software(
+    asked: str, flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json_of(capsys, NEW, asked)["plans"][0]["ranked"][0]
+    text = json_of(capsys, "explain tp2.pp2,micro_batch=1", NEW.replace("--top 1", ""), asked)
+    (one,) = text["explained"]
+    for flags_found in (
+        shlex.split(run(capsys, NEW, asked, "--format flags")[1]),
+        found["flags"],
+        one["flags"],
+    ):
+        assert " ".join(flags_found).startswith(f"{flags} --tensor-model-parallel-size ")
+    _, out, _ = run(capsys, NEW, asked, "--format slurm")
+    assert f" FLAGS {flags} --tensor-model-parallel-size " in out
+    _, out, _ = run(capsys, NEW, asked, "--top 5")
+    assert f" -- FLAGS OF YOUR RUN {flags}\n" in out
+
+
+def test_flags_of_a_command_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = shlex.quote(f"{COMMAND.replace('dropout 0', 'dropout 0.1')} --bf16")
+    _, out, _ = run(capsys, "--from-command", whole, "--gpu A100-80GB --format flags")
+    assert out.count("dropout") == 2 and "dropout 0 " not in out and out.count("--bf16") == 1
+    found = json_of(capsys, "--from-command", whole, "--gpu A100-80GB --top 1")
+    assert not any("dropout" in text for text in found["inputs"]["assumed"])
+
+
+def test_that_a_named_model_has_no_dropout_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, NEW)
+    assert ", bf16 and no dropout; change it with " in out
+    assert assumed(out).endswith(", --from-command")
+    cpu = "--model copus-quickstart --cluster cpu:2 --global-batch-size 8"
+    _, out, _ = run(capsys, cpu, "--format flags")
+    c = configuration_of("tp1.pp1,micro_batch=4", global_batch_size=8, world_size=2)
+    assert "dropout" not in out and "bf16" not in out and c.layout.dp == 2
