@@ -29,6 +29,31 @@ def headroom_of(
     return line, {"train_tokens": tokens, **found.to_json()}
 
 
+def run_length_from(args: argparse.Namespace) -> str:
+    """What says how long the run is: a flag, or else the tokens of a parameter."""
+    if args.train_tokens:
+        return "--train-tokens"
+    if not samples_of_flags(args):
+        return f"{TOKENS_A_PARAMETER} tokens a parameter"
+    return "--train-samples" if megatron_flag(args, "train_samples") else "--train-iters"
+
+
+def length_words(args: argparse.Namespace, model: Any) -> str:
+    """The length that advice on the batch is for, what says it, and how to give another one."""
+    tokens, length = run_length(args, model)
+    samples, source = length["total_samples"], run_length_from(args)
+    many = f"{samples:.3g}" if samples >= 1e6 else f"{samples:,.0f}"
+    words = f"{many} samples, by {source}"
+    if not source.startswith("--"):
+        words = f"{many} samples, {source}, as no length was given"
+    elif source != "--train-tokens":
+        words += f" in {'--megatron-args' if args.launched is None else '--from-command'}"
+        if tokens < model.num_active_parameters:
+            words += "; shorter than a training, as of a benchmark"
+    words += "" if source == "--train-tokens" else "; --train-tokens gives another"
+    return f"over {tokens:.3g} tokens ({words})"
+
+
 def run_length(args: argparse.Namespace, model: Any) -> tuple[float, dict[str, float]]:
     """The tokens of the run; and its samples and the tokens of one, by name."""
     tokens = args.train_tokens or (samples_of_flags(args) or 0.0) * model.seq_length
@@ -53,8 +78,9 @@ def first_batch_of(args: argparse.Namespace, planner: Any) -> tuple[str, dict[st
     found = first_batch(rows_of(planner.rank(sizes, top=1, reasons=False)), **length)
     if found is None:
         return None
-    return f"over {tokens:.3g} tokens: {found.of_a_plan()}", {
+    return f"{length_words(args, planner.model)}: {found.of_a_plan()}", {
         "train_tokens": tokens,
+        "length_from": run_length_from(args),
         **found.to_json(),
     }
 

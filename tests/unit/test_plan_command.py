@@ -528,7 +528,7 @@ def test_flags_of_a_run_tell_its_length_and_its_weight_decay(
     for length in ("--train-samples 1000000", "--train-iters 15625 --global-batch-size 64"):
         flags = f"--megatron-args '{shape} {rates} {length}'"
         _, out, _ = run(capsys, f"{where} {flags}")
-        assert "\nover 1.28e+08 tokens: a first batch of" in out
+        assert "\nover 1.28e+08 tokens (1e+06 samples, by --train-" in out
         assert (
             "\nweight decay: the weights average the updates of the last 64 % of the run (tau = "
             "B / (lr x weight decay x D)) at batch 64\n" in out

@@ -131,6 +131,36 @@ def test_flags_of_a_command_stay_as_they_are(capsys: pytest.CaptureFixture[str])
     assert not any("dropout" in text for text in found["inputs"]["assumed"])
 
 
+@pytest.mark.parametrize(
+    ("length", "source", "words"),
+    [
+        (
+            "",
+            "20 tokens a parameter",
+            "6.41e+07 samples, 20 tokens a parameter, as no length was given",
+        ),
+        ("--train-iters 50", "--train-iters", "3,200 samples, by --train-iters in --from-command"),
+        (
+            "--train-samples 999",
+            "--train-samples",
+            "999 samples, by --train-samples in --from-command",
+        ),
+    ],
+)
+def test_advice_on_the_batch_says_for_which_length_and_whence(
+    length: str, source: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "--from-command", shlex.quote(f"{COMMAND} --bf16 {length}"), "--gpu A100-80GB --top 1"
+    _, out, _ = run(capsys, *asked)
+    short = f"{'; shorter than a training, as of a benchmark' if length else ''}"
+    told = f" ({words}{short}; --train-tokens gives another): a first batch of "
+    (line,) = [x for x in out.splitlines() if x.startswith("over ")]
+    assert told in line, line
+    assert json_of(capsys, *asked)["first_batch"]["length_from"] == source
+    _, out, _ = run(capsys, *asked, "--train-tokens 2048e6")
+    assert "\nover 2.05e+09 tokens (1e+06 samples, by --train-tokens): a first batch of " in out
+
+
 def test_that_a_named_model_has_no_dropout_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, NEW)
     assert ", bf16 and no dropout; change it with " in out
