@@ -48,6 +48,8 @@ BY_OTHERS = {
     "clusters: COPUS_SWEEP": f"{JOBS}a_grid_of_runs",
     "clusters: COPUS_CONTAINER_IMAGE": "tests/unit/test_slurm_container.py"
     "::test_a_container_sees_repository_run_and_data_and_runs_its_own_python",
+    "megatron-lm: srun": "tests/unit/test_megatron_lm_job.py"
+    "::test_flags_reach_the_ranks_as_they_are",
     "elastic: python": "tests/extras/elastic/test_ranks_elastic.py"
     "::test_a_rank_and_a_node_are_lost_and_come_again",
     "gpus: copus accept --output": "tests/gpu_stub/test_accept.py::accepted",
@@ -63,19 +65,20 @@ NOT_HERE = {
     "README: bash scripts/test.sh": "it is what runs this",
     "index: bash scripts/test.sh": "it is what runs this",
     "quickstart: bash scripts/setup_env.sh": SET_UP,
-    "quickstart: . .venv": SET_UP,
+    'quickstart: . "${COPUS_VENV': SET_UP,
     "tutorial: bash scripts/setup_env.sh": SET_UP,
-    "tutorial: . .venv": SET_UP,
+    'tutorial: . "${COPUS_VENV': SET_UP,
     "gpus: python=": SET_UP,
-    "gpus: . .venv": SET_UP,
+    'gpus: . "${COPUS_VENV': SET_UP,
     "clusters: COPUS_TORCH=cuda": "a download of torch for CUDA",
+    'clusters: . "${COPUS_VENV': SET_UP,
     "clusters: docker build": "docker and enroot",
     "elastic: COPUS_ELASTIC": "SLURM nodes that are lost while others stay",
     "gpus: copus accept --megatron-lm": "a GPU and a checkout of Megatron-LM",
     "gpus: bash scripts/accept_on_device.sh": "a download of the wheels for CUDA",
     "gpus: torchrun": "a GPU",
     "long-context: torchrun": "memory for samples of 65,536 tokens",
-    "megatron-lm: ": "a checkout of Megatron-LM; tests/guest has some of it where there is one",
+    "megatron-lm: ": "a checkout of Megatron-LM, of which tests/guest has some; lines of a job",
 }
 """Begin of a command, and what it needs that a test does not have."""
 FLAGS = """--num-layers 4 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4

@@ -20,7 +20,8 @@ NAMES = sorted({path.stem for path in (ROOT / "docs").glob("*.md")} - LEFT_OUT)
 PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
 OF_OTHERS = {"--nproc-per-node", "--no-python", "--shutdown-timeout", "--help", "--version"}
 OF_OTHERS |= {"--bind", "--directory", "--moe", "--build-arg", "--rdzv-backend", "--rdzv-id"}
-"""Flags of torchrun, of argparse, of http.server, of quickstart.sh, and of docker."""
+OF_OTHERS |= {"--cpus-per-task"}
+"""Flags of torchrun, of argparse, of http.server, of quickstart.sh, of docker, and of srun."""
 
 
 def test_flags_variables_and_files_that_pages_name_exist() -> None:
