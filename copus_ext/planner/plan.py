@@ -151,6 +151,9 @@ class Plan:
     tries: list[Ranked] = field(default_factory=list)
     """Of those rejected for memory, faster ones that may fit after all: the one worth trying first,
     then faster ones that are less likely to."""
+    fastest: tuple[Configuration, float] | None = None
+    """The one of least predicted time, however rare, and seconds of its step; None where nothing
+    fits."""
     common_sd: float | None = None
     """Relative uncertainty that all ranked times share; None where nobody asked."""
 

@@ -40,6 +40,7 @@ from copus_ext.planner.space import (
     Candidates,
     Limits,
     enumerate_points,
+    fastest_of,
     joined,
     points_of,
     to_config_batch,
@@ -198,23 +199,25 @@ class Planner:
         space = self._judged(batch_sizes, whole=reasons)
         points, fits = space.points, space.fits
         seconds, times = self._exact_where_needed(space, top)
-        orders = []
+        orders, fastest = [], list[Any]()
         for batch in batch_sizes:
             able = fits & (points.asked_batch_size == batch) & np.isfinite(seconds)
-            orders.append(self._ordered(points, seconds, np.flatnonzero(able))[:top])
+            at = np.flatnonzero(able)
+            orders.append(self._ordered(points, seconds, at)[:top])
+            fastest.append(fastest_of(points, seconds, at))
         chosen = np.concatenate(orders)
+        reasons_of = functools.partial(rejected, self, space, every=list_rejected)
         answers = iter(self._answers(points.take(chosen), times.take(chosen), against))
         return [
             Plan(
                 global_batch_size=batch,
                 ranked=[next(answers) for _ in order],
                 num_ranked=int((fits & (points.asked_batch_size == batch)).sum()),
-                rejected=rejected(self, space, points.asked_batch_size == batch, list_rejected)
-                if reasons
-                else [],
+                rejected=reasons_of(points.asked_batch_size == batch) if reasons else [],
                 tries=self._tries(space, batch, seconds[order].min(initial=np.inf), tries),
+                fastest=best,
             )
-            for batch, order in zip(batch_sizes, orders)
+            for batch, order, best in zip(batch_sizes, orders, fastest)
         ]
 
     def _ordered(self, points: Candidates, seconds: Any, at: Any) -> Any:

@@ -480,6 +480,15 @@ def _broken_by_experts(model: ModelSpec, cluster: ClusterSpec, p: Candidates) ->
     }
 
 
+def fastest_of(points: Candidates, seconds: Any, at: Any) -> tuple[Configuration, float] | None:
+    """The point of least seconds of a sample, of those at some indices, with the seconds of its
+    step; None of no points."""
+    if not len(at):
+        return None
+    best = int(at[np.argmin(seconds[at])])
+    return points.configuration(best), float(seconds[best] * points.global_batch_size[best])
+
+
 def to_config_batch(model: ModelSpec, cluster: ClusterSpec, points: Candidates) -> ConfigBatch:
     """Legal points as rows of the cost model."""
     sharded = points.use_distributed_optimizer

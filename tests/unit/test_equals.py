@@ -198,3 +198,26 @@ def test_a_timed_run_has_the_batch_that_the_trainer_rounds_down_to(
     assert plan.main(shlex.split(f"{about} {timed} --decrease-batch-size-if-needed")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plans"][0]["ranked"][0]["prediction"]["source"] == "corrected"
+
+
+def test_the_fastest_is_named_where_row_1_is_only_the_most_common(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """So that the times of two machines are compared by their fastest."""
+    model, cluster = PRESETS["llama-2-7b"].with_seq_length(2048), preset("a100-80g:16")
+    (found,) = Planner(model, cluster).rank([512], top=1)
+    fastest = Planner(model, cluster).fastest(512)
+    assert fastest is not None and found.fastest is not None
+    assert found.fastest[0] == fastest.configuration
+    assert found.fastest[1] == pytest.approx(fastest.prediction.step_s)
+    asked = "--model llama-2-7b --seq-length 2048 --cluster a100-80g:16 --top 1 --global-batch-size"
+    for batch in (7, 64, 511):
+        assert plan.main(shlex.split(f"{asked} {batch} --json")) == 0
+        (one,) = json.loads(capsys.readouterr().out)["plans"]
+        first, best = one["ranked"][0]["prediction"]["step_s"], one["fastest"]
+        assert best["step_s"] <= first <= 1.03 * best["step_s"]
+        assert plan.main(shlex.split(f"{asked} {batch}")) == 0
+        out, _, table = capsys.readouterr().out.partition("\nrank ")
+        told = f"{first:.4g} s; the fastest is {best['configuration']}, {best['step_s']:.4g} s\n"
+        words = f"row 1 is the most common layout within 3 % of the fastest time: {told}"
+        assert table and (words in f"{out}\n") == (best["step_s"] < first)
