@@ -59,6 +59,7 @@ from copus_ext.planner.request import (
     uses_tp_pp_dp_mapping,
 )
 from copus_ext.planner.run_flags import notes_on
+from copus_ext.planner.sharing import runs_in
 from copus_ext.planner.suited import software_flags, suited
 from megatron.trainer.common.program import (
     ending_at_interrupts,
@@ -395,7 +396,11 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
             flags = flags_of_row(c, planner.model, given_of(args), software)
             common = common_doubt(planner, batch) if code in (0, 4) else None
             whole = report.breakdown(a, flags, common) if code == 0 else None
-            texts.append(whole or report.refusal(a, batch, planner, flags, common))
+            told = [whole or report.refusal(a, batch, planner, flags, common)]
+            told += (
+                [runs_in(planner.model, planner.cluster)] if code != 3 and c.layout.cp > 1 else []
+            )
+            texts.append("\n".join(told))
         write_output("\n\n".join([head, *texts]), args.output)
     return max(code for _, code in answers)
 

@@ -17,6 +17,7 @@ from copus_ext.planner.request import (
     length_from,
     length_line,
 )
+from copus_ext.planner.sharing import runs_in
 from copus_ext.planner.suited import software_flags
 
 _FACTORS = {"across": "messages between nodes (of pp and dp)", "launch": "start of kernels"}
@@ -114,6 +115,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
         say(line)
     now = None if beside.present is None else beside.present.configuration
     report.table(found, console, is_mixture=is_mixture, shows_cp=asked, now=now)
+    say(runs_in(planner.model, planner.cluster) if report.shares_samples(found) else "")
     for line in untimed(args, planner):
         say(line)
     say(beside.first[0] if beside.first is not None else "")

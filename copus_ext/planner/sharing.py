@@ -31,6 +31,14 @@ def has_engine(model: ModelSpec, cluster: ClusterSpec) -> bool:
     return model.implementation == "te" and not cluster.is_gloo
 
 
+def runs_in(model: ModelSpec, cluster: ClusterSpec) -> str:
+    """Which trainer runs a layout whose ranks share samples, in a line."""
+    where = "in Megatron-LM, too, but not with --copus there, which takes no context parallelism"
+    if not has_engine(model, cluster):
+        where = "in `copus pretrain` alone: Megatron-LM shares samples only with Transformer Engine"
+    return f"cp above 1 runs {where}; --max cp=1 leaves such rows out"
+
+
 def can_exchange(model: ModelSpec, tp: Any, cp: Any, form: Any, *, has_engine: bool) -> Any:
     """Whether heads can be dealt to the ranks that share samples, where that is how they do. Only
     without Transformer Engine are too few key and value heads repeated."""
@@ -59,6 +67,8 @@ class Sharing:
     """Whether Transformer Engine attends."""
     forms: tuple[int, ...]
     """Indices into `CP_COMM_TYPES`."""
+    has_kernel: bool
+    """Whether it has a kernel for ranks that share samples."""
     leaves_out: bool
     """Whether the rule above holds."""
     measured: frozenset[tuple[int, ...]]
@@ -88,6 +98,7 @@ class Sharing:
             limits=limits,
             has_engine=not is_plain,
             forms=tuple(CP_COMM_TYPES.index(name) for name in named),
+            has_kernel=is_plain or (model.fused_attention and model.precision != "fp32"),
             leaves_out=not is_plain and not limits.use_tp_pp_dp_mapping,
             measured=frozenset(known),
         )
@@ -99,6 +110,7 @@ class Sharing:
         for cp in divisors(copies)[1:]:
             # A size asked for is judged; others that the rules refuse are not worth listing.
             is_legal = length % (2 * cp) == 0 and (tp == 1 or length // cp % tp == 0)
+            is_legal = is_legal and self.has_kernel
             if not self.limits.allows(cp=cp) or not (is_legal or cp == asked):
                 continue
             forms = [f for f in self.forms if self.can_exchange(tp, cp, f)]

@@ -169,3 +169,35 @@ def test_that_a_named_model_has_no_dropout_is_told(capsys: pytest.CaptureFixture
     _, out, _ = run(capsys, cpu, "--format flags")
     c = configuration_of("tp1.pp1,micro_batch=4", global_batch_size=8, world_size=2)
     assert "dropout" not in out and "bf16" not in out and c.layout.dp == 2
+
+
+def test_where_rows_with_cp_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    te = "cp above 1 runs in Megatron-LM, too, but not with --copus there, which takes no context "
+    te += "parallelism; --max cp=1 leaves such rows out"
+    own = "cp above 1 runs in `copus pretrain` alone: Megatron-LM shares samples only with "
+    own += "Transformer Engine; --max cp=1 leaves such rows out"
+    explain = "explain tp1.cp2.pp2,micro_batch=1"
+    for asked, line, other in ((NEW, te, own), (OLD, own, te)):
+        for text in (f"{asked} --fix cp=2", f"{explain} {asked.replace('--top 1', '')}"):
+            _, out, _ = run(capsys, text)
+            assert f"\n{line}" in out and other not in out
+        _, out, _ = run(capsys, f"{asked} --max cp=1")
+        assert "cp above 1" not in out
+    assert "cp above 1" not in run(capsys, "explain tp2.pp2", NEW.replace("--top 1", ""))[1]
+
+
+def test_no_row_shares_samples_where_transformer_engine_has_no_kernel_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a launch says: --attention-backend unfused, and fp32, exclude it."""
+    asked = f"{NEW.replace('--global-batch-size 64', '--global-batch-size 7')} --top 50"
+    assert any(row["configuration"]["cp"] > 1 for row in rows(capsys, asked))
+    assert not any(
+        row["configuration"]["cp"] > 1 for row in rows(capsys, asked, "--attention unfused")
+    )
+    local = "--attention unfused --implementation local"
+    assert any(row["configuration"]["cp"] > 1 for row in rows(capsys, asked, local))
+
+
+def rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[Any]:
+    return json_of(capsys, *words)["plans"][0]["ranked"]
