@@ -57,6 +57,7 @@ BY_OTHERS = {
     "user-guide: copus preprocess-data --python-stdlib": TUTORIAL,
     "tutorial: copus preprocess-data": TUTORIAL,
     "tutorial: copus replay": TUTORIAL,
+    "tutorial: python scripts/compare_runs.py": TUTORIAL,
     "uneven: srun": "tests/extras/probe/test_slurm_probe.py::test_srun_starts_it_on_every_node",
 }
 """Begin of a command, behind the name of its page, and the test or fixture that runs it."""

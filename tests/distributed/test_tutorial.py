@@ -49,6 +49,8 @@ class Reader:
         program, *words = self.left.pop(0)
         if program == "copus":
             command, ranks = [*COPUS, *words], 1
+        elif program == "python":
+            command, ranks = [ROOT / words[0], *words[1:]], 1
         else:
             assert (program, words[:2]) == ("torchrun", ["--nproc-per-node", "2"])
             flags = ["40" if word == "200" else "4" if word == "20" else word for word in words[3:]]
@@ -65,9 +67,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     told["plain"] = reader.next("torchrun").stdout
     told["observe"] = reader.next("torchrun").stdout
     told["replay"] = reader.next("copus replay runs/observe --all").stdout
-    while "--load" not in reader.left[0]:
-        reader.left.pop(0)
     told["act"] = reader.next("torchrun").stdout
+    reader.next("torchrun")
+    told["compared"] = reader.next("python scripts/compare_runs.py").stdout
+    assert "--load" in reader.left[0]
+    told["continued"] = reader.next("torchrun").stdout
     return told
 
 
@@ -95,6 +99,13 @@ def test_the_replay_says_what_the_page_quotes(
     assert re.fullmatch(r"\d+ choices the same, \d+ different", last)
 
 
+def test_the_comparison_is_that_of_the_page(told: dict[str, str]) -> None:
+    (quoted,) = re.findall(r"```console\n(held-out .*)\n```", PAGE.read_text())
+    compared = r"held-out loss [\d.]+ with --copus after \d+ s, [\d.]+ without after \d+ s; .+"
+    for line in (quoted, told["compared"].splitlines()[-1]):
+        assert re.fullmatch(compared, line), line
+
+
 def test_a_run_that_was_observed_goes_on_and_may_act(told: dict[str, str]) -> None:
-    assert "(iteration 40)" in told["act"] and "copus: " in told["act"]
+    assert "(iteration 40)" in told["continued"] and "copus: " in told["continued"]
     assert "observed only" in told["observe"] and "observed only" not in told["act"]

@@ -34,7 +34,7 @@ from tests.helpers.pages import commands
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-JOURNAL = DOCS / "results" / "act_run.journal.jsonl"
+JOURNAL = DOCS / "results" / "tutorial_observe.journal.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_commands_are_accepted(name: str) -> None:
                 assert importlib.util.find_spec(words[3])
             else:
                 accept(*words[2:], world_size=int(words[1]))
-        elif program == "bash":
+        elif program == "bash" or words[0].startswith("scripts/"):
             assert (ROOT / words[0]).exists()
         elif words[:2] == ["-m", "copus_ext.launch.supervisor"]:
             options, flags = read_options(words[2:]), words[words.index("--") + 1 :]
@@ -174,10 +174,27 @@ def test_the_python_of_the_tutorial_reads_a_journal(
 
 
 def test_the_tutorial_quotes_what_replay_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (quoted,) = re.findall(r"```text\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
+    text = (DOCS / "tutorial.md").read_text()
+    (quoted,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
     assert replay.main([str(JOURNAL), "--all"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line for line in quoted.splitlines() if line not in said] == []
+    ((c, different, of),) = re.findall(r"-multiplier (\d+)` .*?\(here (\d+) of (\d+)\)", text)
+    assert replay.main([str(JOURNAL), "--noise-scale-multiplier", c]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"{int(of) - int(different)} choices the same, {different} different"
+
+
+def test_the_run_of_the_tutorial_answers_its_first_question() -> None:
+    known = [
+        (r["iteration"], r["situation"]["noise"])
+        for r in read_journal(JOURNAL)
+        if r["kind"] == "decision"
+    ]
+    (told,) = re.findall(r"from about step (\d+) on", (DOCS / "tutorial.md").read_text())
+    for iteration, noise in known:
+        assert (noise["status"] == "ok") == (iteration > int(told))
+    assert known[-1][1]["status"] == "ok" and known[-1][1]["effective_steps"] >= 20
 
 
 def test_the_pictures_can_be_drawn_again(tmp_path: Path) -> None:
