@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from copus_ext import __version__
 from copus_ext.commands.main import names
 from copus_ext.commands.plan_answer import Beside, say_whole, tell_json, tell_table, write_output
-from copus_ext.commands.plan_jobs import FIRST_ROW, rows_of
+from copus_ext.commands.plan_jobs import FIRST_ROW, rows_of, tell_rows
 from copus_ext.commands.plan_run import decay_of, first_batch_of, headroom_of, ranked
 from copus_ext.planner.commands import command_of, helps
 from copus_ext.planner.fixed import is_whole, kept
@@ -428,20 +428,6 @@ def as_named(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[
             tell("plan.py", f"note: {one.configuration} may not fit: {fits}")
         found.append(one)
     return found
-
-
-def tell_rows(args: argparse.Namespace, planner: Any, plans: list[Any]) -> None:
-    """Prints the first rows as what starts them, and says what `--fix` would print else."""
-    firsts = [plan.ranked[0] for plan in plans if plan.ranked]
-    for plan in plans:
-        for one in plan.ranked[:1] if args.fix else ():
-            tell("plan.py", f"note: what --fix leaves open is as in {one.configuration}")
-        for one in plan.tries[:1]:
-            likely = f"fits with probability {one.prediction.fit_probability:.2f}"
-            fix = f"--fix {one.configuration} prints it"
-            tell("plan.py", f"note: what to try first is not sure to fit ({likely}); {fix}")
-    if firsts:
-        write_output(rows_of(args, planner, firsts), args.output)
 
 
 def common_doubt(planner: Any, batch: int) -> float | None:

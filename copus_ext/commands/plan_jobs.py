@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from copus_ext.commands.plan_answer import write_output
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.planner.given_flags import flags_of_row, given_of, line_of, merged, to_remove
 from copus_ext.planner.request import UsageProblem, length_from, length_line
@@ -79,6 +80,20 @@ def rows_of(args: argparse.Namespace, planner: Any, firsts: Sequence[Any]) -> st
     for line in [*told, *untimed(args, planner)] if rows else ():
         tell("plan.py", f"note: {line}")
     return text
+
+
+def tell_rows(args: argparse.Namespace, planner: Any, plans: list[Any]) -> None:
+    """Prints the first rows as what starts them, and says what `--fix` would print else."""
+    firsts = [plan.ranked[0] for plan in plans if plan.ranked]
+    for plan in plans:
+        for one in plan.ranked[:1] if args.fix else ():
+            tell("plan.py", f"note: what --fix leaves open is as in {one.configuration}")
+        for one in plan.tries[:1]:
+            likely = f"fits with probability {one.prediction.fit_probability:.2f}"
+            fix = f"--fix {one.configuration} prints it"
+            tell("plan.py", f"note: what to try first is not sure to fit ({likely}); {fix}")
+    if firsts:
+        write_output(rows_of(args, planner, firsts), args.output)
 
 
 def _sbatch(flags: list[str], cluster: ClusterSpec) -> str:
