@@ -109,6 +109,8 @@ def decay_timescale(batch: float, *, lr: float, weight_decay: float, samples: fl
 
 def decay_words(tau: float) -> str:
     """The timescale in words."""
+    if tau == math.inf:
+        return "the weights average all updates of the run, as there is no weight decay"
     if tau < 1.0:
         share = f"{100 * tau:.{0 if tau >= 0.1 else 1}f}"
         what = f"the updates of the last {share} % of the run"

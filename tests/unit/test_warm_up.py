@@ -113,9 +113,9 @@ def test_the_timescale_is_the_share_of_a_run_in_which_weights_fall_by_e(batch: i
 
 def test_without_weight_decay_the_timescale_has_no_end() -> None:
     tau = decay_timescale(8, lr=1e-3, weight_decay=0.0, samples=100)
-    assert tau == math.inf and "of inf of the run" in decay_words(tau)
-    assert "of 0.21 of the run" in decay_words(0.2136)
-    assert "of 1500 of the run" in decay_words(1500.0)
+    assert tau == math.inf and "there is no weight decay" in decay_words(tau)
+    assert "of the last 21 % of the run" in decay_words(0.2136)
+    assert "the decay's timescale is 1500 times as long" in decay_words(1500.0)
 
 
 def test_no_least_rate_is_above_that_of_the_schedule() -> None:
