@@ -406,14 +406,14 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
 
 
 def as_named(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[Any]:
-    """The configuration that `--fix` says whole at every batch, with a note on one that may not
-    fit.
+    """A plan for every batch with the configuration that `--fix` says whole alone, and a note on
+    one that may not fit.
 
     Raises:
         UsageProblem: one that is not legal.
     """
     from copus_ext.planner.known_peaks import WORDS
-    from copus_ext.planner.plan import Ranked
+    from copus_ext.planner.plan import Plan, Ranked
 
     found = []
     for batch in wanted:
@@ -426,7 +426,7 @@ def as_named(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[
         if p.fit_probability < 1 - CERTAIN:
             fits = WORDS[p.peak_source] or f"it fits with probability {p.fit_probability:.2f}"
             tell("plan.py", f"note: {one.configuration} may not fit: {fits}")
-        found.append(one)
+        found.append(Plan(global_batch_size=batch, ranked=[one], num_ranked=1, rejected=[]))
     return found
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from copus_ext.commands.plan_answer import write_output
 from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.planner.fixed import is_whole
 from copus_ext.planner.given_flags import flags_of_row, given_of, line_of, merged, to_remove
-from copus_ext.planner.request import UsageProblem, length_from, length_line
-from copus_ext.planner.software import untimed
+from copus_ext.planner.request import UsageProblem, length_line
+from copus_ext.planner.sharing import runs_in
 from copus_ext.planner.suited import software_flags
 from megatron.trainer.common.outside import parse_yaml
 from megatron.trainer.common.program import tell
@@ -35,7 +36,11 @@ _PLACES = {
 
 
 def first_rows(
-    form: str, rows: Sequence[list[str]], cluster: ClusterSpec, yours: Sequence[str] | None = None
+    form: str,
+    rows: Sequence[list[str]],
+    cluster: ClusterSpec,
+    yours: Sequence[str] | None = None,
+    remarks: Sequence[str] = (),
 ) -> str:
     """The text of an answer.
 
@@ -45,6 +50,7 @@ def first_rows(
         cluster: the machine.
         yours: the flags of the run, of which those of layout and batch are replaced; None where
             they are not known.
+        remarks: what the text says besides, but for plain flags.
 
     Raises:
         UsageProblem: this form has one batch, or is for GPUs.
@@ -55,18 +61,55 @@ def first_rows(
         raise UsageProblem(f"--format {form} is for GPUs; use --format flags")
     if len(rows) > 1:
         raise UsageProblem(f"--format {form} is one run; give one batch")
-    render = {"slurm": _sbatch, "kubernetes": _manifest, "submitit": _parameters}[form]
     is_json = form == "submitit"
     own = yours if yours is not None else [] if is_json else [_YOURS]
-    text = "".join(render(merged(own, flags), cluster) for flags in rows)
-    if not rows or is_json:
-        return text
+    if not rows:
+        return ""
+    whole = merged(own, rows[0])
+    if is_json:
+        return _parameters(whole, cluster, remarks)
+    text = {"slurm": _sbatch, "kubernetes": _manifest}[form](whole, cluster)
+    told = "".join(f"# {line}\n" for line in remarks)
     mine = "" if yours is not None else f"; {_YOURS}: those of your run, before the layout's"
-    return f"# put your own in place of {_PLACES[form]}{mine}\n{text}"
+    return f"# put your own in place of {_PLACES[form]}{mine}\n{told}{text}"
 
 
-def rows_of(args: argparse.Namespace, planner: Any, firsts: Sequence[Any]) -> str:
-    """The same of the first rows of a search, with the flags of `--from-command`."""
+def remarks_on(args: argparse.Namespace, planner: Any, plans: Sequence[Any]) -> list[str]:
+    """What first rows rest on, and how sure they are, as a table says it."""
+    from copus_ext.planner.report import fastest_lines, machine_line, peak_line, row_line
+    from copus_ext.planner.software import (
+        assumed_lines,
+        assumptions,
+        fits_better,
+        half_precision_line,
+        otherwise,
+        untimed,
+    )
+
+    model, cluster, plan = planner.model, planner.cluster, plans[0]
+    assumed = assumptions(args, planner)
+    # A layout that was named would not become another one.
+    other = None if is_whole(args.fix) else otherwise(planner, plan, assumed)
+    firsts = [one.ranked[0] for one in plans]
+    shares = any(one.configuration.layout.cp > 1 for one in firsts)
+    lines = [
+        length_line(args, model),
+        machine_line(cluster, planner.constants),
+        half_precision_line(args, planner, plan),
+        peak_line(cluster, model.precision),
+        *assumed_lines(assumed, other),
+        *fits_better(args, planner, assumed),
+        *(line for one in plans for line in fastest_lines(one)),
+        *map(row_line, firsts),
+        runs_in(model, cluster) if shares else "",
+        *untimed(args, planner),
+    ]
+    return [line for line in lines if line]
+
+
+def rows_of(args: argparse.Namespace, planner: Any, plans: Sequence[Any]) -> str:
+    """The same of the first rows of plans that have some, with the flags of `--from-command`."""
+    firsts = [plan.ranked[0] for plan in plans]
     given = given_of(args)
     software = software_flags(args, planner.model, planner.cluster)
     rows = [flags_of_row(one.configuration, planner.model, given, software) for one in firsts]
@@ -75,16 +118,14 @@ def rows_of(args: argparse.Namespace, planner: Any, firsts: Sequence[Any]) -> st
         tell("plan.py", f"note: remove {', '.join(left)} from your flags: no flag unsets them")
     if yours is None and rows and args.format == "submitit":
         tell("plan.py", "note: flags are those of the layout; put those of your run before them")
-    text = first_rows(args.format, rows, planner.cluster, yours)
-    told = [length_line(args, planner.model)] if length_from(args) == "context" else []
-    for line in [*told, *untimed(args, planner)] if rows else ():
+    remarks = remarks_on(args, planner, plans)
+    for line in remarks if args.format == "flags" else ():
         tell("plan.py", f"note: {line}")
-    return text
+    return first_rows(args.format, rows, planner.cluster, yours, remarks)
 
 
 def tell_rows(args: argparse.Namespace, planner: Any, plans: list[Any]) -> None:
     """Prints the first rows as what starts them, and says what `--fix` would print else."""
-    firsts = [plan.ranked[0] for plan in plans if plan.ranked]
     for plan in plans:
         for one in plan.ranked[:1] if args.fix else ():
             tell("plan.py", f"note: what --fix leaves open is as in {one.configuration}")
@@ -92,8 +133,8 @@ def tell_rows(args: argparse.Namespace, planner: Any, plans: list[Any]) -> None:
             likely = f"fits with probability {one.prediction.fit_probability:.2f}"
             fix = f"--fix {one.configuration} prints it"
             tell("plan.py", f"note: what to try first is not sure to fit ({likely}); {fix}")
-    if firsts:
-        write_output(rows_of(args, planner, firsts), args.output)
+    if found := [plan for plan in plans if plan.ranked]:
+        write_output(rows_of(args, planner, found), args.output)
 
 
 def _sbatch(flags: list[str], cluster: ClusterSpec) -> str:
@@ -101,11 +142,11 @@ def _sbatch(flags: list[str], cluster: ClusterSpec) -> str:
     return f"COPUS_RUN=runs/x sbatch {where} scripts/slurm/pretrain.sbatch {line_of(flags)}"
 
 
-def _parameters(flags: list[str], cluster: ClusterSpec) -> str:
-    """Of `AutoExecutor.update_parameters`, and the flags; each task is a rank."""
+def _parameters(flags: list[str], cluster: ClusterSpec, remarks: Sequence[str]) -> str:
+    """Of `AutoExecutor.update_parameters`, and the flags and remarks; each task is a rank."""
     found = {"nodes": cluster.num_nodes, "gpus_per_node": cluster.gpus_per_node}
     found["tasks_per_node"] = cluster.gpus_per_node
-    return json.dumps({**found, "flags": flags}, indent=1)
+    return json.dumps({**found, "flags": flags, "remarks": [*remarks]}, indent=1)
 
 
 def _manifest(flags: list[str], cluster: ClusterSpec) -> str:

@@ -305,6 +305,17 @@ def fastest_lines(plan: Plan) -> list[str]:
     ]
 
 
+def row_line(one: Ranked) -> str:
+    """What is predicted of a row whose flags stand alone."""
+    p = one.prediction
+    fits = WORDS[p.peak_source] or f"fits with probability {p.fit_probability:.2f}"
+    return (
+        f"the layout: {one.configuration}: {p.step_s:.4g} s a step +- {100 * p.step_rel_sd:.0f} % "
+        f"(one standard deviation, {_SOURCES[p.source]}), peak {p.peak_bytes / GIB:.1f} of "
+        f"{p.limit_bytes / GIB:.1f} GiB, {fits}"
+    )
+
+
 def console_for(file: TextIO) -> Console:
     """A console that never folds or cuts a line; with colours on a terminal only."""
     if file.isatty():

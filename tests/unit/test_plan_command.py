@@ -451,8 +451,10 @@ def test_the_first_row_as_a_job(capsys: pytest.CaptureFixture[str]) -> None:
         for form in ("flags", "slurm", "kubernetes", "submitit")
     )
     mine = "FLAGS: those of your run, before the layout's\n"
-    assert slurm == (
-        f"# put your own in place of runs/x (a folder that all nodes see); {mine}"
+    first, *remarks, last = slurm.splitlines(keepends=True)
+    assert all(line.startswith("# ") for line in remarks)
+    assert first == f"# put your own in place of runs/x (a folder that all nodes see); {mine}"
+    assert last == (
         "COPUS_RUN=runs/x sbatch --nodes=4 --gpus-per-node=8 scripts/slurm/pretrain.sbatch "
         f"FLAGS {flags}"
     )
@@ -462,6 +464,7 @@ def test_the_first_row_as_a_job(capsys: pytest.CaptureFixture[str]) -> None:
         assert place in top and place in kubernetes.removeprefix(top)
     found = json.loads(submitit)
     assert found.pop("flags") == flags.split()
+    assert found.pop("remarks") == [line[2:-1] for line in remarks]
     assert found == {"nodes": 4, "gpus_per_node": 8, "tasks_per_node": 8}
     # All else is as in the manifest.
     service, job = yaml.safe_load_all(kubernetes)

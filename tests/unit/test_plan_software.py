@@ -7,6 +7,7 @@ import shlex
 from typing import Any
 
 import pytest
+import yaml
 
 from copus_ext.commands import plan
 from copus_ext.planner.request import configuration_of
@@ -201,3 +202,32 @@ def test_no_row_shares_samples_where_transformer_engine_has_no_kernel_for_it(
 
 def rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[Any]:
     return json_of(capsys, *words)["plans"][0]["ranked"]
+
+
+@pytest.mark.parametrize("form", ["slurm", "kubernetes", "submitit"])
+def test_a_job_says_what_its_plan_rests_on(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is assumed and doubted, as a table says it, and what is predicted of the row."""
+    for asked in (OLD, f"{OLD} --fix tp8.pp1.dp2,micro_batch=1,recompute=full,sp=1,zero=1"):
+        table, (_, out, _) = run(capsys, asked)[1], run(capsys, f"{asked} --format {form}")
+        assert out.splitlines()[0].startswith("# put your own") == (form != "submitit")
+        told = [x[2:] for x in out.splitlines() if x.startswith("# ")]
+        if form == "submitit":
+            told = json.loads(out)["remarks"]
+        for beginning in ("samples of ", "on 16 V100", "assumed: ", "constants of V100"):
+            (line,) = [x for x in table.splitlines() if x.startswith(beginning)]
+            assert line in told, beginning
+        is_named = "--fix" in asked
+        assert any(x.startswith("most doubtful: ") for x in told) != is_named
+        (row,) = [x for x in told if x.startswith("the layout: tp")]
+        assert " s a step +- " in row and " GiB, fits with probability " in row
+        assert ("zero=1: " in row) and (",recompute=full," in row or not is_named)
+    if form == "kubernetes":
+        assert len(list(yaml.safe_load_all(out))) == 2
+
+
+def test_flags_alone_come_with_the_same_remarks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, NEW, "--format flags")
+    assert code == 0 and len(out.splitlines()) == 1
+    assert "note: assumed: gradients of 4 bytes, " in err and "note: the layout: tp" in err
+    named = "--fix tp1.cp2.pp1.dp8,micro_batch=1,cp_comm_type=p2p,recompute=full,sp=0,zero=1"
+    assert "note: cp above 1 runs in " in run(capsys, NEW, named, "--format flags")[2]
