@@ -78,6 +78,8 @@ _WEIGHED = 64
 """Configurations of a batch that rows of the table are made of, and that the headroom looks at."""
 _TRIES = 2
 """Of a batch, how many that may not fit are shown."""
+_HINTED = 4
+"""Of many batches, how many are told with a better one nearby."""
 CERTAIN = 0.2
 """Probability not to fit from which on a configuration that was named comes with a note."""
 AUTO = "auto"
@@ -482,10 +484,14 @@ def failure(plan: Any, planner: Any) -> str:
 
 def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[Any, list[Any]]:
     """What was asked for, and the plans with all that the headroom looks at."""
+    from copus_ext.planner.nearest_batch import better_batch
     from copus_ext.planner.report import Answer
 
     weighed = ranked(args, planner, wanted, top=max(args.top, _WEIGHED), tries=_TRIES)
     plans = [doubted(planner, p, args.top) for p in weighed]
+    plans[:_HINTED] = [
+        dataclasses.replace(p, better_batch=better_batch(planner, p)) for p in plans[:_HINTED]
+    ]
     for plan in plans:
         plan.ranked[:1] = [with_addition(args, planner, first) for first in plan.ranked[:1]]
     own = command_of(args.command)

@@ -101,6 +101,7 @@ def remarks_on(args: argparse.Namespace, planner: Any, plans: Sequence[Any]) -> 
         *fits_better(args, planner, assumed),
         *(line for one in plans for line in fastest_lines(one)),
         *map(row_line, firsts),
+        *(x.better_batch.line(x.global_batch_size) for x in plans if x.better_batch),
         runs_in(model, cluster) if shares else "",
         *untimed(args, planner),
     ]

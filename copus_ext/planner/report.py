@@ -138,6 +138,7 @@ def to_json(
                 "rejected": [r.to_json() for r in plan.rejected],
                 **({"common_rel_sd": plan.common_sd} if plan.common_sd is not None else {}),
                 **({"fastest": _of_fastest(*plan.fastest)} if plan.fastest is not None else {}),
+                **({"better_batch": plan.better_batch.to_json()} if plan.better_batch else {}),
                 **({"try_first": [r.to_json(0) for r in plan.tries]} if plan.tries else {}),
             }
             for plan in plans
@@ -257,6 +258,9 @@ def table(
         addition = found.additions[number] if found.additions is not None else None
         if addition is not None:
             addition.show(console)
+        if plan.better_batch is not None:
+            line = plan.better_batch.line(plan.global_batch_size)
+            console.print(line, highlight=False, markup=False)
         console.print(
             f"{plan.num_ranked} configurations ranked for global batch {plan.global_batch_size}",
             highlight=False,
