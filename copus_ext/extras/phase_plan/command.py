@@ -13,7 +13,7 @@ import io
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,6 +231,8 @@ def _planned(planner: Any, run: Run, chunks: tuple[int, ...]) -> tuple[Any, Any,
 def answer(args: argparse.Namespace) -> int:
     """Plans, prints and writes; returns the exit code."""
     from copus_ext.planner import report
+    from copus_ext.planner.software import assumed_lines, assumptions, untimed
+    from copus_ext.planner.suited import software_flags
 
     started, planner = time.monotonic(), planner_of(args)
     try:
@@ -248,19 +250,22 @@ def answer(args: argparse.Namespace) -> int:
         if not lacking:
             tell(_SCRIPT, "error: no way of recomputation fits every phase; allow others")
         return 4
+    own = software_flags(args, planner.model, planner.cluster)
     if args.format == "json":
-        record = to_json(planner, run, best, single)
+        record = to_json(planner, run, best, single, own)
         if not args.output:
             record["elapsed_s"] = round(time.monotonic() - started, 3)
         write_output(report.dump(record), args.output)
     elif args.output is None:
-        table(planner, run, best, single, report.console_for(sys.stdout))
+        table(planner, run, best, single, report.console_for(sys.stdout), own)
     else:
         buffer = io.StringIO()
-        table(planner, run, best, single, report.console_for(buffer))
+        table(planner, run, best, single, report.console_for(buffer), own)
         write_output(buffer.getvalue().rstrip("\n"), args.output)
     if not (args.seq_length_schedule or megatron_flag(args, "seq_length_schedule")):
         tell(_SCRIPT, f"note: {length_line(args, planner.model)}")
+    for line in (*assumed_lines(assumptions(args, planner), None), *untimed(args, planner)):
+        tell(_SCRIPT, f"note: {line}")
     return 0
 
 
@@ -295,8 +300,8 @@ def _of_stage(planner: Any, part: Any) -> dict[str, float]:
     return {"tokens_per_s_per_gpu": rate, "mfu": rate * per_token / peak}
 
 
-def to_json(planner: Any, run: Run, best: Any, single: Any) -> dict[str, Any]:
-    """Returns the answer as plain JSON types."""
+def to_json(planner: Any, run: Run, best: Any, single: Any, own: Sequence[str]) -> dict[str, Any]:
+    """Returns the answer as plain JSON types. Flags of the software come first."""
     from copus_ext import __version__
     from copus_ext.extras.phase_plan.search import with_own_flags
 
@@ -324,7 +329,7 @@ def to_json(planner: Any, run: Run, best: Any, single: Any) -> dict[str, Any]:
         "stages": of(best),
         "seconds": best.seconds,
         "pause_s": sum(part.pause_s for part in best.stages),
-        "flags": with_own_flags(best, run.lengths, run.batch),
+        "flags": [*own, *with_own_flags(best, run.lengths, run.batch)],
         "one_layout": None
         if single is None
         else {
@@ -336,8 +341,9 @@ def to_json(planner: Any, run: Run, best: Any, single: Any) -> dict[str, Any]:
     }
 
 
-def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
-    """Prints a line for each stage, what one layout would cost, and the flags of the plan."""
+def table(planner: Any, run: Run, best: Any, single: Any, console: Any, own: Sequence[str]) -> None:
+    """Prints a line for each stage, what one layout would cost, and the flags of the plan, those of
+    the software first."""
     from rich.table import Table
 
     from copus_ext.extras.phase_plan.search import with_own_flags
@@ -370,7 +376,7 @@ def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
         f"the run takes {best.seconds / _HOUR_S:.4g} hours, with "
         f"{counted(len(moves), 'change')} of layout ({sum(moves):.3g} s)",
         one_line(best, single),
-        "flags: " + shlex.join(with_own_flags(best, run.lengths, run.batch)),
+        "flags: " + shlex.join([*own, *with_own_flags(best, run.lengths, run.batch)]),
     ]
     if note := numbers_note(best, run.lengths):
         lines.insert(-1, note)

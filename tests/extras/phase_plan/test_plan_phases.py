@@ -388,3 +388,14 @@ def test_a_plan_of_a_run_says_how_long_the_samples_are(
 def test_the_word_phases_leads_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["phases", "--model", "llama-2-7b"]) == 2
     assert "use copus plan-phases" in capsys.readouterr().err
+
+
+def test_flags_and_notes_say_the_software(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--model llama-2-7b --cluster v100-32g:16 --global-batch-size 64 --train-tokens 1e9"
+    code, out, err = run(capsys, asked)
+    said = "--fp16 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local"
+    assert code == 0 and f"\nflags: {said} --attention-backend unfused --tensor-model" in out
+    assert "note: assumed: gradients of 2 bytes, local layers (V100-32GB has no Tr" in err
+    flags = json.loads(run(capsys, f"{asked} --json")[1])["flags"]
+    assert " ".join(flags).startswith(said)
+    assert "assumed" not in run(capsys, ASKED)[2]
