@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
 
+from copus_ext.planner.shell_pattern import matches
 from copus_ext.planner.shell_text import Value, Words, tokens, variables
 
 Status = bool | str | None
@@ -237,7 +237,7 @@ class _Script:
         for turn, part in enumerate(_clauses(rest)):
             end = part.index(("end", ")"))
             patterns = [self.words.text(t, one.values) for kind, t in part[:end] if kind == "word"]
-            if "*" in patterns or (is_known and any(fnmatchcase(value, p) for p in patterns)):
+            if "*" in patterns or (is_known and any(matches(value, p) for p in patterns)):
                 return done + self.run(part[end + 1 :], pending)
             if not is_known:
                 names = self._unknown_in(some[:1], one)
@@ -318,7 +318,7 @@ class _Script:
             return _COMPARED[how](int(a), int(b)) if is_number else None
         if how in ("=", "==", "!="):
             quoted = raw[2][:1] in "'\""
-            return (a == b if quoted else fnmatchcase(a, b)) == (how != "!=")
+            return (a == b if quoted else matches(a, b)) == (how != "!=")
         return None
 
 

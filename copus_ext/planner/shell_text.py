@@ -7,7 +7,8 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
+
+from copus_ext.planner.shell_pattern import Character, quoted, unquoted, without
 
 Value = str | list[str]
 """Of a variable: a text, or the elements of an array."""
@@ -232,8 +233,10 @@ class Words:
         if name := _NAME.fullmatch(item):
             return values.get(name[1], item)
         if (found := _TRIMMED.fullmatch(item)) and found[1] in values:
-            pattern = self.text(found[3], values)
-            return _without(_joined(values[found[1]]), found[2], pattern)
+            pattern, value = self._pattern(found[3], values), values[found[1]]
+            # Without an index the first element of an array is meant.
+            value = value if isinstance(value, str) else "".join(value[:1])
+            return self._hide(item) if pattern is None else without(value, found[2], pattern)
         if not (found := _BRACED.fullmatch(item)):
             return self._hide(item)
         value, how, other = values.get(found[1]), found[3] or "", found[4] or ""
@@ -248,6 +251,27 @@ class Words:
         if value is None:
             return item
         return _joined(value) if found[2] == "*" else value
+
+    def _pattern(self, raw: str, values: dict[str, Value]) -> list[Character] | None:
+        """The characters of a pattern; None where a shell alone knows them."""
+        found: list[Character] = []
+        i = 0
+        while i < len(raw):
+            end = _end(raw, i) if raw[i] in "'\"\\" else i
+            if raw[i] in "'\\":
+                found += quoted(raw[i + 1 : end - (raw[i] == "'")])
+            else:
+                is_quoted = raw[i] == '"'
+                while not is_quoted and end < len(raw) and raw[end] not in "'\"\\":
+                    nested = raw[end] == "`" or raw.startswith(("$(", "${"), end)
+                    end = _end(raw, end) if nested else end + 1
+                for piece, is_filled in self._filled(raw[i + is_quoted : end - is_quoted], values):
+                    text = _joined(piece)
+                    if (is_filled and "$" in text) or _HIDDEN.search(text) or text[-1:] == "$":
+                        return None
+                    found += quoted(text) if is_quoted else unquoted(text)
+            i = end
+        return found
 
     def number(self, text: str, values: dict[str, Value]) -> str:
         """What whole numbers make, as a text; empty where that is not known."""
@@ -265,17 +289,6 @@ class Words:
 
 def _joined(value: Value) -> str:
     return value if isinstance(value, str) else " ".join(value)
-
-
-def _without(value: str, how: str, pattern: str) -> str:
-    """A value without what a pattern takes off its begin (`#`) or its end (`%`): the shortest, or
-    with the sign twice the longest."""
-    cuts = range(len(value) + 1)
-    is_begin, is_long = how[0] == "#", len(how) == 2
-    for i in cuts if is_begin != is_long else reversed(cuts):
-        if fnmatchcase(value[:i] if is_begin else value[i:], pattern):
-            return value[i:] if is_begin else value[:i]
-    return value
 
 
 def _unescaped(pair: str) -> str:
