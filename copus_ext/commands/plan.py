@@ -364,6 +364,7 @@ def explained(args: argparse.Namespace, planner: Any, batch: int, text: str) -> 
 def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     """Prices the configuration asked for at every batch."""
     from copus_ext.planner import report
+    from copus_ext.planner.software import assumed_lines, assumptions, untimed
 
     text = args.explain if args.launched is None else completed(args, args.explain)
     if planner.model.num_experts is None and sizes("CONFIG", text, OPTIONS).get("ep", 1) > 1:
@@ -391,7 +392,8 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     else:
         machine = report.machine_line(planner.cluster, planner.constants)
         peak = report.peak_line(planner.cluster, planner.model.precision)
-        head = "\n".join(filter(None, [length_line(args, planner.model), machine, peak]))
+        told = assumed_lines(assumptions(args, planner), None)
+        head = "\n".join(filter(None, [length_line(args, planner.model), machine, peak, *told]))
         texts, software = [], software_flags(args, planner.model, planner.cluster)
         for (a, code), batch in zip(answers, wanted):
             c = a.configuration if code == 0 else a.example
@@ -403,7 +405,8 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
                 [runs_in(planner.model, planner.cluster)] if code != 3 and c.layout.cp > 1 else []
             )
             texts.append("\n".join(told))
-        write_output("\n\n".join([head, *texts]), args.output)
+        last = "\n".join(untimed(args, planner))
+        write_output("\n\n".join(filter(None, [head, *texts, last])), args.output)
     return max(code for _, code in answers)
 
 

@@ -335,7 +335,7 @@ def test_an_interrupt_keeps_what_was_ranked(
 def test_explain_prices_one_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     base = f"{SEVEN} --global-batch-size 64"
     code, out, _ = run(capsys, f"explain tp=2,pp=2,micro_batch=2 {base}")
-    found = out.splitlines()[3].split()[0][:-1]
+    found = out.splitlines()[4].split()[0][:-1]
     assert code == 0 and run(capsys, f"explain {found} {base}")[1] == out
     assert re.search(r" bubble .* %  waiting in the pipeline\n", out)
     assert "stage 1" in out and "dropout 0 --tensor-model-parallel-size 2" in out

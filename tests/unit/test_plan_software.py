@@ -231,3 +231,13 @@ def test_flags_alone_come_with_the_same_remarks(capsys: pytest.CaptureFixture[st
     assert "note: assumed: gradients of 4 bytes, " in err and "note: the layout: tp" in err
     named = "--fix tp1.cp2.pp1.dp8,micro_batch=1,cp_comm_type=p2p,recompute=full,sp=0,zero=1"
     assert "note: cp above 1 runs in " in run(capsys, NEW, named, "--format flags")[2]
+
+
+def test_one_layout_is_explained_with_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    where = OLD.replace("--top 1", "")
+    _, table, _ = run(capsys, OLD)
+    _, out, _ = run(capsys, "explain tp4.pp2,micro_batch=1", where)
+    assert f"\n{assumed(table)}\n" in out
+    assert out.splitlines()[-1].startswith("constants of V100-32GB: those of a100-80g")
+    _, out, _ = run(capsys, "explain tp4.pp2,micro_batch=1", where, "--implementation te")
+    assert out.splitlines()[-1].startswith("V100-32GB has no Transformer Engine: this will not run")
