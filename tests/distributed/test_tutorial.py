@@ -100,7 +100,7 @@ def test_the_replay_says_what_the_page_quotes(
 
 
 def test_the_comparison_is_that_of_the_page(told: dict[str, str]) -> None:
-    (quoted,) = re.findall(r"```console\n(held-out .*)\n```", PAGE.read_text())
+    (quoted,) = re.findall(r"```\n(held-out .*)\n```", PAGE.read_text())
     compared = r"held-out loss [\d.]+ with --copus after \d+ s, [\d.]+ without after \d+ s; .+"
     for line in (quoted, told["compared"].splitlines()[-1]):
         assert re.fullmatch(compared, line), line
