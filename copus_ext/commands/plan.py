@@ -146,7 +146,7 @@ def new_parser(**about: Any) -> argparse.ArgumentParser:
     """
     p = _Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **about)
     p.set_defaults(train_tokens=None, explain=None, rejected=False, command="search")
-    p.set_defaults(launched=None, absent=(), from_command=None, timed=[], top=10)
+    p.set_defaults(launched=None, absent=(), from_command=None, timed=[], doubts=[], top=10)
     return p
 
 
@@ -268,7 +268,7 @@ def planner_of(args: argparse.Namespace) -> Any:
     from copus_ext.planner.known_runs import profiles_of
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits, may_overlap
-    from copus_ext.planner.timed import peak_warning, timed
+    from copus_ext.planner.timed import doubts_of, timed
 
     kinds = tuple(args.recompute.split(","))
     if not set(kinds) <= set(RECOMPUTE):
@@ -333,10 +333,8 @@ def planner_of(args: argparse.Namespace) -> Any:
         memory_margin=args.memory_margin,
     )
     args.timed = timed(planner, ran)
-    for run in args.timed:
-        if run.is_far_off:
-            tell("plan.py", f"warning: {run.warning()}")
-    for told in filter(None, (peak_warning(planner, one) for one in ran)):
+    args.doubts = doubts_of(planner, args.timed, ran)
+    for told in args.doubts:
         tell("plan.py", f"warning: {told}")
     return planner
 
@@ -470,21 +468,6 @@ def finish(args: argparse.Namespace, found: list[Any]) -> None:
     command_of(args.command).finish(args, [one for one in found if one is not None and one.fits])
 
 
-def failure(plan: Any, planner: Any) -> str:
-    """One line on a batch that has no configuration."""
-    from copus_ext.planner.better_machine import min_gpus
-
-    where = f"--global-batch-size {plan.global_batch_size}"
-    if plan.status == "no_legal":
-        worst = min(plan.rejected, key=lambda r: (r.code == "memory", -r.count))
-        return f"{where}: {worst.detail}; {worst.fix}"
-    memory = next(r for r in plan.rejected if r.code == "memory")
-    needed = min_gpus(planner, plan.global_batch_size)
-    more = f"needs about {needed} GPUs of this kind" if needed else "more of these GPUs do not help"
-    none = f"{memory.count} legal configurations, none fits, the smallest"
-    return f"{where}: {none}: {memory.detail}; {more}"
-
-
 def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[Any, list[Any]]:
     """What was asked for, and the plans with all that the headroom looks at."""
     from copus_ext.planner.nearest_batch import better_batch
@@ -522,6 +505,7 @@ def doubted(planner: Any, plan: Any, top: int) -> Any:
 
 def answer(args: argparse.Namespace) -> int:
     """Searches, prints and writes; returns the exit code."""
+    from copus_ext.planner.failure import failure, with_fix
     from copus_ext.planner.software import assumptions, fits_better, otherwise
 
     started = time.monotonic()
@@ -537,6 +521,10 @@ def answer(args: argparse.Namespace) -> int:
         write_output(rows_of(args, planner, as_named(args, planner, wanted)), args.output)
         return 0
     found, weighed = search(args, planner, wanted)
+    fits = [one is not None and one.fits for one in found.additions or ()]
+    plans = [p if also else with_fix(planner, p) for p, also in zip(found.plans, fits)]
+    found = dataclasses.replace(found, plans=plans)
+    failed = [p for p, also in zip(plans, fits) if p.status != "ok" and not also]
     firsts = [plan.ranked[0] for plan in found.plans if plan.ranked]
     finish(args, [*(one.addition for one in firsts), *(found.additions or ())])
     if args.format in FIRST_ROW:
@@ -558,10 +546,8 @@ def answer(args: argparse.Namespace) -> int:
             tell_json(args, planner, found, beside, elapsed_s)
         else:
             tell_table(args, planner, found, beside)
-    fits = [one is not None and one.fits for one in found.additions or ()]
-    failed = [p for p, also in zip(found.plans, fits) if p.status != "ok" and not also]
     for plan in failed:
-        tell("plan.py", f"error: {failure(plan, planner)}")
+        tell("plan.py", f"error: {failure(plan)}")
     if len(found.plans) < len(wanted):
         return 130
     if any(plan.status == "no_legal" for plan in failed):

@@ -59,7 +59,7 @@ def tell_json(
         seq_length_from=length_from(args),
         assumed=[one.text for one in beside.assumed],
         otherwise=beside.otherwise,
-        warnings=[*untimed(args, planner), *beside.better],
+        warnings=[*args.doubts, *untimed(args, planner), *beside.better],
     )
     for plan, told in zip(found.plans, record["plans"]):
         for name, some in (("ranked", plan.ranked), ("try_first", plan.tries)):

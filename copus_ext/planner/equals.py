@@ -21,6 +21,8 @@ from copus_ext.planner.space import Candidates
 
 EQUAL = 0.03
 """Share of a step below which a predicted difference is none."""
+MAY_FIT, FAR_ABOVE = 0.25, 1.2
+"""Least probability to fit of what is worth trying, and its largest peak over the limit."""
 SHORT = 8192
 """Tokens of a sample up to which ranks rarely share it."""
 
@@ -53,6 +55,12 @@ def in_order(seconds: Any, rare: Any) -> Any:
         found.append(band[np.lexsort((seconds[band], rare[band]))])
         start = max(end, start + 1)
     return np.concatenate(found) if found else order
+
+
+def may_fit(likely: Any, peak_bytes: Any, limit_bytes: float) -> Any:
+    """[n] whether what is not sure to fit is worth trying, by probabilities and peaks: [n]. Reports
+    that widen the doubt make probable even what needs several times the memory."""
+    return (likely >= MAY_FIT) & (peak_bytes <= FAR_ABOVE * limit_bytes)
 
 
 def worth_trying(seconds: Any, likely: Any, rare: Any, *, safe_s: float, number: int) -> list[int]:

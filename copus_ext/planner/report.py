@@ -18,7 +18,7 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.equals import difference
+from copus_ext.planner.equals import difference, may_fit
 from copus_ext.planner.explain import GIB, RULES
 from copus_ext.planner.known_peaks import WORDS
 from copus_ext.planner.plan import Addition, Plan, Prediction, Ranked, Rejected
@@ -371,9 +371,10 @@ def refusal(
 ) -> str:
     """Why one configuration is no candidate, and part by part what one takes that does not fit or
     is never faster, with the flags that say it."""
-    problem = "does not fit" if found.code == "memory" else "not legal"
-    if found.code == "dominated":
-        problem = "never faster"
+    problem = {"memory": "does not fit", "dominated": "never faster"}.get(found.code, "not legal")
+    p = planner.priced(found.example).prediction if found.code == "memory" else None
+    if p is not None and may_fit(p.fit_probability, p.peak_bytes, p.limit_bytes):
+        problem = "may not fit"
     line = f"{found.example}, global batch {batch}: {problem}: {found.detail}; {found.fix}"
     if found.code != "memory":
         return line

@@ -28,7 +28,7 @@ from copus_ext.cost_model.rows import ConfigBatch
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import PARTS, StepTime, min_step_s, step_time
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.equals import EQUAL, in_order, rarities, worth_trying
+from copus_ext.planner.equals import EQUAL, in_order, may_fit, rarities, worth_trying
 from copus_ext.planner.explain import check_block, rejected
 from copus_ext.planner.known_peaks import FITS, correction_of, known_of, ran_out
 from copus_ext.planner.plan import Plan, Prediction, Ranked, Rejected
@@ -54,8 +54,6 @@ _SPACES_KEPT = 4
 Z_SURE, Z_DOMINATES = 1.2816, 2.3263
 """Standard deviations below the limit that a candidate needs, and one that prunes others: 90 and
 99 % where peaks were measured, 80 and 94 % where none was (`PeakCorrection.fit_probability`)."""
-MAY_FIT = 0.1
-"""Least probability of a configuration that is worth trying."""
 
 
 @dataclass(kw_only=True)
@@ -236,7 +234,8 @@ class Planner:
             safe_s: seconds of a sample of the fastest that is safe, infinite where none is.
             number: how many at most.
         """
-        mine = (space.points.asked_batch_size == batch) & (space.likely >= MAY_FIT)
+        mine = space.points.asked_batch_size == batch
+        mine &= may_fit(space.likely, space.peaks, self.limit_bytes)
         at = np.flatnonzero(mine)
         if not (number and len(at)):
             return []

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from copus_ext.cost_model.memory import peaks
+from copus_ext.cost_model.peak_correction import AS_PREDICTED
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB
 from copus_ext.planner.known_peaks import is_impossible, least_bytes_of, sizes_of
@@ -17,6 +18,8 @@ from copus_ext.planner.space import points_of, to_config_batch
 _FAR_SD, _FAR_FACTOR = 3.0, 2.0
 """Standard deviations of a prediction, and factor, beyond which a time is doubted."""
 
+_SURE = 0.9
+"""Probability to fit from which on a report of an out-of-memory is doubted."""
 _TOLD = 0.01
 """Share of a step from which on what becomes of a part is told."""
 
@@ -93,6 +96,37 @@ def timed(planner: Planner, ran: Sequence[Timing]) -> list[Timed]:
             )
         )
     return found
+
+
+def doubts_of(planner: Planner, some: Sequence[Timed], ran: Sequence[Timing]) -> list[str]:
+    """What of the runs that were measured contradicts what was predicted of them."""
+    found = [run.warning() for run in some if run.is_far_off]
+    found += [peak_warning(planner, one) for one in ran]
+    found += [oom_warning(planner, c) for c in planner.too_large]
+    return [line for line in found if line]
+
+
+def oom_warning(planner: Planner, c: Configuration) -> str:
+    """What may be wrong with a report that a configuration ran out of memory which surely fits by
+    the prediction; else empty."""
+    if planner.cluster.is_gloo:
+        return ""
+    (peak,), (sd,) = peaks(to_config_batch(planner.model, planner.cluster, points_of([c])))
+    likely = float(AS_PREDICTED.fit_probability(peak, planner.limit_bytes, sd))
+    if likely < _SURE:
+        return ""
+    size = sizes_of(planner)[1]
+    return (
+        f"{c}: it ran out of the {size / GIB:.1f} GiB of a GPU, and a peak of {peak / GIB:.1f} GiB "
+        f"was predicted, to fit with probability {likely:.2f}: the report contradicts the "
+        f"prediction by a factor of {size / peak:.1f} or more. Something else than the model's "
+        "memory is likely: another process on the GPU, less memory than --gpu or --cluster says, "
+        "something that is not described (--attention, --gradient-bytes, recompute and zero of "
+        f"CONFIG), or samples longer than {planner.model.seq_length} tokens. Check it: nvidia-smi "
+        "before the start shows what a GPU has and what is in use, and the log of a run with a "
+        "smaller micro-batch its 'max allocated', for --measured 'CONFIG: 18.2 s, 62 GiB'. Leave "
+        "the report out if so, since the memory of all rows follows it"
+    )
 
 
 def peak_warning(planner: Planner, run: Timing) -> str:

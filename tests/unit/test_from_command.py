@@ -121,7 +121,7 @@ def test_the_command_itself_is_named_among_what_may_not_fit(
     code, text, err = run(capsys, f"{TORCHRUN} {large} {now}", more)
     first = next(x for x in text.splitlines() if x.startswith("try 1: "))
     assert first.endswith("recompute=full,sp=1,zero=1 (your command)")
-    assert code == 4 and (text + err).count("none fit") == 1
+    assert code == 4 and (text + err).count("none sure to fit") == 1
 
 
 def test_a_vocabulary_that_nobody_gave_is_told(capsys: pytest.CaptureFixture[str]) -> None:

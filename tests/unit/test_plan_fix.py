@@ -74,7 +74,7 @@ def test_where_nothing_fits_there_is_a_reason_and_no_empty_line(
 ) -> None:
     where = "--model llama-3-70b --seq-length 4096 --cluster a100-80g:16 --global-batch-size 128"
     code, out, err = run(capsys, f"{where} --format slurm")
-    assert code == 4 and out == "" and "none fits" in err
+    assert code == 4 and out == "" and "none sure to fit" in err
     text = err.partition("--fix ")[2].split()[0]
     code, out, err = run(capsys, f"{where} --format slurm --fix {text}")
     assert code == 0 and "sbatch" in out and "may not fit" in err

@@ -29,9 +29,9 @@ from copus_ext.cost_model.rows import ConfigBatch, concatenate
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.cost_model.step import StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
-from copus_ext.planner.equals import in_order, rarities
+from copus_ext.planner.equals import MAY_FIT, in_order, rarities
 from copus_ext.planner.profile import steps_of
-from copus_ext.planner.search import MAY_FIT, MEMORY_MARGIN, Z_SURE
+from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
 from copus_ext.planner.sharing import cp_comm_types_of
 from copus_ext.planner.space import points_of, to_config_batch
 from megatron.trainer.config.layout import Layout
