@@ -68,7 +68,8 @@ GPUS = {
     )
 }
 """Data sheets: memory GiB, dense bf16 TFLOP/s, TB/s, multiprocessors, TF32 or fp32 TFLOP/s."""
-WITHOUT_BF16 = ("V100-16GB", "V100-32GB")
+BEFORE_A100 = ("V100-16GB", "V100-32GB")
+"""Without bf16, and too old for flash attention and Transformer Engine."""
 
 KINDS = {
     "v100-16g": ("V100-16GB", 8, 150e9, 50e9, "a100-80g"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
-from copus_ext.cost_model.gpus import WITHOUT_BF16
+from copus_ext.cost_model.gpus import BEFORE_A100
 from copus_ext.cost_model.megatron_flags import attention_of
 from copus_ext.cost_model.model_spec import ATTENTION, ModelSpec
 from copus_ext.planner.request import megatron_flag
@@ -22,23 +22,19 @@ def old_gpu(cluster: ClusterSpec) -> str | None:
     """The name of a GPU of a cluster that has neither bf16, Transformer Engine nor flash attention;
     None where all have them."""
     names = [cluster.gpu.name, *(node.gpu.name for node in cluster.nodes)]
-    return next((name for name in names if name in WITHOUT_BF16), None)
+    return next((name for name in names if name in BEFORE_A100), None)
 
 
 def left_open(args: argparse.Namespace) -> set[str]:
     """Of `precision`, `implementation` and `attention`, what neither flags of a plan nor those of
     Megatron-LM say."""
     if args.megatron_args is None:
-        return {"precision", *(n for n in ("implementation", "attention") if not _own(args, n))}
+        return {"precision", *(n for n in ("implementation", "attention") if not getattr(args, n))}
     backend = any(megatron_flag(args, name) not in (None, "auto") for name in _BACKENDS)
     found = {"attention"} if not backend else set()
     return found | (
         {"implementation"} if megatron_flag(args, "transformer_impl") is None else set()
     )
-
-
-def _own(args: argparse.Namespace, name: str) -> Any:
-    return getattr(args, name, None)
 
 
 def suited(args: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> ModelSpec:
@@ -47,7 +43,7 @@ def suited(args: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) -> 
         return model
     opened, fields = left_open(args), dict[str, Any]()
     if "precision" in opened:
-        fields |= {"precision": "fp16", "gradient_bytes": _own(args, "gradient_bytes") or 2}
+        fields |= {"precision": "fp16", "gradient_bytes": args.gradient_bytes or 2}
     if "implementation" in opened:
         fields["implementation"] = "local"
     if "attention" in opened:
@@ -103,7 +99,7 @@ def software_flags(args: argparse.Namespace, model: ModelSpec, cluster: ClusterS
         "implementation": model.implementation == "te",
         "attention": model.fused_attention,
     }
-    named = {name for name, is_usual in usual.items() if _own(args, name) or not is_usual}
+    named = {name for name, is_usual in usual.items() if getattr(args, name) or not is_usual}
     return [*flags, *_kernels(model, named)]
 
 

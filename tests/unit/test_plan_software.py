@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import shlex
+from argparse import Namespace
 from typing import Any
 
 import pytest
 import yaml
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from copus_ext.commands import plan
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.megatron_lm.checkout import check
 from copus_ext.planner.request import configuration_of
 from copus_ext.planner.run_flags import parsed_flags
+from megatron.trainer.common.errors import UsageError
 
 WHERE = "--model llama-2-7b --seq-length 2048 --global-batch-size 64 --top 1"
 OLD = f"{WHERE} --cluster v100-32g:16"
@@ -185,6 +192,18 @@ def test_where_rows_with_cp_run_is_told(capsys: pytest.CaptureFixture[str]) -> N
         _, out, _ = run(capsys, f"{asked} --max cp=1")
         assert "cp above 1" not in out
     assert "cp above 1" not in run(capsys, "explain tp2.pp2", NEW.replace("--top 1", ""))[1]
+
+
+def test_what_is_said_of_cp_is_so() -> None:
+    """Neither Megatron-LM's own attention nor --copus in a checkout takes any."""
+    args = Namespace(context_parallel_size=2, num_layers=2)
+    with pytest.raises(UsageError, match="use --context-parallel-size 1"):
+        check(args, CopusConfig(copus=True, copus_mode="observe"))
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, context_parallel_size=2
+    )
+    with pytest.raises(AssertionError, match="only supported by TEDotProductAttention"):
+        DotProductAttention(config, 1, AttnMaskType.causal, "self")
 
 
 def test_no_row_shares_samples_where_transformer_engine_has_no_kernel_for_it(
