@@ -31,6 +31,7 @@ from copus_ext.planner.from_command import (
     FLAG,
     completed,
     fill_in,
+    inherited,
     notes,
     present,
     present_of,
@@ -146,7 +147,9 @@ def new_parser(**about: Any) -> argparse.ArgumentParser:
     """
     p = _Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **about)
     p.set_defaults(train_tokens=None, explain=None, rejected=False, command="search")
-    p.set_defaults(launched=None, absent=(), from_command=None, timed=[], doubts=[], top=10)
+    p.set_defaults(
+        launched=None, absent=(), from_command=None, timed=[], doubts=[], reported=[], top=10
+    )
     return p
 
 
@@ -250,7 +253,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def runs_of(args: argparse.Namespace, model: Any, cluster: Any, limits: Any) -> tuple[Any, Any]:
     """What `--measured` says that ran, and what ran out of memory."""
-    from copus_ext.planner.known_runs import measured_of
+    from copus_ext.planner.known_runs import measured_of, taken_for, with_text
 
     if not args.measured:
         return [], []
@@ -258,7 +261,11 @@ def runs_of(args: argparse.Namespace, model: Any, cluster: Any, limits: Any) -> 
         raise UsageProblem("--measured goes with a batch; give --global-batch-size a number")
     batch = batches(args.global_batch_size)[0]
     now = None if args.launched is None else partial(present, args, batch, cluster.world_size)
-    return measured_of(args.measured, batch, model, cluster, limits, now)
+    ran, lacked = measured_of(args.measured, batch, model, cluster, limits, now)
+    args.reported = with_text(args.measured, ran, lacked)
+    if told := taken_for(args.reported):
+        tell("plan.py", f"note: {told}")
+    return ran, lacked
 
 
 def planner_of(args: argparse.Namespace) -> Any:
@@ -365,6 +372,8 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     from copus_ext.planner.software import assumed_lines, assumptions, untimed
 
     text = args.explain if args.launched is None else completed(args, args.explain)
+    if told := inherited(args, args.explain):
+        tell("plan.py", f"note: {told}")
     if planner.model.num_experts is None and sizes("CONFIG", text, OPTIONS).get("ep", 1) > 1:
         raise UsageProblem(f"{text}: {planner.model.name} has no experts; drop ep and etp")
     answers = [explained(args, planner, batch, text) for batch in wanted]

@@ -311,6 +311,15 @@ def completed(args: argparse.Namespace, text: str) -> str:
     return ",".join(f"{name}={value}" for name, value in {**words, **own}.items())
 
 
+def inherited(args: argparse.Namespace, text: str) -> str:
+    """That a CONFIG takes its recomputation from the command; empty where it has its own, and
+    without a CONFIG or a command."""
+    if args.launched is None or not text or "recompute" in sizes("CONFIG", text, OPTIONS):
+        return ""
+    words = f"recompute={_words_of_command(args)['recompute']}"
+    return f"CONFIG says no recompute: {words} is taken, as the command has it"
+
+
 def _words_of_command(args: argparse.Namespace) -> dict[str, Any]:
     """The parts of the CONFIG of the command, by name."""
     given = parsed_flags(args.megatron_args)

@@ -24,7 +24,7 @@ did."""
 WORDS = {
     PREDICTED: "",
     MEASURED: "measured",
-    RAN: "it ran",
+    RAN: "it ran, with a peak that is predicted",
     OUT_OF_MEMORY: "it ran out of memory",
     NO_LESS: "it needs no less than what ran out of memory on these ranks",
 }

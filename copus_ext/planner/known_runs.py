@@ -149,6 +149,30 @@ def measured_of(
     return ran, lacked
 
 
+def with_text(
+    texts: Sequence[str], ran: Sequence[Timing], lacked: Sequence[Configuration]
+) -> list[tuple[str, Configuration]]:
+    """The texts of `measured_of`, each with the configuration that it was taken for."""
+    times, others = iter(ran), iter(lacked)
+    is_oom = [text.rpartition(":")[2].strip().lower() == "oom" for text in texts]
+    return [
+        (t, next(others) if oom else next(times).configuration) for t, oom in zip(texts, is_oom)
+    ]
+
+
+def taken_for(reported: Sequence[tuple[str, Configuration]]) -> str:
+    """What runs were taken for that name a configuration without its recomputation or its zero;
+    empty where all say both."""
+    found = []
+    for text, c in reported:
+        name = text.rpartition(":")[0]
+        words = [x for x in str(c).split(",") if x.startswith(("recompute=", "zero="))]
+        lacks = [x for x in words if f"{x.partition('=')[0]}=" not in name]
+        found += [f"{name.strip()} as {','.join(lacks)}"] if name.strip() and lacks else []
+    what = "; ".join(dict.fromkeys(found))
+    return f"--measured takes {what}; write them in CONFIG if the run had others" if what else ""
+
+
 _SHARE = re.compile(r"(?:mfu )?([\d.]+) ?%(?: mfu)?")
 _RATE = re.compile(r"([\d.]+) ?tflops?(?:/s)?(?:/gpu)?")
 

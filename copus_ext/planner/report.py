@@ -37,8 +37,8 @@ _SOURCES = {
     "predicted": "predicted",
 }
 """Where the seconds of a step come from, in words."""
-_OF_PEAKS = {"measured": " measured", "ran": " ran"}
-"""What stands behind a peak that a run has, or bounds."""
+_OF_PEAKS = {"measured": " measured"}
+"""What stands behind a peak that a run had."""
 _SHOWN = 3
 """Equals of a row that a line names."""
 _LEGEND = (

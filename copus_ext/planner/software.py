@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from copus_ext.cost_model.memory import peaks
 from copus_ext.cost_model.model_spec import ATTENTION, ModelSpec
 from copus_ext.cost_model.peak_correction import fit_probability
 from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.from_command import present
 from copus_ext.planner.plan import Plan
 from copus_ext.planner.request import UsageProblem, constants_of, megatron_flag, model_of
@@ -175,10 +177,9 @@ def fits_better(args: argparse.Namespace, planner: Planner, assumed: list[Assump
         (f"{flag}{_BESIDES.get(flag, '')}", _Told.by(planner, replace(planner.model, **fields)))
         for flag, fields in some
     ]
-    told = [x for x in args.measured if ":" in x]
     # Without a word in CONFIG the optimizer's state was taken to be split.
-    if told and len(told) == len(args.measured) and not any("zero=" in x for x in told):
-        whole = _Told.by(planner, planner.model, use_distributed_optimizer=False)
+    if open_ := [c for text, c in args.reported if ":" in text and "zero=" not in text]:
+        whole = _Told.by(planner, planner.model, unsplit=open_)
         found.append(("no distributed optimizer (zero=0 in CONFIG)", whole))
     # Another way that is only less sure explains nothing.
     better = [(then.likely - now.likely, what) for what, then in found if then.misses < now.misses]
@@ -206,11 +207,11 @@ class _Told:
     that are lacking to what a GPU has."""
 
     @classmethod
-    def by(cls, planner: Planner, model: ModelSpec, **options: bool) -> _Told:
-        """If the model is implemented so, and the runs had these options."""
+    def by(cls, planner: Planner, model: ModelSpec, unsplit: Sequence[Configuration] = ()) -> _Told:
+        """If the model is implemented so, and some of the runs did not split the optimizer."""
         peaked = [t for t in planner.timings if t.peak_bytes is not None]
         some = [*(t.configuration for t in peaked), *planner.too_large]
-        some = [replace(c, **options) for c in some]
+        some = [replace(c, use_distributed_optimizer=False) if c in unsplit else c for c in some]
         if not some:
             return cls(0.0, 0.0)
         peak, sd = peaks(to_config_batch(model, planner.cluster, points_of(some)))

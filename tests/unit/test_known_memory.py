@@ -89,3 +89,52 @@ def test_where_a_try_is_likely_more_gpus_are_not_said_to_be_of_no_use(
     chance = re.search(r"fits with probability ([\d.]+)", out)
     assert chance is not None and f"none sure to fit, the likeliest with {chance[1]}" in line
     assert "none fits" not in line and "do not help" not in line
+
+
+def test_an_unsplit_optimizer_stays_in_doubt_beside_a_run_that_says_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = "--model llama-2-13b --cluster a100-80g:32 --global-batch-size 64 --top 1"
+    words = "with no distributed optimizer (zero=0 in CONFIG)"
+    oom = "--measured 'tp2.pp2: oom'"
+    for also in ("", "--measured 'tp4.pp2,micro_batch=1,recompute=full,zero=1: 9.4 s'"):
+        assert words in run(capsys, f"{where} {oom} {also}")[1]
+    # A report that says it is not in doubt, whatever others leave out.
+    said = "--measured 'tp2.pp2,zero=1: oom' --measured 'tp4.pp2,recompute=full: 9.4 s'"
+    assert words not in run(capsys, f"{where} {said}")[1]
+
+
+def test_a_peak_that_is_not_of_a_run_is_not_said_to_be(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run without a peak, whose own is moved by the report of another."""
+    text = "tp4.pp2.dp4,micro_batch=1,recompute=full,sp=1,zero=1"
+    where = "--model llama-2-13b --cluster a100-80g:32 --global-batch-size 64"
+    told = f"--measured 'tp2.pp2: oom' --measured '{text}: 9.4 s'"
+    _, out, _ = run(capsys, f"explain {text} {where} {told}")
+    assert "it ran, with a peak that is predicted" in out
+    _, out, _ = run(capsys, f"{where} {told} --fix {text}")
+    assert " ran " not in out.partition("\n rank")[2].partition("\nall times")[0]
+
+
+def test_what_config_leaves_out_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    where = "--model llama-2-13b --cluster a100-80g:32 --global-batch-size 64 --top 1"
+    _, _, err = run(capsys, f"{where} --measured 'tp2.pp2: oom'")
+    assert "note: --measured takes tp2.pp2 as recompute=none,zero=1; write them in CONFIG" in err
+    _, _, err = run(capsys, f"{where} --measured 'tp4.pp2,recompute=full: 9.4 s'")
+    assert "tp4.pp2,recompute=full as zero=1" in err
+    _, _, err = run(capsys, f"{where} --measured 'tp4.pp2,recompute=full,zero=1: 9.4 s'")
+    assert "--measured takes" not in err
+    command = (
+        "torchrun --nnodes 4 --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --bf16 "
+        "--hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 32000 "
+        "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 64 "
+        "--tensor-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1"
+    )
+    asked = f"--gpu A100-80GB --from-command '{command}'"
+    for text, is_told in {"tp4": True, "tp4,recompute=none": False, "": False}.items():
+        code, _, err = run(capsys, f"explain {text} {asked}")
+        assert (
+            code in (0, 3) and ("recompute=full is taken, as the command has it" in err) == is_told
+        )

@@ -229,7 +229,10 @@ def test_a_measured_configuration_shows_its_own_peak(capsys: pytest.CaptureFixtu
     # Without a peak it had what a GPU has.
     plan.main(shlex.split(f"explain {text} {where} --measured '{text}: 8 s'"))
     out, err = capsys.readouterr()
-    assert "peak 80.0 of 76.8 GiB on stage 0, it ran" in out and "above the 80.0 GiB" in err
+    assert (
+        "peak 80.0 of 76.8 GiB on stage 0, it ran, with a peak that is predicted" in out
+        and "above the 80.0 GiB" in err
+    )
 
 
 def test_a_peak_that_is_far_off_is_doubted(capsys: pytest.CaptureFixture[str]) -> None:
