@@ -349,6 +349,7 @@ def planner_of(args: argparse.Namespace) -> Any:
 def explained(args: argparse.Namespace, planner: Any, batch: int, text: str) -> tuple[Any, int]:
     """What the configuration of a text gives, or why it is none; and the exit code."""
     from copus_ext.planner.plan import Ranked
+    from copus_ext.planner.timed import as_measured
 
     world_size = planner.cluster.world_size
     found = planner.explain(
@@ -362,7 +363,7 @@ def explained(args: argparse.Namespace, planner: Any, batch: int, text: str) -> 
         )
     )
     if isinstance(found, Ranked):
-        return found, 0
+        return as_measured(planner, found), 0
     return found, 4 if found.code == "memory" else 3
 
 
@@ -399,7 +400,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     else:
         machine = report.machine_line(planner.cluster, planner.constants)
         peak = report.peak_line(planner.cluster, planner.model.precision)
-        told = assumed_lines(assumptions(args, planner), None)
+        told = [*assumed_lines(assumptions(args, planner), None), *untimed(args, planner)]
         head = "\n".join(filter(None, [length_line(args, planner.model), machine, peak, *told]))
         texts, software = [], software_flags(args, planner.model, planner.cluster)
         for (a, code), batch in zip(answers, wanted):
@@ -412,8 +413,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
                 [runs_in(planner.model, planner.cluster)] if code != 3 and c.layout.cp > 1 else []
             )
             texts.append("\n".join(told))
-        last = "\n".join(untimed(args, planner))
-        write_output("\n\n".join(filter(None, [head, *texts, last])), args.output)
+        write_output("\n\n".join([head, *texts]), args.output)
     return max(code for _, code in answers)
 
 
@@ -481,9 +481,10 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
     """What was asked for, and the plans with all that the headroom looks at."""
     from copus_ext.planner.nearest_batch import better_batch
     from copus_ext.planner.report import Answer
+    from copus_ext.planner.timed import plan_as_measured
 
     weighed = ranked(args, planner, wanted, top=max(args.top, _WEIGHED), tries=_TRIES)
-    plans = [doubted(planner, p, args.top) for p in weighed]
+    plans = [plan_as_measured(planner, doubted(planner, p, args.top)) for p in weighed]
     plans[:_HINTED] = [
         dataclasses.replace(p, better_batch=better_batch(planner, p)) for p in plans[:_HINTED]
     ]

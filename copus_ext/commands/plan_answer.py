@@ -109,6 +109,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
         half_precision_line(args, planner, found.plans[0]),
         report.peak_line(planner.cluster, planner.model.precision),
         *assumed_lines(beside.assumed, beside.otherwise),
+        *untimed(args, planner),
         *beside.better,
         *([beside.present.line()] if beside.present is not None else []),
     ):
@@ -116,8 +117,6 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     now = None if beside.present is None else beside.present.configuration
     report.table(found, console, is_mixture=is_mixture, shows_cp=asked, now=now)
     say(runs_in(planner.model, planner.cluster) if report.shares_samples(found) else "")
-    for line in untimed(args, planner):
-        say(line)
     say(beside.first[0] if beside.first is not None else "")
     if beside.decay is not None:
         words = decay_words(beside.decay["timescale"])
@@ -128,7 +127,8 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     elif any(plan.ranked for plan in found.plans):
         batch = next(plan.global_batch_size for plan in found.plans if plan.ranked)
         mapping = planner.limits.use_tp_pp_dp_mapping
-        say(help_line(what_would_help(planner, batch), use_tp_pp_dp_mapping=mapping))
+        doubtful = next((run.instead_of_help() for run in args.timed if run.is_far_off), None)
+        say(doubtful or help_line(what_would_help(planner, batch), use_tp_pp_dp_mapping=mapping))
     for run in args.timed:
         say(f"{run}; {run.shares()}")
     if factors := {n: x for n, x in planner.part_factors().items() if abs(x - 1) >= 0.05}:

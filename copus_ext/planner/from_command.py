@@ -21,6 +21,7 @@ from copus_ext.planner.run_flags import parsed_flags, specs, without_effect
 from copus_ext.planner.search import Planner
 from copus_ext.planner.shell_script import SOURCES, Outcome, outcomes_of
 from copus_ext.planner.shell_text import variables
+from copus_ext.planner.timed import as_measured
 
 FLAG = "--from-command"
 _TWICE = f"{FLAG} and --megatron-args say the same; give one of them, once"
@@ -406,7 +407,7 @@ def present_of(args: argparse.Namespace, planner: Planner, plan: Plan) -> Presen
     except (UsageProblem, SpecError) as error:
         return Present(now=None, first=first, problem=str(error))
     if isinstance(found, Ranked):
-        return Present(now=found, first=first)
+        return Present(now=as_measured(planner, found), first=first)
     if found.code in ("memory", "dominated"):
-        return Present(now=planner.priced(c), first=first)
+        return Present(now=as_measured(planner, planner.priced(c)), first=first)
     return Present(now=None, first=first, problem=f"{found.detail}; {found.fix}")

@@ -52,7 +52,20 @@ class Assumption:
 
 
 def assumptions(args: argparse.Namespace, planner: Planner) -> list[Assumption]:
-    """What the answer takes for granted on GPUs, the most doubtful first. Flags of Megatron-LM say
+    """What the answer takes for granted on GPUs: of the software, the most doubtful first, and of
+    the network where nobody gave it."""
+    found, cluster = _of_software(args, planner), planner.cluster
+    known = args.nic is not None or cluster.nic_is_measured or cluster.links is not None
+    known |= (args.cluster or "").endswith(".json")
+    if known or cluster.is_gloo or cluster.num_nodes == 1:
+        return found
+    nic = cluster.nic_bytes_per_s / 1e9
+    text = f"a network of {nic:.4g} GB/s for each node"
+    return [*found, Assumption(text=text, flag="--nic", has_bytes=False)]
+
+
+def _of_software(args: argparse.Namespace, planner: Planner) -> list[Assumption]:
+    """What is taken for granted of the software, the most doubtful first. Flags of Megatron-LM say
     all but the kernel that its backend will choose."""
     model, overlap = planner.model, planner.limits.overlap
     if planner.cluster.is_gloo:
@@ -100,6 +113,8 @@ def assumptions(args: argparse.Namespace, planner: Planner) -> list[Assumption]:
         found.append(Assumption(text="gradients travel while passes compute", flag="--no-overlap"))
     text = f"{model.precision} ({old} has no bf16)" if old else model.precision
     text += "" if model.dropout else " and no dropout"
+    if model.num_experts is not None:
+        text += f", the {model.moe_token_dispatcher_type} token dispatcher"
     return [*found, Assumption(text=text, flag="--from-command")]
 
 
@@ -246,7 +261,9 @@ def untimed(args: argparse.Namespace, planner: Planner) -> list[str]:
     """What of an answer rests on no time of any GPU, or will not run on this one."""
     found = [_borrowed_constants(args, planner), will_not_run(args, planner.model, planner.cluster)]
     if planner.model.num_experts is not None and not planner.cluster.is_gloo:
-        what = "routing, its exchanges and products of few rows are assumptions"
+        kind = planner.model.moe_token_dispatcher_type
+        what = f"routing, the exchanges of the {kind} token dispatcher and products of few rows "
+        what += "are assumptions"
         found.append(f"no GPU has timed a mixture of experts for this table: {what}")
     return [line for line in found if line]
 

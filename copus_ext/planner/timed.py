@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from copus_ext.cost_model.memory import peaks
 from copus_ext.cost_model.peak_correction import AS_PREDICTED
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB
 from copus_ext.planner.known_peaks import is_impossible, least_bytes_of, sizes_of
-from copus_ext.planner.profile import Timing
+from copus_ext.planner.plan import Plan, Ranked
+from copus_ext.planner.profile import Timing, keys_of
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_config_batch
 
@@ -52,14 +53,22 @@ class Timed:
         times = f"predicted {self.predicted_s:.3g} s, measured {self.measured_s:.4g} s"
         return f"{self.configuration}: {times} (x {self.measured_s / self.predicted_s:.2f})"
 
+    def instead_of_help(self) -> str:
+        """What stands for what another machine would save, which such a time does not tell."""
+        return (
+            f"what another network, more memory or another order of ranks would save is not known: "
+            f"a time measured at x {self.measured_s / self.predicted_s:.2f} of its prediction says "
+            "that the software or the network is not as described"
+        )
+
     def warning(self) -> str:
         """What may be wrong with a time that is far off, and what to do."""
         batch = self.configuration.global_batch_size
         return (
             f"{self}, and the prediction may be {100 * self.predicted_sd:.0f} % off: is it the "
             f"time of a whole step of batch {batch}, on such GPUs and links, in this layout? "
-            "Other software than described (attention, norms, precision) is as "
-            "likely: correct what is wrong, since all rows follow this time"
+            "Else the software (attention, norms, precision, token dispatcher) or the network "
+            "(--nic) is not as described: correct what is wrong, since all rows follow this time"
         )
 
     def shares(self) -> str:
@@ -96,6 +105,44 @@ def timed(planner: Planner, ran: Sequence[Timing]) -> list[Timed]:
             )
         )
     return found
+
+
+def as_measured(planner: Planner, one: Ranked) -> Ranked:
+    """A row with the time that was measured of it in place of what corrections make of it; any
+    other as it is, but for its equals."""
+    equals = [as_measured(planner, other) for other in one.equals]
+    one = replace(one, equals=equals) if equals else one
+    c, p = one.configuration, one.prediction
+    step_s = measured_s(planner, c)
+    if step_s is None:
+        return one
+    less = step_s / p.step_s
+    rates = {
+        name: getattr(p, name) / less
+        for name in ("samples_per_s", "tokens_per_s", "tflops_per_gpu", "mfu")
+    }
+    parts = {name: seconds * less for name, seconds in p.time_s.items()}
+    return replace(one, prediction=replace(p, step_s=step_s, time_s=parts, **rates))
+
+
+def plan_as_measured(planner: Planner, plan: Plan) -> Plan:
+    """The same of all rows of a plan."""
+    rows, tries = ([as_measured(planner, x) for x in some] for some in (plan.ranked, plan.tries))
+    fastest = plan.fastest and (
+        plan.fastest[0],
+        measured_s(planner, plan.fastest[0]) or plan.fastest[1],
+    )
+    return replace(plan, ranked=rows, tries=tries, fastest=fastest)
+
+
+def measured_s(planner: Planner, c: Configuration) -> float | None:
+    """Seconds of a step as measured with this very batch, the mean of several; None without."""
+    runs = [t for t in planner.timings if t.configuration.global_batch_size == c.global_batch_size]
+    if not runs:
+        return None
+    own, *keys = keys_of(points_of([c, *(t.configuration for t in runs)])).tolist()
+    times = [t.step_s for t, key in zip(runs, keys) if key == own]
+    return sum(times) / len(times) if times else None
 
 
 def doubts_of(planner: Planner, some: Sequence[Timed], ran: Sequence[Timing]) -> list[str]:

@@ -145,6 +145,7 @@ def test_the_answer_says_what_is_tried_assumed_and_doubted(
     assert one["try_first"][0]["rank"] == 0 and one["common_rel_sd"] > 0.12
     assert record["inputs"]["otherwise"]["flag"] == "--gradient-bytes 2"
     told = "--gradient-bytes 2 --implementation te --norm fused --attention flash --no-overlap"
+    told += " --nic 400GB/s"
     assert plan.main(shlex.split(f"{asked} {told}")) == 0
     out = capsys.readouterr().out
     assert "\nassumed: bf16 and no dropout; change it with --from-command\n" in out

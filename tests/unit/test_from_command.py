@@ -139,7 +139,8 @@ def test_flash_attention_that_was_asked_for_is_not_assumed(
     for more, is_told in (("", True), ("--use-flash-attn", False)):
         command = f"{TORCHRUN} {SHAPE} {NOW} {more}"
         _, text, _ = run(capsys, command, "--cluster a100-80g --top 1")
-        told = "assumed: flash attention; change it with --attention-backend in --from-command\n"
+        told = "assumed: flash attention, a network of 100 GB/s for each node; change it with "
+        told += "--attention-backend in --from-command, --nic\n"
         assert (told in text) == is_told
 
 
