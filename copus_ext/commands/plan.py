@@ -426,6 +426,7 @@ def as_named(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[
     """
     from copus_ext.planner.known_peaks import WORDS
     from copus_ext.planner.plan import Plan, Ranked
+    from copus_ext.planner.timed import as_measured
 
     found = []
     for batch in wanted:
@@ -433,7 +434,7 @@ def as_named(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[
         if not isinstance(one, Ranked):
             if one.code not in ("memory", "dominated"):
                 raise UsageProblem(f"--fix {args.fix}: {one.detail}; {one.fix}")
-            one = planner.priced(one.example)
+            one = as_measured(planner, planner.priced(one.example))
         p = one.prediction
         if p.fit_probability < 1 - CERTAIN:
             fits = WORDS[p.peak_source] or f"it fits with probability {p.fit_probability:.2f}"
