@@ -93,6 +93,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     from copus_ext.planner.better_machine import what_would_help
     from copus_ext.planner.explain import help_line, timing_line
     from copus_ext.planner.software import assumed_lines, half_precision_line, untimed
+    from copus_ext.planner.timed import instead_of_help
 
     text = io.StringIO()
     console = report.console_for(sys.stdout if args.output is None else text)
@@ -127,7 +128,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
     elif any(plan.ranked for plan in found.plans):
         batch = next(plan.global_batch_size for plan in found.plans if plan.ranked)
         mapping = planner.limits.use_tp_pp_dp_mapping
-        doubtful = next((run.instead_of_help() for run in args.timed if run.is_far_off), None)
+        doubtful = instead_of_help(planner, args.timed)
         say(doubtful or help_line(what_would_help(planner, batch), use_tp_pp_dp_mapping=mapping))
     for run in args.timed:
         say(f"{run}; {run.shares()}")

@@ -7,12 +7,16 @@ from dataclasses import replace
 from copus_ext.planner.better_machine import min_gpus
 from copus_ext.planner.plan import Plan
 from copus_ext.planner.search import Planner
+from copus_ext.planner.timed import contradicts
 
 
 def with_fix(planner: Planner, plan: Plan) -> Plan:
     """A plan without rows, with what would help in place of more GPUs where they would not."""
     if plan.status != "none_fits":
         return plan
+    if contradicts(planner):
+        fix = "all this follows a report that contradicts its prediction: check that first"
+        return _fixed(plan, fix)
     needed, unsure = min_gpus(planner, plan.global_batch_size), bool(plan.tries)
     fix = f"needs about {needed} GPUs of this kind"
     if needed is not None:
@@ -21,6 +25,10 @@ def with_fix(planner: Planner, plan: Plan) -> Plan:
         fix = "try 1 may fit on these GPUs, and on more of them none is sure to fit either"
     else:
         fix = "more of these GPUs do not help; use GPUs with more memory"
+    return _fixed(plan, fix)
+
+
+def _fixed(plan: Plan, fix: str) -> Plan:
     found = [replace(r, fix=fix) if r.code == "memory" else r for r in plan.rejected]
     return replace(plan, rejected=found)
 

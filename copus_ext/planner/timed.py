@@ -53,14 +53,6 @@ class Timed:
         times = f"predicted {self.predicted_s:.3g} s, measured {self.measured_s:.4g} s"
         return f"{self.configuration}: {times} (x {self.measured_s / self.predicted_s:.2f})"
 
-    def instead_of_help(self) -> str:
-        """What stands for what another machine would save, which such a time does not tell."""
-        return (
-            f"what another network, more memory or another order of ranks would save is not known: "
-            f"a time measured at x {self.measured_s / self.predicted_s:.2f} of its prediction says "
-            "that the software or the network is not as described"
-        )
-
     def warning(self) -> str:
         """What may be wrong with a time that is far off, and what to do."""
         batch = self.configuration.global_batch_size
@@ -151,6 +143,27 @@ def doubts_of(planner: Planner, some: Sequence[Timed], ran: Sequence[Timing]) ->
     found += [peak_warning(planner, one) for one in ran]
     found += [oom_warning(planner, c) for c in planner.too_large]
     return [line for line in found if line]
+
+
+def instead_of_help(planner: Planner, some: Sequence[Timed]) -> str:
+    """What stands for what another machine would save, where a run contradicts its prediction;
+    else empty."""
+    far = next((run.measured_s / run.predicted_s for run in some if run.is_far_off), None)
+    if far is not None:
+        why, what = f"a time measured at x {far:.2f} of its prediction", "network"
+    elif contradicts(planner):
+        why, what = "an out-of-memory that contradicts its prediction", "GPU"
+    else:
+        return ""
+    return (
+        "what another network, more memory or another order of ranks would save is not known: "
+        f"{why} says that the software or the {what} is not as described"
+    )
+
+
+def contradicts(planner: Planner) -> bool:
+    """Whether something ran out of memory that surely fits by the prediction."""
+    return any(oom_warning(planner, c) for c in planner.too_large)
 
 
 def oom_warning(planner: Planner, c: Configuration) -> str:

@@ -138,3 +138,17 @@ def test_what_config_leaves_out_is_said(capsys: pytest.CaptureFixture[str]) -> N
         assert (
             code in (0, 3) and ("recompute=full is taken, as the command has it" in err) == is_told
         )
+
+
+def test_nothing_is_concluded_from_a_report_that_contradicts_the_prediction(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = "--model llama-2-13b --cluster h100-80g:16 --global-batch-size 256 --top 1"
+    lacked = "--measured 'tp8.pp2,micro_batch=1,recompute=full,zero=1: oom'"
+    ran = "--measured 'tp4.pp4,micro_batch=1,recompute=full,zero=1: 14 s'"
+    _, out, _ = run(capsys, f"{where} {lacked} {ran}")
+    assert "would help" not in out and "would save is not known: an out-of-memory that " in out
+    code, out, err = run(capsys, f"{where} {lacked}")
+    assert code == 4 and "do not help" not in out + err and "on more of them none" not in out + err
+    for text in (out, err):
+        assert "all this follows a report that contradicts its prediction: check that first" in text
