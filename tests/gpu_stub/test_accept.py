@@ -49,6 +49,7 @@ def test_checks_pass(gpus: int, checks: str, tmp_path: Path) -> None:
             assert peaks["alone"]["peak"] == peaks["allocated_bytes"]
 
 
+NEED = r".* [0-9.]+ GB are needed beside the old state and [0-9.]+ GB are free"
 REFUSED = r"cancelled .*(1\.9|2\.6)\d GB are needed beside the old state and 1\.7\d GB are free"
 SHORT = {16: REFUSED, 26: "moved"}
 """GiB of a GPU, and how every move ends while a tenth of it is free. New communicators of NCCL and
@@ -59,7 +60,9 @@ model."""
 @pytest.mark.parametrize("size", SHORT)
 def test_a_move_where_memory_is_short_is_refused_or_done(size: int, tmp_path: Path) -> None:
     (row,) = accepted(2, "moves_when_full", tmp_path, STUB_GPU_BYTES=str(size << 30))
-    assert len(row["moves"]) == 6
-    for move in row["moves"]:
+    full, edge = ([m for m in row["moves"] if m["memory"] == name] for name in ("full", "edge"))
+    assert len(full) == len(edge) == 6
+    assert all(re.fullmatch(NEED, move["refused"]) for move in edge)
+    for move in full:
         end = f"{move['kind']} {move['reason']}".strip()
         assert re.fullmatch(SHORT[size], end), (move["to"], end)

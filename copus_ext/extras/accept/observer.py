@@ -18,6 +18,8 @@ from megatron.trainer.train.callbacks import Callback, CallbackContext
 VARIABLE = "COPUS_ACCEPT"
 """Environment variable: a JSON file with the task, which `copus accept` writes."""
 _MIB = 1 << 20
+_EDGE, _SPARE_BYTES = (0.97, 1.03), 64 * _MIB
+"""Of the memory that a move needs: what is free when it is asked for; and what nothing takes."""
 
 
 def callbacks(config: Any, controller: Any) -> list[Callback]:
@@ -37,7 +39,8 @@ class Observer(Callback):
     Args:
         task: `folder` for a file of each rank; `walk`, layouts to move to, one at the end of each
             step from `at` on; `free`, the share of a GPU's memory that stays free meanwhile,
-            beside what torch has taken for steps;
+            beside what torch has taken for steps; `edge`, true to have each move refused for want
+            of memory first, and done with as much as it asks for;
             `limit_bytes`, what the run may use of it; `kill`, with a rank, an iteration and an
             event: `forward`, `reduce` or `share`; `load`, checkpoints to load before the first
             step, by name; `reshard`, layouts for `reshards.compared`; `bind`, tell torch of the
@@ -128,21 +131,61 @@ class Observer(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _move(self, job: Any) -> None:
-        from copus_ext.reshard.trainer_host import TrainerHost
-        from megatron.trainer.config.layout import Layout
 
         moves = self._row["moves"]
-        share = self._task.get("free")
+        share, text = self._task.get("free"), self._task["walk"][len(moves)]
         if share is not None and not moves:
             import torch
 
             free, total = torch.cuda.mem_get_info()
             self._fill(free - int(share * total))
+        attempt = self._at_edge if self._task.get("edge") else self._attempt
+        moves.append(attempt(job, text))
+
+    def _attempt(self, job: Any, text: str) -> dict[str, Any]:
+        from copus_ext.reshard.trainer_host import TrainerHost
+        from megatron.trainer.config.layout import Layout
+
         host = TrainerHost(job)
-        before, text = str(host.layout), self._task["walk"][len(moves)]
+        before = str(host.layout)
         result = self._mover.move(host, Layout.from_text(text), job.state.settings)
         row = {"from": before, "to": text, "kind": result.kind, "reason": result.reason}
-        moves.append({**row, "pause_s": result.pause_s, "phases_s": result.phases})
+        return {**row, "pause_s": result.pause_s, "phases_s": result.phases}
+
+    def _at_edge(self, job: Any, text: str) -> dict[str, Any]:
+        """Asks for a move with a little less memory than it needs, then with a little more."""
+        import torch
+
+        needed, there = self._needs(job, text)
+        rows = []
+        for share in _EDGE:
+            self._ballast = None
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info()
+            self._fill(min(int(there - share * needed), free - _SPARE_BYTES))
+            rows.append(self._attempt(job, text))
+            if rows[-1]["kind"] == "moved":
+                break
+        self._ballast = None
+        return {**rows[-1], "refused": "; ".join(row["reason"] for row in rows[:-1])}
+
+    def _needs(self, job: Any, text: str) -> tuple[float, float]:
+        """Bytes that a move needs of this rank, and those that it would have. It is not made."""
+        from copus_ext.reshard import saved_state
+
+        seen, require = [], saved_state.require_memory
+
+        def noted(needed: float, free: float) -> None:
+            seen.append((needed, free))
+            raise saved_state.TooLarge("asked only for what is needed")
+
+        saved_state.require_memory = noted
+        try:
+            self._attempt(job, text)
+        finally:
+            saved_state.require_memory = require
+        (found,) = seen
+        return found
 
     def _fill(self, size: int) -> None:
         """Takes so many bytes of the GPU until the run ends."""

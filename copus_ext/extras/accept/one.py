@@ -12,6 +12,8 @@ from copus_ext.extras.accept.finding import Failed, Finding, Skipped, apart, jud
 from copus_ext.extras.accept.runs import ALONE, Bench, RunResult, last_lines
 
 OBSERVE = ["--copus", "--copus-mode", "observe", "--copus-policy", "static"]
+EVERY_SAMPLE = ["--no-gradient-accumulation-fusion"]
+"""Where NVIDIA's apex is installed: its kernel adds gradients of micro-batches without a trace."""
 _MAX_BF16, _MAX_ENGINE, _MAX_NOISE = 2e-2, 1e-2, 1e-3
 _MAX_MEMORY, _MAX_ALONE = 0.12, 0.02
 _MIN_SPEED, _MAX_MEASURING = 0.97, 1.02
@@ -58,11 +60,12 @@ def implementations(bench: Bench) -> Finding:
 def noise(bench: Bench) -> Finding:
     """The squares that hooks measure, against the gradient norms of steps that take single samples
     and halves of the batch at a learning rate of zero; and whether they change a weight."""
+    base = [*bench.flags(), *EVERY_SAMPLE]
     still = ["--lr", "0", "--min-lr", "0", "--clip-grad", "1e9"]
     norms = {
         size: bench.train(
             f"norms-{size}",
-            [*bench.flags(), *still, *_batches(size, steps=8 // size)],
+            [*base, *still, *_batches(size, steps=8 // size)],
         ).norms
         for size in (1, 4)
     }
@@ -74,13 +77,13 @@ def noise(bench: Bench) -> Finding:
         settings = bench.folder / f"{estimator}.yaml"
         settings.write_text(f"gns_estimator: {estimator}\n")
         watched = [*OBSERVE, "--copus-config", str(settings), "--train-iters", "2"]
-        run = bench.train(f"noise-{estimator}", [*bench.flags(), *still, *watched])
+        run = bench.train(f"noise-{estimator}", [*base, *still, *watched])
         squares = run.steps[0]["noise"]["squares"]
         found = {kind: sum(squares[kind].values()) for kind in ("small", "big")}
         of_batch = apart(found["big"], run.norms[0] ** 2)
         differences[estimator] = max(apart(found["small"], wanted), of_batch)
     # Without it, attention adds up gradients in another order each time.
-    flags = [*bench.flags(), "--train-iters", "6", "--bf16", "--deterministic-mode"]
+    flags = [*base, "--train-iters", "6", "--bf16", "--deterministic-mode"]
     plain = bench.train("unwatched", flags, task={})
     watched = bench.train("watched", [*flags, *OBSERVE], task={})
     is_same = plain.losses == watched.losses and _sums(plain) == _sums(watched)

@@ -217,7 +217,7 @@ _abort_lock = threading.Lock()
 _aborting: list[threading.Thread] = []
 _aborted: list[Any] = []
 """Groups of gloo of a world that was aborted."""
-_ABORT_S, _ABORTED_S = 3.0, 60.0
+_ABORT_S, _ABORTED_S = 3.0, 8.0
 
 
 def _gloo_groups() -> list[Any]:
@@ -236,11 +236,12 @@ def destroy_broken_world() -> None:
     """
     await_closed()
     abort_world()  # before anything waits for the GPU
-    for thread in tuple(_aborting):
-        thread.join(_ABORTED_S)
-        if thread.is_alive():
-            raise RuntimeError(f"NCCL has not aborted the old world within {_ABORTED_S:g} s")
-    _aborting.clear()
+    with _abort_lock:
+        for thread in _aborting:
+            thread.join(_ABORTED_S)
+            if thread.is_alive():
+                raise RuntimeError(f"NCCL has not aborted the old world within {_ABORTED_S:g} s")
+        _aborting.clear()
     groups = [*_aborted, *_gloo_groups()]
     _aborted.clear()
     _forget_model()

@@ -87,7 +87,7 @@ def test_faults_come_before_figures_and_have_a_time(bench: Bench) -> None:
     assert command._default_minutes(bench) == 8
     assert max(check.limit_s for check in command.CHECKS[:7]) < 8 * 60 / 2
     bench.ranks = 8
-    assert command._default_minutes(bench) == 30
+    assert command._default_minutes(bench) == 45
 
 
 def test_the_page_has_every_check_in_its_order() -> None:
@@ -277,7 +277,7 @@ def _flags_of_runs(
     def train(self: Bench, name: str, flags: Any, **more: Any) -> RunResult:
         seen[name] = [*flags]
         squares = {kind: {"w": 1.0} for kind in ("small", "big")}
-        steps = [{**row, "grad_norm": 1.0, "noise": {"squares": squares}} for row in LOSSES]
+        steps = [{**row, "noise": {"squares": squares}} for row in LOSSES]
         steps = [{**row, "elapsed_per_iteration_ms": 1.0} for row in steps]
         walk = (more.get("task") or {}).get("walk", [])
         if walk and walks is not None:
@@ -331,15 +331,20 @@ def test_each_layout_of_a_check_is_one_of_transformer_engine(
     for check in command.CHECKS:
         if check.min_ranks > 1 and check.run is not many.recovery:
             check.run(bench)
-    have = {"cuda_available": True, "transformer_engine_available": True, "apex_available": False}
-    assert len(seen) >= 16 and len(walks) == 5
-    for name, flags in seen.items():
+    alone = _flags_of_runs(bench, monkeypatch)
+    one.noise(bench)
+    have = {"cuda_available": True, "transformer_engine_available": True, "apex_available": True}
+    assert len(seen) >= 16 and len(walks) == 6 and len(alone) == 6
+    for name, flags in [*seen.items(), *alone.items()]:
+        ranks = 1 if name in alone else bench.ranks
         home = [] if name not in walks else many.flags_of("tp1.cp1.pp1.ep1.etp1")
         for layout in ["", *walks.get(name, [])]:
             words = [*flags, *(home and layout and [*home, *many.flags_of(layout)])]
             args = parse_args(words, {"copus controller": CopusConfig})
             config = resolve(args, ranks, **have)
             assert config.layout.world_size == ranks, (name, layout)
+            # Squares of single samples are asked for.
+            assert not (name.startswith("noise") and config.kernels.gradient_accumulation_fusion)
 
 
 def test_flags_start_a_layout() -> None:
@@ -366,30 +371,64 @@ def test_series_of_other_lengths_are_apart() -> None:
     assert most_apart([1.0], [1.0, 2.0]) == most_apart([], []) == float("inf")
 
 
-LOSSES = [{"losses": {"lm loss": 1 / n}, "t": 10.0 * n} for n in range(1, 7)]
+LOSSES = [{"losses": {"lm loss": 1 / n}, "t": 10.0 * n, "grad_norm": 1.0} for n in range(1, 7)]
 MOVED = {"kind": "moved", "reason": "", "pause_s": 1.0, "groups": 9, "keeps_bits": True}
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("fault", ["", "bits", "scale"])
 def test_a_checkpoint_that_loads_otherwise_is_named(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     bench.ranks = 2
 
     def train(self: Bench, name: str, flags: Any, task: Any = None, **more: Any) -> RunResult:
         sums = {"param.a": 1}
         loaded = dict.fromkeys((task or {}).get("load", ()), sums)
-        if is_damaged and name == "loaded-tp1.pp2.dp1":
+        if fault == "bits" and name == "loaded-tp1.pp2.dp1":
             loaded["tp2.pp1.dp1"] = {"param.a": 2}
         steps = LOSSES[3:] if loaded else LOSSES
+        if fault == "scale" and name == "saved-tp1.cp2.pp1.dp1":
+            steps = [{**row, "grad_norm": 2.0} for row in steps]
         rows = [{"sums": sums, "loaded": loaded}]
         return RunResult(steps=steps, ranks=rows, output="", folder=self.folder)
 
     monkeypatch.setattr(Bench, "train", train)
     monkeypatch.setattr(Bench, "text", lambda self: Path("text"))
     finding = many.checkpoints(bench)
-    assert finding.verdict == ("failed" if is_damaged else "passed")
-    assert finding.numbers["differ"] == ["tp2.pp1.dp1 in tp1.pp2.dp1"] * is_damaged
+    assert finding.verdict == ("failed" if fault else "passed")
+    assert finding.numbers["differ"] == ["tp2.pp1.dp1 in tp1.pp2.dp1"] * (fault == "bits")
+
+
+NEED = "9.10 GB are needed beside the old state and 8.83 GB are free"
+
+
+@pytest.mark.parametrize(
+    ("full", "edge", "verdict"),
+    [
+        ({"kind": "moved"}, {"refused": NEED}, "passed"),
+        ({"kind": "cancelled", "reason": NEED}, {"refused": ""}, "passed"),
+        ({"kind": "cancelled", "reason": "shards do not match"}, {"refused": NEED}, "failed"),
+        ({"kind": "moved"}, {"refused": "CUDA out of memory"}, "failed"),
+        ({"kind": "moved"}, {"kind": "cancelled", "refused": NEED, "reason": NEED}, "failed"),
+    ],
+)
+def test_only_want_of_memory_refuses_a_move(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    full: dict[str, str],
+    edge: dict[str, str],
+    verdict: str,
+) -> None:
+    bench.ranks, bench.device = 2, "cuda"
+
+    def train(self: Bench, name: str, flags: Any, task: Any = None, **more: Any) -> RunResult:
+        rows = [{**MOVED, **(edge if "edge" in task else full)} for _ in task["walk"]]
+        steps = [*LOSSES, *LOSSES[:2]]
+        return RunResult(steps=steps, ranks=[{"moves": rows}], output="", folder=self.folder)
+
+    monkeypatch.setattr(Bench, "train", train)
+    monkeypatch.setattr(Bench, "text", lambda self: Path("text"))
+    assert many.moves_when_full(bench).verdict == verdict
 
 
 @pytest.mark.parametrize(("kind", "verdict"), [("moved", "passed"), ("cancelled", "failed")])
