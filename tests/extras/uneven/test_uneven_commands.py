@@ -98,7 +98,7 @@ def test_nodes_ranks_uneven_nodes(
     few = f"{THIRTEEN} --recompute full --max micro_batch=2,cp=1".replace("2-13b", "3.2-3b")
     hosts, own = tmp_path / "hosts", f"{few} --cluster {uneven}"
     code, text, _ = run(capsys, f"nodes {own} --hostfile {hosts}")
-    even = run(capsys, f"{few} --cluster h100-80g:32")[1]
+    even = run(capsys, f"{few} --cluster h100-80g:32 --nic 400GB/s")[1]
     head, usual = text.splitlines(), even.splitlines()
     assert code == 0 and (head[0], head[2]) == (usual[0], usual[2])
     assert "% less" in text and "of the usual speed" in text
