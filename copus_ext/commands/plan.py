@@ -485,7 +485,10 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
     from copus_ext.planner.timed import plan_as_measured
 
     weighed = ranked(args, planner, wanted, top=max(args.top, _WEIGHED), tries=_TRIES)
-    plans = [plan_as_measured(planner, doubted(planner, p, args.top)) for p in weighed]
+    plans = [doubted(planner, p, args.top) for p in weighed]
+    if args.command == "search":
+        # Other commands compare rows with what no run has timed.
+        plans = [plan_as_measured(planner, p) for p in plans]
     plans[:_HINTED] = [
         dataclasses.replace(p, better_batch=better_batch(planner, p)) for p in plans[:_HINTED]
     ]
