@@ -79,8 +79,8 @@ def gain_words(c: Candidate) -> str:
     if not c.gain_sd:
         needed = needed.partition(" ")[2]
         return f"{words}, {'enough' if is_enough else 'too little'} (it needs {needed} %)"
-    limit = "or more" if needed.startswith("gain") else "at most"
-    limit = f"it must be predicted to {needed} % {limit}"
+    kind, _, amount = needed.partition(" ")
+    limit = f"the limit is a predicted {'gain' if kind == 'gain' else 'loss'} of {amount} %"
     return f"{words}, {'' if is_enough else 'not '}worth a short trial ({limit})"
 
 

@@ -122,6 +122,8 @@ class Headroom:
     """The best configuration at every moment over the present one."""
     best_layout: str
     """The fastest at the present batch."""
+    present_batch: int = 0
+    """Samples; 0 in a record that does not name it."""
     best_batch: int
     """The best fixed batch on the present layout and the likely trajectory, samples."""
     num_layouts: int
@@ -166,7 +168,8 @@ class Headroom:
         over = f"over the best fixed batch, {self.best_batch}{cost}"
         parts = [f"adapting the batch {can} {self.adapting} {over}"]
         if self.batch.likely - self.adapting.likely >= _SHOWN:
-            parts[0] += f", and {self.batch} over the present one"
+            present = f"batch {self.present_batch}" if self.present_batch else "the present one"
+            parts[0] += f", and {self.batch} over staying at {present}"
         if others:
             parts += [*others, f"all together {self.together}"]
         noise = "and the measured noise scale" if self.source == "measured" else "alone"
@@ -278,6 +281,7 @@ def estimate(
         layout_sd=0.0 if best is here else ratio * best.relative_sd,
         together=Saving.over(together),
         best_layout=str(best.layout),
+        present_batch=now.global_batch_size,
         best_batch=best_batch,
         num_layouts=len(fastest),
         fixed_cost_samples=fixed_cost_samples(list(own), times),

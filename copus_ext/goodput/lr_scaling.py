@@ -116,7 +116,7 @@ def decay_words(tau: float) -> str:
         what = f"the updates of the last {share} % of the run"
     else:
         times = f"{tau:.2g}" if tau < 10.0 else f"{tau:.0f}"
-        what = f"all updates of the run: the decay's timescale is {times} times as long"
+        what = f"all updates: decay would take {times} times as long as the run to forget one"
     return f"the weights average {what} (tau = B / (lr x weight decay x D))"
 
 

@@ -173,11 +173,11 @@ def conditions_line(
             nothing = "no part of a step stands out"
         head = f"steps took {after_s:.3g} s instead of {before_s:.3g} s; {head}"
     parts = [
-        f"{_PART_WORDS.get(name, name)} {x:.2f} times"
+        f"{_PART_WORDS.get(name, name)} {x:.2f} times the usual time"
         for name, x in factors.items()
         if abs(x - 1.0) > 0.01
     ]
-    return f"{head}: " + (", ".join(parts) + " as slow as usual" if parts else nothing)
+    return f"{head}: " + (", ".join(parts) if parts else nothing)
 
 
 _PART_WORDS = {

@@ -150,7 +150,7 @@ CANDIDATE = (
     "samples/s",
     "known by",
     "predicted goodput",
-    "needed",
+    "limit",
     "blocked by",
 )
 """Columns of the candidates of a decision."""

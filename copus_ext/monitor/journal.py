@@ -30,7 +30,7 @@ _GIVEN_UP = {"relayout.cancelled": CALLED_OFF, "relayout.abandoned": ABANDONED}
 SEGMENT = "segment"
 """What a controller notes where a phase begins, which the record of steps tells as well."""
 _MAX_RATIO = 1 << 20
-_COUNTS, _TEXTS = ("best_batch", "num_layouts"), ("best_layout", "source")
+_COUNTS, _TEXTS = ("best_batch", "present_batch", "num_layouts"), ("best_layout", "source")
 _NO_NOTE = (
     "relayout.requested",
     "relayout.begin",

@@ -19,8 +19,7 @@ NUMBER, LAYOUT = r"[-+]?\d+(?:\.\d+)?", r"tp\d+\.pp\d+(?:\.vpp\d+)?\.dp\d+"
 CHANGE = rf"(?:(?:, )?(?:batch|micro-batch) {NUMBER} -> {NUMBER})+"
 GAIN = (
     rf"predicted to (?:gain|lose) {NUMBER}(?: \+- {NUMBER})? %, (?:enough \(it needs {NUMBER} %\)"
-    r"|worth a short trial \(it must be predicted to "
-    rf"(?:gain {NUMBER} % or more|lose {NUMBER} % at most)\))"
+    rf"|worth a short trial \(the limit is a predicted (?:gain|loss) of {NUMBER} %\))"
 )
 CRITICAL = (
     rf"critical batch size about {NUMBER} samples \({NUMBER} to {NUMBER}\), by the published "

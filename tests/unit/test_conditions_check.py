@@ -103,7 +103,7 @@ def test_a_slow_network_is_noticed_timed_and_taken_into_every_prediction(
     assert record["after_s"] == pytest.approx(after_s)
     line = capsys.readouterr().out.strip()
     assert line.startswith("copus: steps took ") and line.count("\n") == 0
-    assert line.endswith("links were timed again: the network 4.00 times as slow as usual")
+    assert line.endswith("links were timed again: the network 4.00 times the usual time")
     # While it lasts links are timed again and again; when they are as usual, all is.
     alone.append(USUAL_TIMES)
     assert train(state, now, log, key_of(here), [after_s] * CHECK_STEPS) == CHECK_STEPS
@@ -231,8 +231,8 @@ def test_the_line_names_what_is_slow() -> None:
     usual = asdict(USUAL)
     line = conditions_line(before_s=1.0, after_s=2.0, factors={**usual, "compute": 2.0})
     assert line == (
-        "steps took 2 s instead of 1 s; links were timed again: computation 2.00 times as slow "
-        "as usual"
+        "steps took 2 s instead of 1 s; links were timed again: computation 2.00 times the "
+        "usual time"
     )
     small = conditions_line(before_s=1.0, after_s=1.05, factors=usual)
     assert small.endswith("s instead of 1 s; links were timed again: no part of a step stands out")

@@ -226,7 +226,7 @@ def test_a_micro_batch_that_nobody_timed_is_tried() -> None:
     now = row(16, 10.0)
     untimed = dataclasses.replace(row(16, 9.8, micro=8, sd=0.15), source="predicted")
     s = situation(16, rows=[now, untimed])
-    assert decide(s).to == untimed and ", worth a short trial (it must" in decide(s).reason
+    assert decide(s).to == untimed and ", worth a short trial (the limit" in decide(s).reason
     for stays in (
         dataclasses.replace(untimed, samples_per_s=6.0),
         dataclasses.replace(untimed, relative_sd=0.02),
@@ -242,7 +242,7 @@ def test_a_layout_that_nobody_timed_is_tried_once_the_present_one_is_known() -> 
     now = row(16, 10.0)
     untimed = dataclasses.replace(row(16, 9.8, dp=1, micro=8, sd=0.2), source="predicted")
     s = situation(16, rows=[now, untimed], flags={"copus_layouts": "all"})
-    assert decide(s).to == untimed and ", worth a short trial (it must" in decide(s).reason
+    assert decide(s).to == untimed and ", worth a short trial (the limit" in decide(s).reason
     guess = dataclasses.replace(now, source="predicted")
     early = decide(dataclasses.replace(s, rows=(guess, untimed)))
     assert early.kind == "stay" and "not timed yet" in early.reason
@@ -419,9 +419,9 @@ def test_a_schedule_of_the_user_waits_for_no_timing() -> None:
     [
         (-0.0004, 0.01, 0.0, "predicted to gain 0.0 %, too little (it needs 1.0 %)"),
         (-0.0006, 0.01, 0.0, "predicted to lose 0.1 %, too little (it needs 1.0 %)"),
-        (-1e-9, -1e-9, 0.1, "predicted to gain 0.0 +- 10.0 %, not worth a short trial (it must be"),
-        (0.2, -1e-9, 0.1, "(it must be predicted to gain 0.0 % or more)"),
-        (0.2, -0.02, 0.1, "(it must be predicted to lose 2.0 % at most)"),
+        (-1e-9, -1e-9, 0.1, "predicted to gain 0.0 +- 10.0 %, not worth a short trial (the limit"),
+        (0.2, -1e-9, 0.1, "(the limit is a predicted gain of 0.0 %)"),
+        (0.2, -0.02, 0.1, "(the limit is a predicted loss of 2.0 %)"),
     ],
 )
 def test_nothing_is_not_called_a_loss(gain: float, needed: float, sd: float, words: str) -> None:

@@ -541,8 +541,8 @@ def test_flags_of_a_run_tell_its_length_and_its_weight_decay(
     # The rates are those of the batch of the flags, whatever batches are asked for.
     flags = f"--megatron-args '{shape} {rates} --train-samples 1000000 --global-batch-size 128'"
     assert (
-        "timescale is 1.3 times as long (tau = B / (lr x weight decay x D)) at batch 128\n"
-        in run(capsys, f"{where} {flags}")[1]
+        "decay would take 1.3 times as long as the run to forget one "
+        "(tau = B / (lr x weight decay x D)) at batch 128\n" in run(capsys, f"{where} {flags}")[1]
     )
     for other in ("--lr 1e-3", rates + " --optimizer sgd"):
         assert "tau" not in run(capsys, f"{where} --megatron-args '{shape} {other}'")[1]

@@ -115,7 +115,7 @@ def test_without_weight_decay_the_timescale_has_no_end() -> None:
     tau = decay_timescale(8, lr=1e-3, weight_decay=0.0, samples=100)
     assert tau == math.inf and "there is no weight decay" in decay_words(tau)
     assert "of the last 21 % of the run" in decay_words(0.2136)
-    assert "the decay's timescale is 1500 times as long" in decay_words(1500.0)
+    assert "decay would take 1500 times as long as the run to forget one" in decay_words(1500.0)
 
 
 def test_no_least_rate_is_above_that_of_the_schedule() -> None:
