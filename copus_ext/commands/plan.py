@@ -25,6 +25,7 @@ from copus_ext.commands.main import names
 from copus_ext.commands.plan_answer import Beside, say_whole, tell_json, tell_table, write_output
 from copus_ext.commands.plan_jobs import FIRST_ROW, rows_of, tell_rows
 from copus_ext.commands.plan_run import decay_of, first_batch_of, headroom_of, ranked
+from copus_ext.planner.beside_megatron import flags_before, mask_line
 from copus_ext.planner.commands import command_of, helps
 from copus_ext.planner.fixed import is_whole, kept
 from copus_ext.planner.from_command import (
@@ -61,7 +62,7 @@ from copus_ext.planner.request import (
 )
 from copus_ext.planner.run_flags import notes_on
 from copus_ext.planner.sharing import runs_in
-from copus_ext.planner.suited import software_flags, suited
+from copus_ext.planner.suited import suited
 from megatron.trainer.common.program import (
     ending_at_interrupts,
     nearest,
@@ -340,7 +341,8 @@ def planner_of(args: argparse.Namespace) -> Any:
         memory_margin=args.memory_margin,
     )
     args.timed = timed(planner, ran)
-    args.doubts = doubts_of(planner, args.timed, ran)
+    masks = mask_line(args, model, cluster)
+    args.doubts = [*filter(None, [masks]), *doubts_of(planner, args.timed, ran)]
     for told in args.doubts:
         tell("plan.py", f"warning: {told}")
     return planner
@@ -402,7 +404,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         peak = report.peak_line(planner.cluster, planner.model.precision)
         told = [*assumed_lines(assumptions(args, planner), None), *untimed(args, planner)]
         head = "\n".join(filter(None, [length_line(args, planner.model), machine, peak, *told]))
-        texts, software = [], software_flags(args, planner.model, planner.cluster)
+        texts, software = [], flags_before(args, planner.model, planner.cluster)
         for (a, code), batch in zip(answers, wanted):
             c = a.configuration if code == 0 else a.example
             flags = flags_of_row(c, planner.model, given_of(args), software)

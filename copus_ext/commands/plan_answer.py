@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from copus_ext.planner.beside_megatron import flags_before
 from copus_ext.planner.given_flags import flags_of_row, given_of, line_of, merged
 from copus_ext.planner.request import (
     UsageProblem,
@@ -79,7 +80,7 @@ def say_whole(records: list[Any], some: list[Any], args: argparse.Namespace, pla
     """Lets the flags of JSON records win over the fields that the run's own flags set, and say the
     software."""
     given, model = given_of(args), planner.model
-    software = software_flags(args, model, planner.cluster)
+    software = flags_before(args, model, planner.cluster)
     for record, one in zip(records, some):
         c = one.configuration
         if record["flags"] == c.to_flags():

@@ -12,11 +12,11 @@ from typing import Any
 
 from copus_ext.commands.plan_answer import write_output
 from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.planner.beside_megatron import flags_before
 from copus_ext.planner.fixed import is_whole
 from copus_ext.planner.given_flags import flags_of_row, given_of, line_of, merged, to_remove
 from copus_ext.planner.request import UsageProblem, length_line
 from copus_ext.planner.sharing import runs_in
-from copus_ext.planner.suited import software_flags
 from megatron.trainer.common.outside import parse_yaml
 from megatron.trainer.common.program import tell
 
@@ -112,7 +112,7 @@ def rows_of(args: argparse.Namespace, planner: Any, plans: Sequence[Any]) -> str
     """The same of the first rows of plans that have some, with the flags of `--from-command`."""
     firsts = [plan.ranked[0] for plan in plans]
     given = given_of(args)
-    software = software_flags(args, planner.model, planner.cluster)
+    software = flags_before(args, planner.model, planner.cluster)
     rows = [flags_of_row(one.configuration, planner.model, given, software) for one in firsts]
     yours = None if args.launched is None else shlex.split(args.megatron_args)
     if yours is None and (left := {flag: None for row in rows for flag in to_remove(row, given)}):

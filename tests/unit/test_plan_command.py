@@ -338,7 +338,7 @@ def test_explain_prices_one_configuration(capsys: pytest.CaptureFixture[str]) ->
     found = out.splitlines()[4].split()[0][:-1]
     assert code == 0 and run(capsys, f"explain {found} {base}")[1] == out
     assert re.search(r" bubble .* %  waiting in the pipeline\n", out)
-    assert "stage 1" in out and "dropout 0 --tensor-model-parallel-size 2" in out
+    assert "stage 1" in out and "-dataloader --tensor-model-parallel-size 2" in out
     code, out, _ = run(capsys, f"explain pp=8,vpp=3 {base}")
     assert code == 3 and "not legal: 4 layers of a stage are not divisible by vpp=3" in out
     # The replicas follow from the number of GPUs.
@@ -441,7 +441,7 @@ def test_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
     args = plan.parse(["--nodes", "4", "--gpu", "H100-80GB", "--global-batch-size=8"])
     assert cluster_of(args) == preset("h100-80g:32")
     code, out, _ = run(capsys, f"{SEVEN} --global-batch-size 64 --format flags")
-    assert code == 0 and "dropout 0 --tensor-model-parallel-size" in out
+    assert code == 0 and "-dataloader --tensor-model-parallel-size" in out
 
 
 def test_the_first_row_as_a_job(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from copus_ext.planner.request import configuration_of
 
 GPUS = "--cluster a800-80g:256 --global-batch-size 256 --model llama-3-70b"
 SOFTWARE = ["--bf16", "--attention-dropout", "0", "--hidden-dropout", "0"]
+SOFTWARE += ["--no-create-attention-mask-in-dataloader"]
 EIGHT = "--model llama-2-13b --cluster a100-80g:8 --global-batch-size 16"
 
 

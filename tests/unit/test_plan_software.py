@@ -21,6 +21,7 @@ from copus_ext.planner.run_flags import parsed_flags
 from megatron.trainer.common.errors import UsageError
 
 WHERE = "--model llama-2-7b --seq-length 2048 --global-batch-size 64 --top 1"
+NO_MASK = "--no-create-attention-mask-in-dataloader"
 OLD = f"{WHERE} --cluster v100-32g:16"
 NEW = f"{WHERE} --cluster a100-80g:16"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
@@ -124,9 +125,9 @@ def test_flags_that_are_printed_say_the_software(
         found["flags"],
         one["flags"],
     ):
-        assert " ".join(flags_found).startswith(f"{flags} --tensor-model-parallel-size ")
+        assert " ".join(flags_found).startswith(f"{flags} {NO_MASK} --tensor-model-parallel-size ")
     _, out, _ = run(capsys, NEW, asked, "--format slurm")
-    assert f" FLAGS {flags} --tensor-model-parallel-size " in out
+    assert f" FLAGS {flags} {NO_MASK} --tensor-model-parallel-size " in out
     _, out, _ = run(capsys, NEW, asked, "--top 5")
     assert f" -- FLAGS OF YOUR RUN {flags}\n" in out
 
@@ -137,6 +138,24 @@ def test_flags_of_a_command_stay_as_they_are(capsys: pytest.CaptureFixture[str])
     assert out.count("dropout") == 2 and "dropout 0 " not in out and out.count("--bf16") == 1
     found = json_of(capsys, "--from-command", whole, "--gpu A100-80GB --top 1")
     assert not any("dropout" in text for text in found["inputs"]["assumed"])
+
+
+def test_masks_of_megatron_lms_data_loader_are_told_where_they_matter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By default it makes one of s x s bytes for each sample of a micro-batch, which no row has."""
+    long = f"{COMMAND.replace('2048', '131072')} --bf16 --context-parallel-size 8"
+    long = long.replace("--micro-batch-size 1", "--micro-batch-size 2")
+    where = "--gpu H100-80GB --top 1"
+    _, out, err = run(capsys, "--from-command", shlex.quote(long), where)
+    told = "an attention mask of 32 GiB on the GPU for each micro-batch (2 x 131072 x 131072 bytes"
+    assert told in err and f"add {NO_MASK}" in err and err.count("mask") == err.count("-mask-") + 1
+    found = json_of(capsys, "--from-command", shlex.quote(long), where)
+    assert [told in text for text in found["inputs"]["warnings"]] == [True]
+    assert NO_MASK in found["plans"][0]["ranked"][0]["flags"]
+    for other in (f"{long} {NO_MASK}", f"{COMMAND} --bf16"):
+        _, out, err = run(capsys, "--from-command", shlex.quote(other), where, "--format flags")
+        assert "attention mask" not in err and out.count(NO_MASK) == 1
 
 
 @pytest.mark.parametrize(
