@@ -341,8 +341,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         memory_margin=args.memory_margin,
     )
     args.timed = timed(planner, ran)
-    masks = mask_line(args, model, cluster)
-    args.doubts = [*filter(None, [masks]), *doubts_of(planner, args.timed, ran)]
+    args.doubts = doubts_of(planner, args.timed, ran)
     for told in args.doubts:
         tell("plan.py", f"warning: {told}")
     return planner
@@ -403,6 +402,8 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         machine = report.machine_line(planner.cluster, planner.constants)
         peak = report.peak_line(planner.cluster, planner.model.precision)
         told = [*assumed_lines(assumptions(args, planner), None), *untimed(args, planner)]
+        masks = mask_line(args, planner.model, planner.cluster)
+        told += [f"warning: {masks}"] if masks else []
         head = "\n".join(filter(None, [length_line(args, planner.model), machine, peak, *told]))
         texts, software = [], flags_before(args, planner.model, planner.cluster)
         for (a, code), batch in zip(answers, wanted):

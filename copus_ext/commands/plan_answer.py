@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from copus_ext.planner.beside_megatron import flags_before
+from copus_ext.planner.beside_megatron import flags_before, warnings_on
 from copus_ext.planner.given_flags import flags_of_row, given_of, line_of, merged
 from copus_ext.planner.request import (
     UsageProblem,
@@ -60,7 +60,12 @@ def tell_json(
         seq_length_from=length_from(args),
         assumed=[one.text for one in beside.assumed],
         otherwise=beside.otherwise,
-        warnings=[*args.doubts, *untimed(args, planner), *beside.better],
+        warnings=[
+            *args.doubts,
+            *warnings_on(args, planner),
+            *untimed(args, planner),
+            *beside.better,
+        ],
     )
     for plan, told in zip(found.plans, record["plans"]):
         for name, some in (("ranked", plan.ranked), ("try_first", plan.tries)):
@@ -114,6 +119,7 @@ def tell_table(args: argparse.Namespace, planner: Any, found: Any, beside: Besid
         *untimed(args, planner),
         *beside.better,
         *([beside.present.line()] if beside.present is not None else []),
+        *(f"warning: {line}" for line in warnings_on(args, planner)),
     ):
         say(line)
     now = None if beside.present is None else beside.present.configuration

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
-from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.planner.run_flags import parsed_flags
+from copus_ext.cost_model.model_spec import ModelSpec, divisors
+from copus_ext.planner.explain import GIB
+from copus_ext.planner.run_flags import parsed_flags, uneven_stages
 from copus_ext.planner.suited import software_flags
 
-GIB = 2.0**30
+if TYPE_CHECKING:
+    from copus_ext.planner.search import Planner
+
 NO_MASK = "--no-create-attention-mask-in-dataloader"
 _MATTERS = 0.01
 """Share of a GPU's memory from which on the data loader's mask is worth a warning."""
@@ -42,3 +46,29 @@ def mask_line(args: argparse.Namespace, model: ModelSpec, cluster: ClusterSpec) 
         f"each micro-batch ({samples} x {model.seq_length} x {model.seq_length} bytes, and four "
         f"times that on the host), which nothing here counts; add {NO_MASK}"
     )
+
+
+def uneven_line(args: argparse.Namespace, planner: Planner) -> str:
+    """That pipelines with stages of unequal length, as the command has one, were not compared, and
+    their sizes; empty where it has stages of equal length."""
+    if args.launched is None:
+        return ""
+    given, layers = parsed_flags(args.megatron_args), planner.model.num_layers
+    flags, pp = uneven_stages(given), given.pipeline_model_parallel_size or 1
+    if not flags and layers % pp == 0:
+        return ""
+    own = ", ".join(flags) or f"{layers} layers in {pp} stages"
+    sizes = [x for x in divisors(planner.cluster.world_size) if x <= layers and layers % x]
+    sizes = [str(x) for x in sizes if planner.limits.allows(pp=x)]
+    also = f", nor are pipeline sizes {', '.join(sizes)}, which do not divide the {layers} layers"
+    return (
+        f"stages of unequal length, as in your command ({own}), are not compared"
+        f"{also if sizes else ''}: the cost model has equal ones alone. Megatron-LM runs them, and "
+        "one may be faster than row 1"
+    )
+
+
+def warnings_on(args: argparse.Namespace, planner: Planner) -> list[str]:
+    """What Megatron-LM does, or may do, with the command of which the answer knows nothing."""
+    masks = mask_line(args, planner.model, planner.cluster)
+    return [line for line in (uneven_line(args, planner), masks) if line]

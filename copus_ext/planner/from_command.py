@@ -17,7 +17,7 @@ from copus_ext.planner.explain import GIB
 from copus_ext.planner.known_peaks import WORDS
 from copus_ext.planner.plan import Plan, Ranked
 from copus_ext.planner.request import OPTIONS, UsageProblem, configuration_of, is_number, sizes
-from copus_ext.planner.run_flags import parsed_flags, specs, without_effect
+from copus_ext.planner.run_flags import parsed_flags, specs, uneven_stages, without_effect
 from copus_ext.planner.search import Planner
 from copus_ext.planner.shell_script import SOURCES, Outcome, outcomes_of
 from copus_ext.planner.shell_text import variables
@@ -39,11 +39,6 @@ _SHAPES = ("pipeline_model_parallel_layout", "moe_layer_freq", "cp_comm_type")
 """Fields of the trainer that are texts, and matter for a plan."""
 _UNLIKELY = 0.8
 """Probability to fit below which a command that may well run is doubted."""
-_UNEVEN = (
-    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
-    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
-    "account_for_loss_in_pipeline_split",
-)
 
 
 def take_apart(args: argparse.Namespace) -> None:
@@ -293,7 +288,7 @@ def present(args: argparse.Namespace, batch: int, world_size: int) -> Configurat
     """The configuration that the command has.
 
     Raises:
-        UsageProblem: none of so many GPUs, or stages of unlike length.
+        UsageProblem: none of so many GPUs, or stages of unequal length.
     """
     text = completed(args, "")
     return configuration_of(text, global_batch_size=batch, world_size=world_size)
@@ -303,9 +298,10 @@ def completed(args: argparse.Namespace, text: str) -> str:
     """A CONFIG with what it leaves out as in the command, as far as both go together.
 
     Raises:
-        UsageProblem: another text, or a command with stages of unlike length.
+        UsageProblem: another text, or a command with stages of unequal length.
     """
-    own, words = sizes("CONFIG", text, OPTIONS), _words_of_command(args)
+    own = sizes("CONFIG", text, OPTIONS)
+    words = _words_of_command(args, has_stages="pp" in own)
     for size, name in (("tp", "sp"), ("cp", "cp_comm_type"), ("pp", "vpp")):
         if own.get(size) == 1:
             words.pop(name, None)
@@ -317,15 +313,16 @@ def inherited(args: argparse.Namespace, text: str) -> str:
     without a CONFIG or a command."""
     if args.launched is None or not text or "recompute" in sizes("CONFIG", text, OPTIONS):
         return ""
-    words = f"recompute={_words_of_command(args)['recompute']}"
+    words = f"recompute={_words_of_command(args, has_stages=True)['recompute']}"
     return f"CONFIG says no recompute: {words} is taken, as the command has it"
 
 
-def _words_of_command(args: argparse.Namespace) -> dict[str, Any]:
-    """The parts of the CONFIG of the command, by name."""
+def _words_of_command(args: argparse.Namespace, *, has_stages: bool = False) -> dict[str, Any]:
+    """The parts of the CONFIG of the command, by name; its stages count unless others are given."""
     given = parsed_flags(args.megatron_args)
-    if uneven := [n for n in _UNEVEN if n in given.explicit_flags]:
-        raise UsageProblem(f"{FLAG}: stages of unlike length ({uneven[0]}) are not priced; drop it")
+    if (uneven := uneven_stages(given)) and not has_stages:
+        fix = "`explain CONFIG` with a pp that divides the layers prices stages of equal length"
+        raise UsageProblem(f"stages of unequal length ({uneven[0]}) are not priced; {fix}")
     tp, pp = given.tensor_model_parallel_size or 1, given.pipeline_model_parallel_size or 1
     vpp = given.num_virtual_stages_per_pipeline_rank or 1
     if layers := given.num_layers_per_virtual_pipeline_stage:

@@ -32,13 +32,17 @@ _OF_TORCH_SOFTMAX = (
 )
 """Those of them that the cost model knows where they make a softmax in plain torch and fp32, and
 that change nothing where attention is one kernel."""
+_UNEVEN = (
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
+    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
+    "account_for_loss_in_pipeline_split",
+)
+"""Fields of stages that need not be of equal length."""
 SEARCHED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
-    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
-    *("account_for_loss_in_pipeline_split", "sequence_parallel", "use_distributed_optimizer"),
+    *(*_UNEVEN, "sequence_parallel", "use_distributed_optimizer"),
     *("micro_batch_size", "global_batch_size", "recompute_activations", "recompute_granularity"),
     *("recompute_method", "recompute_num_layers"),
 )
@@ -134,6 +138,11 @@ def _without_dtypes(words: list[str]) -> tuple[list[str], dict[str, str]]:
         else:
             kept.append(word)
     return kept, found
+
+
+def uneven_stages(given: Any) -> list[str]:
+    """The flags with which stages of the pipeline may be of unequal length."""
+    return [flag_of(name) for name in _UNEVEN if name in given.explicit_flags]
 
 
 def state_bytes(given: Any) -> dict[str, int]:

@@ -221,11 +221,39 @@ def test_a_layout_that_cannot_be_priced_does_not_keep_the_answer(
     for wrong, why in (
         ("--pipeline-model-parallel-size 3", "is not 16 GPUs"),
         ("--pipeline-model-parallel-size 2 --micro-batch-size 3", "does not divide global batch"),
-        ("--decoder-first-pipeline-num-layers 4", "stages of unlike length"),
+        ("--decoder-first-pipeline-num-layers 4", "stages of unequal length"),
     ):
         command = f"{TORCHRUN} {SHAPE} --global-batch-size 64 {wrong}"
         code, text, _ = run(capsys, command, "--gpu A100-80GB --top 1")
         assert code == 0 and "\nyour command: not priced: " in text and why in text
+
+
+@pytest.mark.parametrize(
+    ("layers", "flags", "own", "sizes"),
+    [
+        (30, "--account-for-embedding-in-pipeline-split", "--account-for-embedding", "4, 8, 16"),
+        (32, "--decoder-first-pipeline-num-layers 4", "--decoder-first-pipeline-num-layers", ""),
+        (30, "", "30 layers in 4 stages", "4, 8, 16"),
+    ],
+)
+def test_pipelines_that_are_not_compared_are_named_beside_row_1(
+    capsys: pytest.CaptureFixture[str], layers: int, flags: str, own: str, sizes: str
+) -> None:
+    shape = SHAPE.replace("--num-layers 32", f"--num-layers {layers}")
+    command = f"{TORCHRUN} {shape} --global-batch-size 64 --pipeline-model-parallel-size 4 {flags}"
+    _, text, _ = run(capsys, command, "--gpu A100-80GB --top 1")
+    (line,) = [x for x in text.splitlines() if x.startswith("warning: stages of unequal length")]
+    assert f"({own}" in line and "may be faster than row 1" in line
+    assert (f" pipeline sizes {sizes}, which do not divide" in line) == bool(sizes)
+    assert "drop it" not in text
+    assert line in run(capsys, command, "--gpu A100-80GB --format flags")[2]
+    (told,) = json_of(capsys, command, "--gpu A100-80GB --top 1")["inputs"]["warnings"]
+    assert f"warning: {told}" == line
+    _, text, _ = run(capsys, command, "--gpu A100-80GB --top 1 --fix pp=2")
+    assert "which do not divide" not in text
+    # What a CONFIG says of stages holds.
+    assert plan.main(["explain", "pp=2", "--from-command", command, "--gpu", "A100-80GB"]) == 0
+    assert "\ntp1.pp2.dp8," in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
