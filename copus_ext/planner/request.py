@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.hugging_face import spec_of_config
 from copus_ext.cost_model.megatron_flags import spec_of_arguments
-from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, NORMS, ModelSpec
+from copus_ext.cost_model.model_spec import ATTENTION, IMPLEMENTATIONS, NORMS, ModelSpec, divisors
 from copus_ext.cost_model.models import PRESETS
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
@@ -34,6 +35,11 @@ _LINKS = {"intra_bytes_per_s": "--intra", "nic_bytes_per_s": "--nic"}
 _MAPPING = "use_tp_pp_dp_mapping"
 OPTIONS = ("recompute", "sp", "zero", "overlap", "cp_comm_type", "logits_chunks", _MAPPING)
 """What a CONFIG says besides sizes."""
+_FLAGS_OF_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+}
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
 _SIZE = re.compile(rf"({'|'.join(SIZES[:-1])})([1-9]\d{{0,9}})")
 """A size in the text of a layout."""
@@ -141,7 +147,8 @@ def configuration_of(
     dp = world_size // (tp * cp * pp)
     if world_size % (tp * cp * pp) or given.get("dp", dp) != dp:
         factors = "tp x cp x pp x dp" if cp > 1 else "tp x pp x dp"
-        raise UsageProblem(f"{text}: {factors} is not {world_size} GPUs")
+        fix = _filling({"tp": tp, "cp": cp, "pp": pp}, world_size)
+        raise UsageProblem(f"{text}: {factors} is not {world_size} GPUs; {fix}")
     form = given.get("cp_comm_type")
     if form is not None and (form not in CP_COMM_TYPES or cp == 1):
         forms = ", ".join(CP_COMM_TYPES)
@@ -174,6 +181,23 @@ def configuration_of(
         overlap=given.get("overlap", "1" if overlap else "0") != "0",
         use_tp_pp_dp_mapping=given.get(_MAPPING, str(int(use_tp_pp_dp_mapping))) != "0",
     )
+
+
+def _filling(given: dict[str, int], world_size: int) -> str:
+    """How sizes can fill so many GPUs, in words."""
+    words = []
+    for name, size in given.items():
+        if world_size % size:
+            some = [max(x for x in divisors(world_size) if x < size)]
+            some += [x for x in divisors(world_size) if x > size][:1]
+            flag = flag_of(_FLAGS_OF_SIZES[name])
+            words.append(f"{name} ({flag}) {' or '.join(map(str, some))} in place of {size}")
+    if words:
+        return f"use {' and '.join(words)}"
+    product = math.prod(given.values())
+    if world_size % product == 0:
+        return f"leave dp out, or use dp={world_size // product}"
+    return f"use smaller ones: {' x '.join(given)} is {product} and has to divide {world_size}"
 
 
 def add_model_flags(group: Any) -> None:

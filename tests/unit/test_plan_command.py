@@ -133,8 +133,15 @@ def json_of(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
         (f"explain tp=1,sp=1 {EIGHT}", 2, "goes with tp above 1"),
         (f"explain tp=2,zero=no {EIGHT}", 2, "zero is 0 or 1"),
         (f"explain tp=2,overlap=false {EIGHT}", 2, "overlap is 0 or 1"),
-        (f"explain dp=4 {EIGHT}", 2, "is not 8 GPUs"),
-        (f"explain tp2.pp1.dp2 {EIGHT}", 2, "is not 8 GPUs"),
+        (f"explain dp=4 {EIGHT}", 2, "is not 8 GPUs; leave dp out, or use dp=8"),
+        (f"explain tp2.pp1.dp2 {EIGHT}", 2, "is not 8 GPUs; leave dp out, or use dp=4"),
+        (
+            f"explain tp=3,pp=16 {EIGHT}",
+            2,
+            "is not 8 GPUs; use tp .--tensor-model-parallel-size. 2 or 4 in place of 3 and pp "
+            ".--pipeline-model-parallel-size. 8 in place of 16",
+        ),
+        (f"explain tp=4,pp=4 {EIGHT}", 2, "tp x cp x pp is 16 and has to divide 8"),
         (f"explain vpp=2 {EIGHT}", 2, "needs a pipeline"),
         (f"{EIGHT} --fix pp=8,tp=1,vpp=4 --recompute block", 2, "needs chunks of two layers"),
         (f"{EIGHT} --recompute some", 2, "--recompute some"),
