@@ -16,7 +16,7 @@ import numpy as np
 from copus_ext.cost_model.context import HEADS
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.rows import RECOMPUTE_BLOCK, RECOMPUTE_SELECTIVE
-from copus_ext.planner.plan import Ranked
+from copus_ext.planner.plan import Prediction, Ranked
 from copus_ext.planner.space import Candidates
 
 EQUAL = 0.03
@@ -90,14 +90,19 @@ def worth_trying(seconds: Any, likely: Any, rare: Any, *, safe_s: float, number:
     return found
 
 
+def longer(one: Prediction, first: Prediction) -> float:
+    """Its time over that of another one, less 1, each for a sample: batches may differ."""
+    return first.samples_per_s / one.samples_per_s - 1.0
+
+
 def grouped(ranked: Sequence[Ranked], top: int) -> list[Ranked]:
     """The first few of an order that no earlier one stands for. It stands for those of its
     time that have the same tensor, pipeline and expert sizes, which become its `equals`."""
     rows: list[tuple[Ranked, list[Ranked]]] = []
     for one in ranked:
         for first, others in rows:
-            longest = (1.0 + EQUAL) * first.prediction.step_s
-            if _kind(first) == _kind(one) and one.prediction.step_s <= longest:
+            is_equal = longer(one.prediction, first.prediction) <= EQUAL
+            if _kind(first) == _kind(one) and is_equal:
                 is_other = difference(first, one) and not any(_is_same(one, x) for x in others)
                 others += [one] if is_other else []
                 break
@@ -119,8 +124,8 @@ def _is_same(one: Ranked, other: Ranked) -> bool:
 
 
 def difference(first: Ranked, other: Ranked) -> str:
-    """What another configuration has that the first of its row has not, and its time; empty where
-    that is nothing."""
+    """What another configuration has that the first of its row has not, and its time for a sample;
+    empty where that is nothing."""
     a, b = first.configuration, other.configuration
     words = [] if a.layout.vpp == b.layout.vpp else [f"vpp {b.layout.vpp}"]
     if (a.layout.cp, a.cp_comm_type) != (b.layout.cp, b.cp_comm_type):
@@ -130,5 +135,7 @@ def difference(first: Ranked, other: Ranked) -> str:
     words += [] if a.logits_chunks == b.logits_chunks else [f"logits-chunks {b.logits_chunks}"]
     if a.use_distributed_optimizer != b.use_distributed_optimizer and b.layout.copies > 1:
         words.append("zero" if b.use_distributed_optimizer else "no zero")
-    change = 100 * (other.prediction.step_s / first.prediction.step_s - 1)
+    if a.global_batch_size != b.global_batch_size:
+        words.append(f"B {b.global_batch_size}")
+    change = 100 * longer(other.prediction, first.prediction)
     return f"{' '.join(words)} ({change:+.1f} %)" if words else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.equals import EQUAL
+from copus_ext.planner.equals import EQUAL, longer
 from copus_ext.planner.explain import GIB
 from copus_ext.planner.known_peaks import WORDS
 from copus_ext.planner.plan import Plan, Ranked
@@ -366,7 +366,9 @@ class Present:
         if self.first is not None and c == self.first.configuration:
             line += ", which is row 1"
         elif (more := self._more()) is not None:
-            line += f", {abs(100 * more):.0f} % {'longer' if more >= 0 else 'shorter'} than row 1"
+            line += f", {abs(100 * more):.0f} % {'longer' if more >= 0 else 'shorter'} "
+            line += "for a sample " if self._rounds(c) else ""
+            line += "than row 1"
             line += ", too little to tell" if abs(more) <= EQUAL else ""
         if known := WORDS[p.peak_source]:
             return f"{line}; peak {p.peak_bytes / GIB:.1f} GiB, {known}"
@@ -379,11 +381,16 @@ class Present:
     def configuration(self) -> Configuration | None:
         return None if self.now is None else self.now.configuration
 
+    def _rounds(self, c: Configuration) -> bool:
+        """Whether a configuration has another batch than the first row."""
+        first = self.first and self.first.configuration
+        return first is not None and first.global_batch_size != c.global_batch_size
+
     def _more(self) -> float | None:
-        """Its time over that of the first row, less 1."""
+        """Its time for a sample over that of the first row, less 1."""
         if self.now is None or self.first is None:
             return None
-        return self.now.prediction.step_s / self.first.prediction.step_s - 1
+        return longer(self.now.prediction, self.first.prediction)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -406,5 +413,5 @@ def present_of(args: argparse.Namespace, planner: Planner, plan: Plan) -> Presen
     if isinstance(found, Ranked):
         return Present(now=as_measured(planner, found), first=first)
     if found.code in ("memory", "dominated"):
-        return Present(now=as_measured(planner, planner.priced(c)), first=first)
+        return Present(now=as_measured(planner, planner.priced(found.example)), first=first)
     return Present(now=None, first=first, problem=f"{found.detail}; {found.fix}")

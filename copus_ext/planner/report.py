@@ -18,7 +18,7 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.equals import difference, may_fit
+from copus_ext.planner.equals import difference, longer, may_fit
 from copus_ext.planner.explain import GIB, RULES
 from copus_ext.planner.known_peaks import WORDS
 from copus_ext.planner.plan import Addition, Plan, Prediction, Ranked, Rejected
@@ -46,6 +46,10 @@ _LEGEND = (
     "distributed optimizer; sp: sequence parallel; fit: probability that it fits into memory",
     "as fast: predicted within 3 % of the row, too near to tell which is faster; rows that near "
     "are in the order of how common they are",
+)
+_OF_BATCHES = (
+    "rows have batches (B) of their own, by --decrease-batch-size-if-needed: compare tokens/s/GPU, "
+    "as all shares here do, and not seconds of a step"
 )
 _LEGEND_OF_TRIES = (
     "try: faster than row 1 and not sure to fit; an out-of-memory shows in the first steps, and "
@@ -199,7 +203,7 @@ def cells(
 
 def _equals_of(answer: Ranked) -> str:
     """The fastest equals of a row in words."""
-    others = sorted(answer.equals, key=lambda other: other.prediction.step_s)
+    others = sorted(answer.equals, key=lambda other: -other.prediction.samples_per_s)
     words = [difference(answer, other) for other in others[:_SHOWN]]
     more = len(others) - _SHOWN
     return "; ".join([*words, f"{more} more"] if more > 0 else words)
@@ -246,6 +250,11 @@ def table(
                 if words := _equals_of(one):
                     line = f"as fast as row {rank}, with: {words}"
                     console.print(line, highlight=False, markup=False)
+            if (
+                len({one.configuration.global_batch_size for one in (*plan.tries, *plan.ranked)})
+                > 1
+            ):
+                console.print(_OF_BATCHES, highlight=False, markup=False)
         if plan.common_sd is not None:
             more = _LEGEND_OF_CP if shows_cp else ()
             more += (_LEGEND_OF_CHUNKS,) if shows_chunks else ()
@@ -283,10 +292,10 @@ def _doubt_line(common_sd: float) -> str:
 
 def tries_lines(plan: Plan, now: Configuration | None = None) -> list[str]:
     """What to try before the first row, or where nothing is sure to fit; `now` is in use."""
-    best, found = plan.ranked[0].prediction.step_s if plan.ranked else None, []
+    best, found = plan.ranked[0].prediction if plan.ranked else None, []
     for number, one in enumerate(plan.tries, 1):
         p = one.prediction
-        faster = f"{100 * (best / p.step_s - 1):.0f} % faster than row 1, " if best else ""
+        faster = f"{100 * longer(best, p):.0f} % faster than row 1, " if best else ""
         yours = " (your command)" if one.configuration == now else ""
         found.append(
             f"try {number}: {faster}fits with probability {p.fit_probability:.2f}: "
@@ -300,12 +309,14 @@ def fastest_lines(plan: Plan) -> list[str]:
     fast; at most a line."""
     if not plan.ranked or plan.fastest is None:
         return []
-    (c, step_s), own_s = plan.fastest, plan.ranked[0].prediction.step_s
-    if own_s <= step_s:
+    (c, step_s), p = plan.fastest, plan.ranked[0].prediction
+    if p.samples_per_s * step_s >= c.global_batch_size:
         return []
+    rounded = c.global_batch_size != plan.ranked[0].configuration.global_batch_size
+    batch = f" for a batch of {c.global_batch_size}" if rounded else ""
     return [
-        f"row 1 is the most common layout within 3 % of the fastest time: {own_s:.4g} s; the "
-        f"fastest is {c}, {step_s:.4g} s"
+        f"row 1 is the most common layout within 3 % of the fastest time: {p.step_s:.4g} s; the "
+        f"fastest is {c}, {step_s:.4g} s{batch}"
     ]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +73,8 @@ def test_a_row_says_what_its_equals_have() -> None:
         micro_batch_size=2,
         recompute="selective",
     )
-    slower = dataclasses.replace(first.prediction, step_s=1.01 * first.prediction.step_s)
+    p = first.prediction
+    slower = dataclasses.replace(p, step_s=1.01 * p.step_s, samples_per_s=p.samples_per_s / 1.01)
     found = dataclasses.replace(first, configuration=other, prediction=slower)
     assert difference(first, found) == "cp 2 p2p b 2 recompute selective (+1.0 %)"
     assert difference(first, first) == ""
@@ -199,6 +202,41 @@ def test_a_timed_run_has_the_batch_that_the_trainer_rounds_down_to(
     assert plan.main(shlex.split(f"{about} {timed} --decrease-batch-size-if-needed")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plans"][0]["ranked"][0]["prediction"]["source"] == "corrected"
+
+
+def test_rows_of_other_batches_are_compared_by_their_samples_a_second(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of 511 samples one layout trains 384 a step and another one 480."""
+    shape = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16 "
+    shape += "--max-position-embeddings 2048 --vocab-size 32000 --global-batch-size 511 "
+    shape += "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    ranks = "torchrun --nnodes 8 --nproc-per-node 8 pretrain_gpt.py"
+    now = "--tensor-model-parallel-size 8 --micro-batch-size 9"
+    about = (
+        f"--from-command '{ranks} {shape} {now}' --gpu A100-40GB --decrease-batch-size-if-needed"
+    )
+    assert plan.main(shlex.split(f"{about} --json")) == 0
+    record = json.loads(capsys.readouterr().out)
+    (found,) = record["plans"]
+    first, (trial, *_) = found["ranked"][0], found["try_first"]
+
+    def speed(row: dict[str, Any]) -> float:
+        return row["prediction"]["tokens_per_s"]
+
+    sizes = [row["configuration"]["global_batch_size"] for row in (first, trial, record["present"])]
+    assert len(set(sizes)) == 3
+    faster = f"{100 * (speed(trial) / speed(first) - 1):.0f} % faster than row 1"
+    more = speed(first) / speed(record["present"]) - 1
+    assert record["present"]["longer_than_first"] == pytest.approx(more)
+    assert plan.main(shlex.split(about)) == 0
+    out = capsys.readouterr().out
+    assert (
+        f"try 1: {faster}" in out and f" {100 * more:.0f} % longer for a sample than row 1" in out
+    )
+    assert out.count("compare tokens/s/GPU") == 1
+    for line in (x for x in out.splitlines() if x.startswith("as fast as row ")):
+        assert all(float(x) <= 3.0 for x in re.findall(r"\(([+-][\d.]+) %\)", line))
 
 
 def test_the_fastest_is_named_where_row_1_is_only_the_most_common(
