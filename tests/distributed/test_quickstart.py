@@ -84,7 +84,7 @@ def test_it_does_what_its_page_says(
     told_of = (ROOT / "docs/quickstart.md").read_text()
     table = told_of.partition("## What it leaves")[2].partition("Show the state")[0]
     names = re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)
-    assert len(names) == 7 and [n for n in names if not (tmp_path / "run" / n).exists()] == []
+    assert len(names) == 8 and [n for n in names if not (tmp_path / "run" / n).exists()] == []
     # The commands that the page gives, and the one that the script names, on what it has left.
     (tmp_path / "runs").mkdir()
     (tmp_path / "run").rename(tmp_path / "runs/quickstart")

@@ -84,7 +84,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--list", action="store_true", help="name the checks and end")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     p.add_argument(
-        "--nproc-per-node", type=int, metavar="N", help="ranks; default: all GPUs, or 2 on a CPU"
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="ranks, 1, 2, 4 or 8; default: as many GPUs, or 2 on a CPU",
     )
     p.add_argument(
         "--size", choices=("auto", *SIZES), default="auto", help="of models; small on a CPU"
@@ -205,9 +208,13 @@ def _bench(args: argparse.Namespace, machine: dict[str, Any], folder: Path) -> B
     device = args.device if args.device != "auto" else ("cuda" if count else "cpu")
     if device == "cuda" and not count:
         raise UsageError("--device cuda: torch sees no GPU; give --device cpu")
-    ranks = args.nproc_per_node or (count if device == "cuda" else 2)
+    ranks = args.nproc_per_node or (most_ranks(count) if device == "cuda" else 2)
     if ranks < 1 or (device == "cuda" and ranks > count):
         raise UsageError(f"--nproc-per-node {ranks} must be from 1 to {count} GPUs")
+    if ranks != most_ranks(ranks):
+        raise UsageError(
+            f"--nproc-per-node {ranks}: the checks have layouts of 1, 2, 4 and 8 ranks"
+        )
     if args.megatron_lm is not None and not (args.megatron_lm / "pretrain_gpt.py").is_file():
         raise UsageError(f"--megatron-lm {args.megatron_lm} has no pretrain_gpt.py")
     size = args.size if args.size != "auto" else ("full" if device == "cuda" else "small")
@@ -219,6 +226,11 @@ def _bench(args: argparse.Namespace, machine: dict[str, Any], folder: Path) -> B
         megatron_lm=args.megatron_lm and args.megatron_lm.absolute(),
         has_engine=device == "cuda" and machine["has_engine"],
     )
+
+
+def most_ranks(count: int) -> int:
+    """The most of so many ranks for which the checks have layouts and batches."""
+    return max((ranks for ranks in (1, 2, 4, 8) if ranks <= count), default=1)
 
 
 def _hardware(machine: dict[str, Any], bench: Bench) -> str:

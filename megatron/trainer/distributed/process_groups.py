@@ -207,10 +207,28 @@ def abort_world() -> None:
 
 
 def _abort() -> None:
+    """Aborts all communicators of NCCL at once. `_abort_process_group` alone takes one after the
+    other, and to end an idle one NCCL may wait for a kernel of one that hangs and comes later
+    (github.com/pytorch/pytorch/issues/119797)."""
+    groups = dist.distributed_c10d._world.pg_map
+    nccl = [group for group in groups if dist.get_backend(group) == "nccl"]
+    aborts = [threading.Thread(target=_abort_group, args=(g,), daemon=True) for g in nccl]
+    for thread in aborts:
+        thread.start()
+    for thread in aborts:
+        thread.join()
     try:
+        # All are ended; it empties the tables.
         dist.distributed_c10d._abort_process_group()
     except Exception as error:  # groups that are half made
         logger.debug("the world was not aborted in order: %r", error)
+
+
+def _abort_group(group: Any) -> None:
+    try:
+        group.abort()
+    except Exception as error:  # half made
+        logger.debug("a group was not aborted in order: %r", error)
 
 
 _abort_lock = threading.Lock()

@@ -56,6 +56,8 @@ struct comm {
 
 extern pthread_mutex_t nccl_mutex;
 extern pthread_cond_t nccl_changed;
+/* Messages of all communicators of this process that nobody has aborted. */
+extern int nccl_under_way;
 
 /* Once in a while: has a rank died? Returns whether to give up. */
 int nccl_must_stop(struct comm *c, int *turns);

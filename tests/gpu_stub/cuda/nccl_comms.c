@@ -17,6 +17,7 @@ typedef struct {
 
 pthread_mutex_t nccl_mutex = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t nccl_changed = PTHREAD_COND_INITIALIZER;
+int nccl_under_way;
 
 /* Communicators of this process: those that are not over, and all that were ever made. */
 static int live, made;
@@ -125,12 +126,18 @@ int ncclCommSplit(struct comm *p, int color, int key, struct comm **c, void *how
 
 /* ---- ended ------------------------------------------------------------------------------------- */
 
-/* An abort does not wait: a message of this communicator may stand behind one of another that is
- * aborted later. */
+/* An abort waits, as NCCL's may for the whole device, until no message of a communicator that
+ * nobody has aborted is under way. So one after the other they wait for the one that hangs. Its own
+ * messages may stand behind those of another. */
 static int end_comm(struct comm *c, int aborts) {
     if (!c) return OK;
-    if (aborts) c->is_aborted = 1;
     pthread_mutex_lock(&nccl_mutex);
+    if (aborts) {
+        if (!c->is_aborted) nccl_under_way -= c->under_way;
+        c->is_aborted = 1;
+        pthread_cond_broadcast(&nccl_changed);
+        while (nccl_under_way) pthread_cond_wait(&nccl_changed, &nccl_mutex);
+    }
     while (c->under_way && !aborts) pthread_cond_wait(&nccl_changed, &nccl_mutex);
     int is_free = !c->under_way;
     live--, c->is_over = 1, c->shared->slots[c->rank].has_left = 1;

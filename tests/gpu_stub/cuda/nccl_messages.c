@@ -162,6 +162,7 @@ static void finish(struct batch *batch) {
     for (struct call *call = batch->calls, *next; call; call = next) {
         next = call->next;
         pthread_mutex_lock(&nccl_mutex);
+        nccl_under_way -= !call->comm->is_aborted;
         int is_last = !--call->comm->under_way && call->comm->is_over;
         pthread_cond_broadcast(&nccl_changed);
         pthread_mutex_unlock(&nccl_mutex);
@@ -230,7 +231,7 @@ static int start(struct comm *c, int kind, const void *from, void *to, size_t co
         .type = type, .op = op, .root = root, .scale = 1, .stream = stream};
     if (op > 4) call->op = 0, call->scale = scales[op - 5];
     pthread_mutex_lock(&nccl_mutex);
-    c->under_way++;
+    c->under_way++, nccl_under_way += !c->is_aborted;
     pthread_mutex_unlock(&nccl_mutex);
     if (!end) end = &grouped;
     *end = call, end = &call->next;
