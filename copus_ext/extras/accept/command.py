@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         "--nproc-per-node",
         type=int,
         metavar="N",
-        help="ranks, 1, 2, 4 or 8; default: as many GPUs, or 2 on a CPU",
+        help="ranks: 1, 2, 4 or 8; default: the most that the GPUs suffice for, or 2 on a CPU",
     )
     p.add_argument(
         "--size", choices=("auto", *SIZES), default="auto", help="of models; small on a CPU"
@@ -212,9 +212,7 @@ def _bench(args: argparse.Namespace, machine: dict[str, Any], folder: Path) -> B
     if ranks < 1 or (device == "cuda" and ranks > count):
         raise UsageError(f"--nproc-per-node {ranks} must be from 1 to {count} GPUs")
     if ranks != most_ranks(ranks):
-        raise UsageError(
-            f"--nproc-per-node {ranks}: the checks have layouts of 1, 2, 4 and 8 ranks"
-        )
+        raise UsageError(f"--nproc-per-node {ranks}: checks have layouts of 1, 2, 4 and 8 ranks")
     if args.megatron_lm is not None and not (args.megatron_lm / "pretrain_gpt.py").is_file():
         raise UsageError(f"--megatron-lm {args.megatron_lm} has no pretrain_gpt.py")
     size = args.size if args.size != "auto" else ("full" if device == "cuda" else "small")

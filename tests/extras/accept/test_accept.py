@@ -90,6 +90,11 @@ def test_faults_come_before_figures_and_have_a_time(bench: Bench) -> None:
     assert command._default_minutes(bench) == 45
 
 
+def test_as_many_gpus_are_taken_as_checks_have_layouts_for() -> None:
+    taken = {count: command.most_ranks(count) for count in (0, 1, 3, 5, 8, 16)}
+    assert taken == {0: 1, 1: 1, 3: 2, 5: 4, 8: 8, 16: 8}
+
+
 def test_the_page_has_every_check_in_its_order() -> None:
     page = (ROOT / "docs" / "gpus.md").read_text()
     rows = re.findall(r"(?m)^\| `(\w+)` \| (\d) \|", page)
@@ -191,6 +196,7 @@ def test_a_check_of_more_ranks_is_left_out(bench: Bench) -> None:
         (["--minutes", "0"], "--minutes 0 must be above 0"),
         (["--megatron-lm", "/nowhere", "--device", "cpu"], "has no pretrain_gpt.py"),
         (["--device", "cpu", "--nproc-per-node", "-1"], "--nproc-per-node -1"),
+        (["--device", "cpu", "--nproc-per-node", "6"], "layouts of 1, 2, 4 and 8 ranks"),
         (["--device", "cpu", "--output", "/dev/null/x"], "--output /dev/null/x cannot be written"),
     ],
 )
