@@ -33,6 +33,15 @@ _PLACES = {
     ),
 }
 """Of a form, what a user replaces."""
+_TRAINER = (
+    "this starts COPUS's own trainer; to start Megatron-LM, give what --format flags prints to its "
+    "pretrain_gpt.py, with torchrun on every node"
+)
+_READER = (
+    "update_parameters of submitit's AutoExecutor takes nodes, gpus_per_node and tasks_per_node; "
+    "submitit reads neither flags nor remarks: the function that you submit starts its trainer "
+    "with these flags, COPUS's or Megatron-LM's pretrain_gpt.py"
+)
 
 
 def first_rows(
@@ -67,16 +76,22 @@ def first_rows(
         return ""
     whole = merged(own, rows[0])
     if is_json:
-        return _parameters(whole, cluster, remarks)
+        return _parameters(whole, cluster, [_READER, *remarks])
     text = {"slurm": _sbatch, "kubernetes": _manifest}[form](whole, cluster)
-    told = "".join(f"# {line}\n" for line in remarks)
+    told = "".join(f"# {line}\n" for line in (_TRAINER, *remarks))
     mine = "" if yours is not None else f"; {_YOURS}: those of your run, before the layout's"
     return f"# put your own in place of {_PLACES[form]}{mine}\n{told}{text}"
 
 
 def remarks_on(args: argparse.Namespace, planner: Any, plans: Sequence[Any]) -> list[str]:
     """What first rows rest on, and how sure they are, as a table says it."""
-    from copus_ext.planner.report import fastest_lines, machine_line, peak_line, row_line
+    from copus_ext.planner.report import (
+        chunks_line,
+        fastest_lines,
+        machine_line,
+        peak_line,
+        row_line,
+    )
     from copus_ext.planner.software import (
         assumed_lines,
         assumptions,
@@ -101,6 +116,7 @@ def remarks_on(args: argparse.Namespace, planner: Any, plans: Sequence[Any]) -> 
         *fits_better(args, planner, assumed),
         *(line for one in plans for line in fastest_lines(one)),
         *map(row_line, firsts),
+        chunks_line(firsts),
         *(x.better_batch.line(x.global_batch_size) for x in plans if x.better_batch),
         runs_in(model, cluster) if shares else "",
         *untimed(args, planner),

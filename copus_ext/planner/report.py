@@ -57,7 +57,7 @@ _LEGEND_OF_TRIES = (
 )
 _LEGEND_OF_CHUNKS = (
     "logits-chunks: parts of the tokens whose logits exist at once; a flag of COPUS, which "
-    "Megatron-LM does not have"
+    "Megatron-LM does not have: for Megatron-LM plan with --logits-chunks 1"
 )
 _LEGEND_OF_CP = (
     "cp: ranks that share the tokens of each sample; exchange: of their keys and values, as "
@@ -222,7 +222,7 @@ def table(
     columns for a mixture only, those of context parallelism and of logits in parts where a row has
     some. `now` is in use."""
     every = [r for plan in found.plans for r in (*plan.tries, *plan.ranked)]
-    shows_chunks = any(r.configuration.logits_chunks > 1 for r in every)
+    shows_chunks = chunks_line(every) != ""
     shows_cp = shows_cp or shares_samples(found)
     at, after = _COLUMNS.index("tp") + 1, _COLUMNS.index("vpp") + 1
     names = [*_COLUMNS[:at], *(_OF_SHARING if shows_cp else ()), *_COLUMNS[at:after]]
@@ -318,6 +318,11 @@ def fastest_lines(plan: Plan) -> list[str]:
         f"row 1 is the most common layout within 3 % of the fastest time: {p.step_s:.4g} s; the "
         f"fastest is {c}, {step_s:.4g} s{batch}"
     ]
+
+
+def chunks_line(rows: Sequence[Ranked]) -> str:
+    """That printed flags have one which Megatron-LM lacks; empty where they have not."""
+    return _LEGEND_OF_CHUNKS if any(r.configuration.logits_chunks > 1 for r in rows) else ""
 
 
 def row_line(one: Ranked) -> str:
@@ -432,6 +437,7 @@ def breakdown(answer: Ranked, flags: Sequence[str], common_sd: float | None = No
         text = io.StringIO()
         answer.addition.show(console_for(text))
         lines += text.getvalue().splitlines()
+    lines += filter(None, [chunks_line([answer])])
     lines.append("flags: " + " ".join(flags))
     return "\n".join(lines)
 

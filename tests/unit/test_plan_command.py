@@ -458,8 +458,10 @@ def test_the_first_row_as_a_job(capsys: pytest.CaptureFixture[str]) -> None:
         for form in ("flags", "slurm", "kubernetes", "submitit")
     )
     mine = "FLAGS: those of your run, before the layout's\n"
-    first, *remarks, last = slurm.splitlines(keepends=True)
+    first, trainer, *remarks, last = slurm.splitlines(keepends=True)
     assert all(line.startswith("# ") for line in remarks)
+    assert "starts COPUS's own trainer" in trainer and "to start Megatron-LM" in trainer
+    assert kubernetes.splitlines(keepends=True)[1] == trainer
     assert first == f"# put your own in place of runs/x (a folder that all nodes see); {mine}"
     assert last == (
         "COPUS_RUN=runs/x sbatch --nodes=4 --gpus-per-node=8 scripts/slurm/pretrain.sbatch "
@@ -471,7 +473,9 @@ def test_the_first_row_as_a_job(capsys: pytest.CaptureFixture[str]) -> None:
         assert place in top and place in kubernetes.removeprefix(top)
     found = json.loads(submitit)
     assert found.pop("flags") == flags.split()
-    assert found.pop("remarks") == [line[2:-1] for line in remarks]
+    reader, *others = found.pop("remarks")
+    assert "AutoExecutor takes nodes, " in reader and "reads neither flags nor remarks" in reader
+    assert others == [line[2:-1] for line in remarks]
     assert found == {"nodes": 4, "gpus_per_node": 8, "tasks_per_node": 8}
     # All else is as in the manifest.
     service, job = yaml.safe_load_all(kubernetes)

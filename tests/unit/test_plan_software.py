@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from argparse import Namespace
 from typing import Any
@@ -187,6 +188,7 @@ def test_advice_on_the_batch_says_for_which_length_and_whence(
     told = f" ({words}{short}; --train-tokens gives another): a first batch of "
     (line,) = [x for x in out.splitlines() if x.startswith("over ")]
     assert told in line, line
+    assert re.search(r"; your 64 is (this one|one of those|(above|below) what) ?", line)
     assert json_of(capsys, *asked)["first_batch"]["length_from"] == source
     _, out, _ = run(capsys, *asked, "--train-tokens 2048e6")
     assert "\nover 2.05e+09 tokens (1e+06 samples, by --train-tokens): a first batch of " in out
@@ -265,6 +267,19 @@ def test_a_job_says_what_its_plan_rests_on(form: str, capsys: pytest.CaptureFixt
         assert ("zero=1: " in row) and (",recompute=full," in row or not is_named)
     if form == "kubernetes":
         assert len(list(yaml.safe_load_all(out))) == 2
+
+
+def test_printed_flags_that_megatron_lm_lacks_come_with_a_way_without(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    c = "tp2.pp1.dp8,micro_batch=1,recompute=full,sp=1,zero=1"
+    words = "which Megatron-LM does not have: for Megatron-LM plan with --logits-chunks 1"
+    for chunks, count in ((4, 1), (1, 0)):
+        whole = f"{c},logits_chunks={chunks}"
+        _, out, err = run(capsys, NEW, "--format flags --fix", whole)
+        assert out.count("--logits-chunks") == count == err.count(words)
+        assert run(capsys, NEW, "--format slurm --fix", whole)[1].count(words) == count
+        assert run(capsys, "explain", whole, NEW.replace("--top 1", ""))[1].count(words) == count
 
 
 def test_flags_alone_come_with_the_same_remarks(capsys: pytest.CaptureFixture[str]) -> None:
