@@ -18,6 +18,11 @@ from megatron.trainer.common.program import unknown
 
 _NODE_KEYS = ("count", "gpu", "speed", "memory_bytes", "constants")
 _MAX_NODES = 1 << 20
+_EXAMPLE = (
+    '{"gpu": "H100-80GB", "num_nodes": 2, "gpus_per_node": 8, "intra_bytes_per_s": "450GB/s", '
+    '"nic_bytes_per_s": "400GB/s"}'
+)
+"""The least that a file has to say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,9 +383,11 @@ class ClusterSpec:
         if isinstance(gpu, str):
             gpu = asdict(gpu_named(gpu, "gpu"))
         if not isinstance(gpu, dict):
-            raise SpecError("cluster.gpu must name a GPU or describe one")
+            raise SpecError(f"cluster.gpu must name a GPU or describe one, as in {_EXAMPLE}")
+        if "num_nodes" not in data and isinstance(data.get("nodes"), int):
+            raise SpecError("cluster.nodes lists nodes that differ; did you mean num_nodes?")
         links = data.get("links")
-        own = checked(cls, {**data, "gpu": None, "links": None, "nodes": None}, "cluster")
+        own = checked(cls, {**data, "gpu": None, "links": None, "nodes": None}, "cluster", _EXAMPLE)
         own["gpu"] = GpuSpec(**checked(GpuSpec, gpu, "gpu"))
         own["links"] = None if links is None else Links.from_json(links)
         own["nodes"] = nodes_from_json(data.get("nodes"), own["gpu"])

@@ -35,12 +35,13 @@ def is_positive(value: Any) -> bool:
     return is_number and math.isfinite(value) and value > 0
 
 
-def checked(kind: type, data: dict[str, Any], what: str) -> dict[str, Any]:
+def checked(kind: type, data: dict[str, Any], what: str, example: str = "") -> dict[str, Any]:
     """The fields of a dataclass from JSON, texts with units as numbers.
 
     Args:
         data: what was read.
         what: to call it in an error.
+        example: a whole description, for the error on keys that are missing.
 
     Raises:
         SpecError: an unknown key, or one that is missing.
@@ -48,12 +49,14 @@ def checked(kind: type, data: dict[str, Any], what: str) -> dict[str, Any]:
     names = {f.name: f for f in fields(kind)}  # pyright: ignore[reportArgumentType]
     unknown = sorted(set(data) - set(names))
     if unknown:
-        hint = next(filter(None, (nearest(key, names) for key in unknown)), "")
+        others = [name for name in names if name not in data]
+        hint = next(filter(None, (nearest(key, others) for key in unknown)), "")
         hint = hint or f"; known: {', '.join(names)}"
         raise SpecError(f"unknown {what} keys: {', '.join(unknown)}{hint}")
     missing = [n for n, f in names.items() if n not in data and f.default is f.default_factory]
     if missing:
         also = ", or a name such as A100-80GB" if "peak_flops" in missing else ""
+        also += f", as in {example}" if example else ""
         raise SpecError(f"{what} lacks {', '.join(missing)}; give {_THEM[len(missing) > 1]}{also}")
     texts = ("name", "constants")
     found = dict(data)

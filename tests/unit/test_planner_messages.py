@@ -251,8 +251,10 @@ _BAD_CLUSTERS: tuple[tuple[Any, str], ...] = (
     ({**_NODES, "colour": 1}, "unknown cluster keys: colour; known: gpu, num_nodes, gpus_per_node"),
     (
         {"gpu": "A100-80GB", "num_nodes": 2},
-        "lacks gpus_per_node, intra_bytes_per_s, nic_bytes_per_s",
+        "lacks gpus_per_node, intra_bytes_per_s, nic_bytes_per_s; give them, as in {.gpu.: .*}",
     ),
+    ({"gpu": "A100-80GB", "nodes": 2}, "cluster.nodes lists nodes .* did you mean num_nodes"),
+    ({"num_nodes": 2}, "must name a GPU or describe one, as in {"),
     ({**_NODES, "gpu": {"name": "X"}}, "gpu lacks memory_bytes, .*; give them, or a name"),
     (
         {**_NODES, "intra_bytes_per_s": "fast"},
