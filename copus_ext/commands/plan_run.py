@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from copus_ext.planner.request import batch_of_flags, megatron_flag, samples_of_flags
+from copus_ext.planner.request import batch_of_flags, is_number, megatron_flag, samples_of_flags
 from megatron.trainer.common.program import tell
 
 TOKENS_A_PARAMETER = 20
@@ -78,7 +78,10 @@ def first_batch_of(args: argparse.Namespace, planner: Any) -> tuple[str, dict[st
     found = first_batch(rows_of(planner.rank(sizes, top=1, reasons=False)), **length)
     if found is None:
         return None
-    return f"{length_words(args, planner.model)}: {found.of_a_plan()}", {
+    asked = args.global_batch_size
+    own = int(asked) if is_number(asked or "") else batch_of_flags(args)
+    yours = f"; {found.of_own(own)}" if own else ""
+    return f"{length_words(args, planner.model)}: {found.of_a_plan()}{yours}", {
         "train_tokens": tokens,
         "length_from": run_length_from(args),
         **found.to_json(),

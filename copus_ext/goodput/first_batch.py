@@ -80,6 +80,15 @@ class FirstBatch:
             return f"{self}, which is the usual 4M tokens"
         return f"{self}; the usual 4M tokens ({self.habitual_batch:,}) {self._cost()}"
 
+    def of_own(self, batch: int) -> str:
+        """Where the batch of a user stands among those."""
+        if batch == self.batch:
+            return f"your {batch:,} is this one"
+        if self.least <= batch <= self.most:
+            return f"your {batch:,} is one of those that may prove as good"
+        side = "below" if batch < self.least else "above"
+        return f"your {batch:,} is {side} what may prove as good"
+
     def _cost(self) -> str:
         cost = self.habitual_cost
         assert cost is not None

@@ -191,9 +191,9 @@ class Headroom:
         return f"{words}; batch and layout {self.together}" if more else words
 
     def _cost_words(self, be: str) -> str:
-        if self.fixed_cost_samples is None:
+        samples = amount_words(self.fixed_cost_samples or 0.0)
+        if samples == amount_words(0.0):
             return ""
-        samples = amount_words(self.fixed_cost_samples)
         return f" (a step's fixed cost {be} the time of {samples} samples)"
 
     def _other_words(self, be: str) -> list[str]:

@@ -116,3 +116,13 @@ def test_the_batches_worth_pricing_hold_the_plausible_ones() -> None:
     assert doublings(128, total_samples=100.0, tokens_per_sample=32) == [128]
     habitual = doublings(1, total_samples=1e6, tokens_per_sample=2048)
     assert 2048 in habitual and 4096 not in habitual
+
+
+def test_the_batch_of_a_user_is_told_beside_the_first_one() -> None:
+    found = replace(chosen(affine(24.0)), least=64, most=256)
+    own = found.batch
+    assert found.of_own(own) == f"your {own:,} is this one"
+    apart = replace(found, row=row(128, 1.0))
+    assert apart.of_own(256) == "your 256 is one of those that may prove as good"
+    assert apart.of_own(32) == "your 32 is below what may prove as good"
+    assert apart.of_own(1536) == "your 1,536 is above what may prove as good"

@@ -205,6 +205,14 @@ def test_what_a_decision_knows() -> None:
     assert of_inputs(dataclasses.replace(s, rows=guessed)) is None
 
 
+def test_a_fixed_cost_of_no_samples_is_not_told() -> None:
+    h = of_inputs(situation(16, 64.0, consumed_samples=16_000))
+    assert h is not None
+    for samples, words in ((0.02, ""), (0.3, "the time of 0.3 samples"), (24.0, "of 24 samples")):
+        line = dataclasses.replace(h, fixed_cost_samples=samples).of_a_plan()
+        assert words in line and ("fixed cost" in line) == bool(words)
+
+
 def test_it_survives_json_and_says_what_is_worth_it() -> None:
     s = situation(64, 64.0)
     other = [
