@@ -11,13 +11,13 @@ from pathlib import Path
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.planner.arithmetic import flops_per_sample, least_step_s, peak_flops
 from copus_ext.planner.attempts import Attempts
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import check_block, reason
 from copus_ext.planner.profile import ProfileStore, Timing, read_profile
 from copus_ext.planner.request import InputProblem, UsageProblem, configuration_of, with_unit
 from copus_ext.planner.space import LEGAL, REJECTION_CODES, Limits, judge, points_of
-from megatron.trainer.model.flops import training_flops_per_sample
 
 OfOthers = list[tuple[ModelSpec, list[Timing]]]
 
@@ -125,8 +125,9 @@ def measured_of(
             continue
         seconds, _, peak = (part.strip() for part in told.partition(","))
         try:
-            whole_s = 0.0 if cluster.is_gloo else _mfu(model, cluster, batch, 1.0)
-            step_s = _seconds(seconds, whole_s, cluster.gpu.peak(model.precision))
+            most = peak_flops(model, cluster)
+            whole_s = flops_per_sample(model) * batch / cluster.world_size / most
+            step_s = _seconds(seconds, whole_s, 0.0 if cluster.is_gloo else most)
             peak_bytes = with_unit("--measured", peak) if peak else None
         except (ValueError, ZeroDivisionError, SpecError, UsageProblem):
             step_s, peak_bytes = 0.0, None
@@ -136,12 +137,13 @@ def measured_of(
             raise UsageProblem(f"--measured {text}: {how}")
         if peak_bytes is not None and peak_bytes > gpu_bytes:
             raise UsageProblem(f"--measured {text}: a GPU has {gpu_bytes / 2**30:.1f} GiB")
-        mfu = 0.0 if cluster.is_gloo else _mfu(model, cluster, batch, step_s)
-        if mfu > 1.0:
-            least = f"no step of batch {batch} is shorter than {mfu * step_s:.3g} s there"
+        least_s = float(least_step_s(model, cluster, points_of([c]))[0])
+        if least_s > step_s:
+            how = " with layers computed again" if c.recompute in ("full", "block") else ""
             raise UsageProblem(
-                f"--measured {text}: {100 * mfu:.0f} % of the arithmetic that the GPUs can do at "
-                f"most; {least}"
+                f"--measured {text}: {100 * least_s / step_s:.0f} % of the arithmetic that the "
+                f"GPUs can do at most; no step of batch {c.global_batch_size}{how} is shorter than "
+                f"{_rounded_up(least_s)} there"
             )
         ran.append(Timing(configuration=c, step_s=step_s, peak_bytes=peak_bytes))
     for c in {timing.configuration for timing in ran} & {*lacked}:
@@ -197,18 +199,17 @@ def _seconds(text: str, whole_s: float, peak: float) -> float:
     return float(text.removesuffix("m")) / 1000 if is_ms else float(text)
 
 
+def _rounded_up(seconds: float) -> str:
+    """With three digits, and not less."""
+    unit = 10.0 ** (math.floor(math.log10(seconds)) - 2)
+    return f"{math.ceil(seconds / unit) * unit:.3g} s"
+
+
 def _rounded_down(c: Configuration) -> Configuration:
     """With the batch that the trainer takes under --decrease-batch-size-if-needed."""
     unit = c.layout.batch_unit * c.micro_batch_size
     batch = c.global_batch_size // unit * unit
     return dataclasses.replace(c, global_batch_size=batch) if batch else c
-
-
-def _mfu(model: ModelSpec, cluster: ClusterSpec, batch: int, step_s: float) -> float:
-    """Share of the peak of all GPUs, the fastest kind if they differ, that a step would need."""
-    flops = training_flops_per_sample(model.shape(), model.seq_length) * batch
-    peak = max(node.gpu.peak(model.precision) for node in cluster.nodes or [cluster])
-    return flops / (step_s * peak * cluster.world_size)
 
 
 def _why_illegal(model: ModelSpec, cluster: ClusterSpec, c: Configuration) -> str:

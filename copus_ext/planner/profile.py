@@ -24,6 +24,7 @@ from copus_ext.cost_model.correct import Correction, Steps, correct, most_inform
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import is_positive
 from copus_ext.cost_model.step import StepTime, step_time
+from copus_ext.planner.arithmetic import least_step_s
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.space import Candidates, joined, points_of, to_config_batch
 from megatron.trainer.common.outside import parse_json
@@ -311,6 +312,8 @@ class Measured:
         """What was timed."""
         self.predict = lambda points: step_time(to_config_batch(model, cluster, points), constants)
         """Uncorrected times of points."""
+        self.least_s = lambda points: least_step_s(model, cluster, points)
+        """Seconds of their steps that no correction goes below."""
         self._told: list[Timing] = []
         self._log_ratios, self._known = np.zeros(0), Steps.of([])
         for number, (one, some) in enumerate([(model, self.timings), *of_others]):
@@ -344,7 +347,13 @@ class Measured:
         else:
             keys = keys_of(points).tolist()
             source = ["profiled" if tuple(k) in self._lines else "corrected" for k in keys]
-        return times.step_s * found.factor, found.relative_sd, source
+        return times.step_s * self._factor(found, points, times), found.relative_sd, source
+
+    def _factor(self, found: Correction, points: Candidates, times: StepTime) -> Any:
+        """[n] that of a correction, as long as GPUs compute no faster than they can."""
+        if not self.knows:
+            return found.factor
+        return np.maximum(found.factor, self.least_s(points) / times.step_s)
 
     def against(self, points: Candidates, times: StepTime, one: Configuration) -> Any:
         """[n] relative uncertainty of the seconds of each point over those of one configuration: 0
@@ -393,12 +402,12 @@ class Measured:
         found = self._correction(steps_of(point, times))
         now = found.parts(times.parts)
         parts = {name: (float(x[0]), float(now[name][0])) for name, x in times.parts.items()}
-        return float(found.factor[0]), float(found.of_parts[0]), parts
+        return float(self._factor(found, point, times)[0]), float(found.of_parts[0]), parts
 
     def parts(self, points: Candidates, times: StepTime) -> dict[str, Any]:
         """[n] corrected seconds of every part of a step, which add up to it."""
         found = self._correction(steps_of(points, times))
-        scale = found.factor / found.of_parts
+        scale = self._factor(found, points, times) / found.of_parts
         return {name: x * scale for name, x in found.parts(times.parts).items()}
 
     def part_factors(self) -> dict[str, float]:

@@ -86,6 +86,37 @@ def test_a_time_shorter_than_the_arithmetic_is_refused() -> None:
         measured_of(["tp=8: 2 s"], 16, MODEL, preset("a100-80g:8"), Limits())
 
 
+def test_a_time_shorter_than_the_arithmetic_with_full_recompute_is_refused() -> None:
+    def refused(told: str) -> bool:
+        try:
+            measured_of([told], 16, MODEL, preset("a100-80g:8"), Limits())
+        except UsageProblem as error:
+            assert "no step of batch 16" in str(error)
+            return True
+        return False
+
+    assert not refused("tp=8,recompute=none: 80 %") and not refused("tp=8,recompute=full: 75 %")
+    assert refused("tp=8,recompute=full: 80 %") and not refused("tp=8,recompute=block:10: 80 %")
+    with pytest.raises(UsageProblem, match=r"16 with layers computed again is shorter than") as e:
+        measured_of(["tp=8,recompute=full: 2.2 s"], 16, MODEL, preset("a100-80g:8"), Limits())
+    least = re.search(r"shorter than (\S+) s", str(e.value))
+    assert least is not None and not refused(f"tp=8,recompute=full: {least[1]} s")
+    assert refused(f"tp=8,recompute=full: {0.99 * float(least[1])} s")
+
+
+def test_no_row_computes_faster_than_the_gpus_can(capsys: pytest.CaptureFixture[str]) -> None:
+    told = "--measured 'tp8.pp1,micro_batch=4,recompute=full: 74 %'"
+    assert plan.main(shlex.split(f"{WHERE} --top 50 --json {told}")) == 0
+    found = json.loads(capsys.readouterr().out)["plans"][0]
+    rows = [x["prediction"] for x in [*found["ranked"], *found.get("try_first", [])]]
+    assert max(p["mfu"] for p in rows) <= 1.0 + 1e-9
+    flops = training_flops_per_sample(MODEL.shape(), MODEL.seq_length) * 16
+    equals = [x["step_s"] for row in found["ranked"] for x in row["equals"]]
+    assert equals and flops / (8 * 312e12 * min(equals)) <= 1.0 + 1e-9
+    for p in rows:
+        assert sum(p["time_s"].values()) == pytest.approx(p["step_s"])
+
+
 def test_what_the_log_says_of_the_speed_is_a_time() -> None:
     """Megatron-LM's log has TFLOP/s of a GPU, and people write which share of the peak that is."""
     cluster = preset("a100-80g:8")

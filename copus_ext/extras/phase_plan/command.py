@@ -290,7 +290,7 @@ def one_line(best: Any, single: Any) -> str:
 
 
 def _of_stage(planner: Any, part: Any) -> dict[str, float]:
-    from copus_ext.planner.search import flops_per_sample
+    from copus_ext.planner.arithmetic import flops_per_sample
 
     model = planner.model.with_seq_length(part.stage.seq_length)
     world = planner.cluster.world_size

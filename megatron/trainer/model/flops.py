@@ -14,6 +14,16 @@ def training_flops_per_sample(shape: ModelShape, seq_length: int) -> float:
     Returns:
         Operations per sample.
     """
+    return 3.0 * 2.0 * seq_length * sum(_multiply_adds(shape, seq_length))
+
+
+def recomputation_flops_per_sample(shape: ModelShape, seq_length: int) -> float:
+    """FLOPs of the forward pass of all layers over one sample, which full recomputation adds."""
+    return 2.0 * seq_length * _multiply_adds(shape, seq_length)[0]
+
+
+def _multiply_adds(shape: ModelShape, seq_length: int) -> tuple[float, float]:
+    """Those of a token in the layers, and in all besides, of a forward pass."""
     hidden, heads = shape.hidden_size, shape.num_attention_heads
     if shape.latent is None:
         query = shape.kv_channels * heads
@@ -30,4 +40,4 @@ def training_flops_per_sample(shape: ModelShape, seq_length: int) -> float:
         more = experts.multiply_adds(hidden, matrices) - mlp
         layers += sum(experts.layers) * more
         further += shape.mtp_num_layers * experts.layers[-1] * more
-    return 3.0 * 2.0 * seq_length * (layers + head + further)
+    return layers, head + further
