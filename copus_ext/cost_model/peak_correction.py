@@ -67,6 +67,8 @@ class PeakCorrection:
     covariance: tuple[float, float, float] | None = None
     """Of both: variance of the factor, covariance, variance of the bytes; None: nothing was
     measured."""
+    without: PeakCorrection | None = None
+    """The same without the runs that ran out of memory; None: none did, or they say nothing."""
 
     @classmethod
     def of(
@@ -117,7 +119,9 @@ class PeakCorrection:
         # No process does with less than nothing: what comes and goes is smaller instead.
         if (lack := -context - mean[1]) > 0:
             mean = mean + spread[:, 1] / spread[1, 1] * lack
+        lacked = at_least is not None and bool(np.isfinite(at_least).any())
         return cls(
+            without=cls.of(predicted, measured, at_most=at_most) if lacked else None,
             moving=max(1.0 + float(mean[0]), 0.2),
             fixed_bytes=float(mean[1]),
             covariance=(float(spread[0, 0]), float(spread[0, 1]), float(spread[1, 1])),
@@ -141,13 +145,26 @@ class PeakCorrection:
 
     def fit_probability(self, peak: Any, limit_bytes: float, sd: Any) -> Any:
         """[n] probability of corrected peaks with some relative uncertainty to stay below a limit.
-        As long as no peak is known, neither are the allocator's settings and libraries that the
-        user has."""
-        wider = _UNSEEN if self.covariance is None else 1.0
+        As long as nothing is known of a run that ran, neither are the allocator's settings and
+        libraries that the user has."""
+        wider = _UNSEEN if (self.without or self).covariance is None else 1.0
         return fit_probability(peak, limit_bytes, wider * sd)
 
 
 AS_PREDICTED = PeakCorrection()
+
+
+def less_likely(one: Any, other: Any, limit_bytes: float) -> tuple[Any, Any]:
+    """Peaks of configurations with relative uncertainties ([n] each), as wide as it takes to be no
+    likelier below a limit than other ones; the other ones where no width does that."""
+    (peak, sd), (other_peak, other_sd) = one, other
+    room = (limit_bytes - peak) / peak
+    far, most = room / sd, (limit_bytes - other_peak) / (other_sd * other_peak)
+    as_wide = room / np.where(most == 0.0, 1.0, most)
+    bounded, changes = most < far, as_wide <= 0.0
+    changes |= most == 0.0
+    sd = np.where(bounded, np.where(changes, other_sd, as_wide), sd)
+    return np.where(bounded & changes, other_peak, peak), sd
 
 
 def _widths(effects: Any, left: Any, measured: Any, prior: Any) -> tuple[float, ...]:

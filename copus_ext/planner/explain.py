@@ -177,7 +177,7 @@ def rejected(planner: Any, space: Any, mine: Any, every: bool = False) -> list[R
             # Of most only weights and optimizer were counted: look closer at the smallest.
             near = at[np.argsort(peaks[at], kind="stable")[:_LOOKED_AT]]
             rows = to_config_batch(planner.model, planner.cluster, points.take(near))
-            needs = planner.peak_bytes_of(rows.unevenly_loaded())
+            needs, _ = planner.peaks_of(rows.unevenly_loaded())
             i, peak = int(near[np.argmin(needs)]), float(needs.min())
         elif name == "batch":
             # Those with fewest samples at once are nearest to the batch.

@@ -27,10 +27,11 @@ from copus_ext.cost_model.peak_correction import (
 from copus_ext.cost_model.rows import ConfigBatch
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import PARTS, StepTime, min_step_s, step_time
+from copus_ext.planner import known_peaks
+from copus_ext.planner.arithmetic import flops_per_sample, peak_flops
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.equals import EQUAL, in_order, may_fit, rarities, worth_trying
 from copus_ext.planner.explain import check_block, rejected
-from copus_ext.planner.known_peaks import FITS, correction_of, known_of, ran_out
 from copus_ext.planner.plan import Plan, Prediction, Ranked, Rejected
 from copus_ext.planner.profile import Measured, Timing
 from copus_ext.planner.pruning import least_bytes, prune_dominated
@@ -45,7 +46,6 @@ from copus_ext.planner.space import (
     points_of,
     to_config_batch,
 )
-from megatron.trainer.model.flops import training_flops_per_sample
 
 MEMORY, DOMINATED = REJECTION_CODES.index("memory"), REJECTION_CODES.index("dominated")
 MEMORY_MARGIN = 0.04
@@ -120,12 +120,12 @@ class Planner:
     def safe_bytes(self, configuration: Configuration) -> float:
         """Largest predicted peak with which a configuration is a candidate, by the doubt of its own
         peak. A run that dies of a wrong "fits" costs more than one that is slower by a few
-        percent. One that was timed is a candidate anyway."""
+        percent. One that is known to fit is a candidate anyway."""
         points = points_of([configuration])
         rows = to_config_batch(self.model, self.cluster, points).unevenly_loaded()
         (peak,), (sd,) = self.peaks_of(rows)
         safe = self.limit_bytes / max_bytes(1.0, float(sd), Z_SURE)
-        return max(safe, float(peak)) if self._measured.ran(points)[0] else safe
+        return max(safe, float(peak)) if known_peaks.known_to_fit(self, points)[0] else safe
 
     def retime(
         self,
@@ -139,7 +139,7 @@ class Planner:
         otherwise."""
         known = timings, earlier, of_others
         self._measured = Measured(self.model, self.cluster, self.constants, *known)
-        self.set_peaks(correction_of(self, [*timings, *earlier, *peaks]))
+        self.set_peaks(known_peaks.correction_of(self, [*timings, *earlier, *peaks]))
 
     def set_peaks(self, peaks: PeakCorrection) -> None:
         """Takes another correction of the memory, such as one that was measured elsewhere."""
@@ -340,6 +340,7 @@ class Planner:
     def _listed(self, batch: int, limits: Limits, whole: bool) -> Candidates:
         """The points of a batch, or those of them that are legal and may fit."""
         points = enumerate_points(self.model, self.cluster, batch, limits, self._measured.points)
+        points = known_peaks.with_runs(self, points, batch, limits)
         if whole:
             return points
         points = points.take(np.flatnonzero(points.code == LEGAL))
@@ -361,10 +362,10 @@ class Planner:
                 rows = to_config_batch(self.model, self.cluster, points.take(alive))
                 peaks[alive], sd[alive] = self.peaks_of(rows.unevenly_loaded())
         lacks = max_bytes(np.nan_to_num(peaks, nan=0.0), sd, Z_SURE) > self.limit_bytes
-        lacks[legal] |= ran_out(self, points.take(legal))
+        lacks[legal] |= known_peaks.ran_out(self, points.take(legal))
         if self._measured.timings:
             at = np.flatnonzero(lacks)
-            lacks[at] = ~self._measured.ran(points.take(at))
+            lacks[at] = ~known_peaks.known_to_fit(self, points.take(at))
         # What does not depend on logits leaves no room for any part of them elsewhere.
         hopeless = np.zeros(len(points), dtype=bool)
         if not self._measured.timings:
@@ -380,7 +381,7 @@ class Planner:
             needs, doubt = self.peaks_of(rows.unevenly_loaded())
             able = max_bytes(needs, doubt, Z_SURE) <= self.limit_bytes
             some = replace(points.take(at), logits_chunks=np.full(len(at), chunks))
-            able = (able & ~ran_out(self, some)) | self._measured.ran(some)
+            able = (able & ~known_peaks.ran_out(self, some)) | known_peaks.known_to_fit(self, some)
             now = at[able]
             points.logits_chunks[now], lacks[now] = chunks, False
             peaks[now], sd[now] = needs[able], doubt[able]
@@ -388,6 +389,7 @@ class Planner:
         fits = np.flatnonzero(points.code == LEGAL)
         some = points.take(fits)
         surely = max_bytes(peaks[fits], sd[fits], Z_DOMINATES) <= self.limit_bytes
+        surely |= known_peaks.known_to_fit(self, some)
         # Logits in parts are computed twice: such a point is not always faster than its kin.
         surely &= some.logits_chunks == limits.logits_chunks[0]
         beaten = prune_dominated(some, surely, self._measured.points)
@@ -395,7 +397,7 @@ class Planner:
         likely = np.zeros(len(points))
         at = np.flatnonzero(lacks & (sd > 0))
         likely[at] = self.peaks.fit_probability(peaks[at], self.limit_bytes, sd[at])
-        likely[at[ran_out(self, points.take(at))]] = 0.0
+        likely[at[known_peaks.ran_out(self, points.take(at))]] = 0.0
         return _Space(points=points, fits=points.code == LEGAL, peaks=peaks, likely=likely)
 
     def _may_fit(self, points: Candidates, peaks: Any, chunks: int) -> Any:
@@ -412,11 +414,11 @@ class Planner:
 
     def peak_bytes_of(self, rows: ConfigBatch) -> Any:
         """[n] bytes of the stage that needs most, corrected by measured peaks."""
-        return self.peaks_of(rows)[0]
+        return peaks(rows, correction=self.peaks)[0]
 
     def peaks_of(self, rows: ConfigBatch) -> tuple[Any, Any]:
-        """The same, and the relative uncertainty of each: [n]."""
-        return peaks(rows, correction=self.peaks)
+        """See `known_peaks.peaks_of`."""
+        return known_peaks.peaks_of(self, rows)
 
     def _exact_where_needed(
         self, space: _Space, top: int, band: float = EQUAL
@@ -482,10 +484,10 @@ class Planner:
         bytes_ = memory(rows, correction=self.peaks)
         seconds, sd, source = self._measured.corrected(points, times)
         against_sd = None if against is None else self._measured.against(points, times, against)
-        doubt = self.peaks_of(rows)[1]
-        likely = self.peaks.fit_probability(bytes_.peak_bytes, self.limit_bytes, doubt)
-        needs, known = known_of(self, points, bytes_.peak_bytes)
-        likely = [FITS.get(name, float(p)) for name, p in zip(known, likely)]
+        needs, doubt = self.peaks_of(rows)
+        likely = self.peaks.fit_probability(needs, self.limit_bytes, doubt)
+        needs, known = known_peaks.known_of(self, points, bytes_.peak_bytes)
+        likely = [known_peaks.FITS.get(name, float(p)) for name, p in zip(known, likely)]
         flops, of_parts = flops_per_sample(self.model), self._measured.parts(points, times)
         lacks = {"ep"} if self.model.num_experts is None else set()
         answers = []
@@ -502,7 +504,7 @@ class Planner:
                         samples_per_s=c.global_batch_size / step_s,
                         tokens_per_s=c.global_batch_size * self.model.seq_length / step_s,
                         tflops_per_gpu=per_gpu / 1e12,
-                        mfu=per_gpu / self.cluster.gpu.peak(self.model.precision),
+                        mfu=per_gpu / peak_flops(self.model, self.cluster),
                         step_rel_sd=float(sd[i]),
                         source=source[i],
                         blind=c.noise_unmeasurable,
@@ -592,8 +594,3 @@ class Planner:
         only = np.zeros(len(points), dtype=bool)
         only[at[0]] = True
         return rejected(planner, space, only)[0]
-
-
-def flops_per_sample(m: ModelSpec) -> float:
-    """Operations of a model for one sample, forward and backward, nothing computed again."""
-    return training_flops_per_sample(m.shape(), m.seq_length)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
 
+import numpy as np
 import pytest
 
 from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.models import PRESETS
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.equals import FAR_ABOVE, MAY_FIT
+from copus_ext.planner.fixed import kept
+from copus_ext.planner.plan import Ranked, Rejected
+from copus_ext.planner.profile import Timing
 from copus_ext.planner.request import configuration_of
 from copus_ext.planner.search import Planner
+from copus_ext.planner.space import LEGAL, Limits, enumerate_points, to_config_batch
 
 MODEL, GIB = PRESETS["llama-2-13b"], 2.0**30
 LARGE = "--model llama-2-13b --cluster h100-80g:64 --global-batch-size 256"
@@ -152,3 +159,118 @@ def test_nothing_is_concluded_from_a_report_that_contradicts_the_prediction(
     assert code == 4 and "do not help" not in out + err and "on more of them none" not in out + err
     for text in (out, err):
         assert "all this follows a report that contradicts its prediction: check that first" in text
+
+
+LLAMA_70B = (
+    "torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --num-layers 80 --hidden-size 8192 "
+    "--ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention --num-query-groups 8 "
+    "--seq-length 4096 --max-position-embeddings 8192 --position-embedding-type rope --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--vocab-size 128256 --bf16 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 "
+    "--sequence-parallel --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 16"
+)
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def test_what_needs_no_more_than_a_run_fits_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"--gpu A100-80GB --from-command '{LLAMA_70B} --recompute-activations'"
+    told = f"{command} --measured '10.5 s, 70 GiB'"
+    code, out, _ = run(capsys, f"{told} --json")
+    assert code == 0
+    rows = json.loads(out)["plans"][0]["ranked"]
+    found = {
+        (x["configuration"]["tp"], *x["configuration"]["recompute"].values()): x["prediction"]
+        for x in rows
+    }
+    full, own = (
+        next(p["memory"] for key, p in found.items() if key[0] == 8 and name in key)
+        for name in ("full", "selective")
+    )
+    assert full["fit_probability"] == own["fit_probability"] == 1.0
+    assert full["peak_source"] == "no_more" and full["peak_bytes"] < 70 * GIB
+    # Whole optimizer state is the same on a single replica.
+    for text in ("recompute=full", "recompute=full,zero=0"):
+        code, out, _ = run(capsys, f"explain tp8.pp2,micro_batch=1,{text} {told}")
+        assert code == 0 and "it needs no more than what ran on these ranks" in out
+    # What needs more in one respect is not known to fit, nor is it on other ranks.
+    for text in ("tp8.pp2,micro_batch=2,recompute=full", "tp4.pp4,micro_batch=1,recompute=full"):
+        _, out, _ = run(capsys, f"explain {text} {told}")
+        assert "no more than what ran" not in out
+
+
+def test_a_run_says_what_fits_unless_what_ran_out_of_memory_says_the_contrary() -> None:
+    def at(text: str) -> Configuration:
+        return configuration_of(text, global_batch_size=16, world_size=8)
+
+    def source(planner: Planner, text: str) -> str:
+        return planner.priced(at(text)).prediction.peak_source
+
+    cluster = preset("a100-80g:8")
+    ran = Timing(configuration=at("tp2.pp2,micro_batch=4,recompute=none,zero=0"), step_s=9.0)
+    planner = Planner(MODEL, cluster, timings=[ran])
+    less = ["micro_batch=2,recompute=none,zero=0", "micro_batch=4,recompute=full,zero=0"]
+    less += ["micro_batch=4,recompute=none,zero=1", "micro_batch=1,recompute=block:3,zero=1"]
+    for text in less:
+        assert source(planner, f"tp2.pp2,{text}") == "no_more", text
+        assert isinstance(planner.explain(at(f"tp2.pp2,{text}")), Ranked), text
+    for text in ("micro_batch=8,recompute=full,zero=1", "vpp=2,micro_batch=4,recompute=full"):
+        assert source(planner, f"tp2.pp2,{text}") == "predicted", text
+    lacked = at("tp2.pp2,micro_batch=2,recompute=full,zero=0")
+    planner = Planner(MODEL, cluster, timings=[ran], too_large=[lacked])
+    assert source(planner, str(lacked)) == "out_of_memory"
+    assert source(planner, f"tp2.pp2,{less[1]}") == "no_less"
+    assert isinstance(planner.explain(at(f"tp2.pp2,{less[1]}")), Rejected)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fix", "lacked"),
+    [
+        ("a100-40g:8", "tp=8,pp=1", "tp8.pp1,micro_batch=4,recompute=none,zero=1"),
+        ("a100-40g:8", "tp=8,pp=1", "tp8.pp1,micro_batch=8,recompute=block:20,zero=1"),
+        ("a100-40g:8", "tp=4,pp=2", "tp4.pp2,micro_batch=4,recompute=selective,zero=1"),
+        ("a100-80g:8", "tp=8,pp=1", "tp8.pp1,micro_batch=1,recompute=full,zero=1"),
+    ],
+)
+@pytest.mark.parametrize("ran", [None, "tp8.pp1,micro_batch=1,recompute=none,zero=1"])
+def test_an_out_of_memory_makes_nothing_likelier_to_fit(
+    cluster: str, fix: str, lacked: str, ran: str | None
+) -> None:
+    machine, limits = preset(cluster), kept(fix, Limits())
+    some = [] if ran is None else [configuration_of(ran, global_batch_size=64, world_size=8)]
+    runs = [Timing(configuration=c, step_s=17.0, peak_bytes=31 * GIB) for c in some]
+    points = enumerate_points(MODEL, machine, 64, limits)
+    points = points.take(np.flatnonzero(points.code == LEGAL))
+    rows = to_config_batch(MODEL, machine, points)
+    likely = []
+    for too_large in ([], [configuration_of(lacked, global_batch_size=64, world_size=8)]):
+        planner = Planner(MODEL, machine, limits=limits, timings=runs, too_large=too_large)
+        needs, sd = planner.peaks_of(rows)
+        likely.append(planner.peaks.fit_probability(needs, planner.limit_bytes, sd))
+    assert (likely[1] <= likely[0] + 1e-6).all()
+
+
+def test_what_ran_is_offered_however_slow_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    told = f"--gpu A100-80GB --from-command '{LLAMA_70B} {FULL}' --measured '20 TFLOP/s'"
+    code, out, err = run(capsys, f"{told} --format flags")
+    assert code == 0 and "none sure to fit" not in err
+    assert "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 2" in out
+    assert FULL in out
+
+
+def test_a_run_that_is_not_among_the_layouts_of_a_search_is_offered() -> None:
+    cluster = preset("a100-80g:16")
+    slow, plain = (
+        configuration_of(text, global_batch_size=64, world_size=16)
+        for text in (
+            "tp16.pp1,micro_batch=1,recompute=none",
+            "tp8.pp2,micro_batch=1,recompute=full,sp=0",
+        )
+    )
+    model = dataclasses.replace(MODEL, num_attention_heads=64)
+    for c in (slow, plain):
+        planner = Planner(model, cluster, timings=[Timing(configuration=c, step_s=30.0)])
+        rows = planner.every(64)[0]
+        assert c in [rows.configuration(i) for i in range(len(rows))]
+        # Not where others are asked for.
+        rows = planner.on(cluster, kept("tp=4", Limits())).every(64)[0]
+        assert c not in [rows.configuration(i) for i in range(len(rows))]
