@@ -12,7 +12,7 @@ from typing import Any
 
 from copus_ext.commands.plan_answer import write_output
 from copus_ext.cost_model.cluster_spec import ClusterSpec
-from copus_ext.planner.beside_megatron import flags_before, warnings_on
+from copus_ext.planner.beside_megatron import flags_before, uneven_line
 from copus_ext.planner.fixed import is_whole
 from copus_ext.planner.given_flags import flags_of_row, given_of, line_of, merged, to_remove
 from copus_ext.planner.request import UsageProblem, length_line
@@ -120,7 +120,7 @@ def remarks_on(args: argparse.Namespace, planner: Any, plans: Sequence[Any]) -> 
         *(x.better_batch.line(x.global_batch_size) for x in plans if x.better_batch),
         runs_in(model, cluster) if shares else "",
         *untimed(args, planner),
-        *(f"warning: {line}" for line in warnings_on(args, planner)),
+        f"warning: {uneven}" if (uneven := uneven_line(args, planner)) else "",
     ]
     return [line for line in lines if line]
 
