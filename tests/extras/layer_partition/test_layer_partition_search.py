@@ -299,7 +299,7 @@ def test_an_even_cut_needs_what_measured_peaks_say(
     c: Configuration, kind: str, fixed_bytes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = PeakCorrection(moving=1.25, fixed_bytes=fixed_bytes)
-    monkeypatch.setattr("copus_ext.planner.search.correction_of", lambda *_: measured)
+    monkeypatch.setattr("copus_ext.planner.known_peaks.correction_of", lambda *_: measured)
     model, cluster = PRESETS["copus-quickstart"], preset(kind)
     c = dataclasses.replace(c, sequence_parallel=c.layout.tp > 1)
     planner = Planner(model, cluster)

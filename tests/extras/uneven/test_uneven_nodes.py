@@ -98,7 +98,7 @@ def test_even_nodes_cost_what_they_cost_elsewhere(
 def test_even_stages_need_what_measured_peaks_say(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = PeakCorrection(moving=1.25, fixed_bytes=-2e8)
     before = Site(Planner(MODEL, cluster(4)), what(2, 4, 1))
-    monkeypatch.setattr("copus_ext.planner.search.correction_of", lambda *_: measured)
+    monkeypatch.setattr("copus_ext.planner.known_peaks.correction_of", lambda *_: measured)
     planner = Planner(MODEL, cluster(4))
     site, told = Site(planner, what(2, 4, 1)), planner.explain(what(2, 4, 1))
     assert isinstance(told, Ranked)
