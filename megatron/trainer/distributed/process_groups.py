@@ -198,7 +198,7 @@ def abort_world() -> None:
             if not dist.is_initialized() or dist.get_backend() != "nccl":
                 return
             # torch forgets them, and their threads would never end.
-            _aborted.extend(_gloo_groups())
+            _aborted.extend(_groups_of("gloo"))
             _aborting.append(threading.Thread(target=_abort, name="abort", daemon=True))
             _aborting[0].start()
         _aborting[0].join(_ABORT_S)
@@ -210,23 +210,23 @@ def _abort() -> None:
     """Aborts all communicators of NCCL at once. `_abort_process_group` alone takes one after the
     other, and to end an idle one NCCL may wait for a kernel of one that hangs and comes later
     (github.com/pytorch/pytorch/issues/119797)."""
-    groups = dist.distributed_c10d._world.pg_map
-    nccl = [group for group in groups if dist.get_backend(group) == "nccl"]
+    nccl = _groups_of("nccl")
     aborts = [threading.Thread(target=_abort_group, args=(g,), daemon=True) for g in nccl]
     for thread in aborts:
         thread.start()
     for thread in aborts:
         thread.join()
     try:
-        # All are ended; it empties the tables.
-        dist.distributed_c10d._abort_process_group()
+        # All are ended; it empties the tables. By name: torch 2.6 takes none for another group.
+        dist.distributed_c10d._abort_process_group(dist.group.WORLD)
     except Exception as error:  # groups that are half made
         logger.debug("the world was not aborted in order: %r", error)
 
 
 def _abort_group(group: Any) -> None:
     try:
-        group.abort()
+        # The backend's: torch 2.6 has no other.
+        group._get_backend(torch.device("cuda")).abort()
     except Exception as error:  # half made
         logger.debug("a group was not aborted in order: %r", error)
 
@@ -238,9 +238,10 @@ _aborted: list[Any] = []
 _ABORT_S, _ABORTED_S = 3.0, 8.0
 
 
-def _gloo_groups() -> list[Any]:
-    groups = dist.distributed_c10d._world.pg_map
-    return [group for group in groups if dist.get_backend(group) == "gloo"]
+def _groups_of(backend: str) -> list[Any]:
+    # A copy: another thread may be making a group.
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return [group for group in groups if dist.get_backend(group) == backend]
 
 
 def destroy_broken_world() -> None:
@@ -260,7 +261,7 @@ def destroy_broken_world() -> None:
             if thread.is_alive():
                 raise RuntimeError(f"NCCL has not aborted the old world within {_ABORTED_S:g} s")
         _aborting.clear()
-    groups = [*_aborted, *_gloo_groups()]
+    groups = [*_aborted, *_groups_of("gloo")]
     _aborted.clear()
     _forget_model()
     try:
