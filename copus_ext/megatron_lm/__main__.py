@@ -97,7 +97,7 @@ def _values_of(flag: str, words: list[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from copus_ext.megatron_lm.host import add_copus_args
+    from copus_ext.megatron_lm.flags import add_copus_args
 
     usage = f"torchrun ... -m {_PROG} pretrain_gpt.py FLAGS OF MEGATRON-LM --copus ..."
     return add_copus_args(_Parser(usage=usage, add_help=False, allow_abbrev=False))

@@ -30,6 +30,7 @@ from copus_ext.megatron_lm.checkout import (
     schedule_of,
     shared,
 )
+from copus_ext.megatron_lm.flags import add_copus_args as add_copus_args
 from copus_ext.megatron_lm.layouts import CheckoutHost
 from copus_ext.megatron_lm.record import RunRecord
 from copus_ext.megatron_lm.recorded import Recorded
@@ -39,25 +40,6 @@ from megatron.trainer.config.layout_rules import batch_problems
 
 if TYPE_CHECKING:
     from copus_ext.controller.flags import CopusConfig
-
-
-def add_copus_args(parser: Any) -> Any:
-    """Adds the controller's flags to the checkout's parser: an `extra_args_provider`."""
-    from copus_ext.controller.flags import CopusConfig
-    from megatron.trainer.config.fields import option_specs
-
-    section = parser.add_argument_group("copus controller")
-    for spec in option_specs(CopusConfig):
-        if spec.in_file is not None:
-            parser.set_defaults(**{spec.dest: spec.default})
-            continue
-        settings: dict[str, Any] = {"dest": spec.dest, "help": spec.help.replace("%", "%%")}
-        if spec.kind is bool:
-            settings |= {"action": "store_true"}
-        else:
-            settings |= {"type": spec.kind, "default": spec.default, "choices": spec.choices}
-        section.add_argument(*spec.strings, **settings)
-    return parser
 
 
 class CopusCallback:

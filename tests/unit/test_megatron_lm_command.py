@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from copus_ext.megatron_lm.__main__ import main, split
 from megatron.trainer.common.errors import UsageError
 from tests.helpers.examples import names_a_way_on
+from tests.helpers.launch import ROOT
 
 THEIRS = ["--num-layers", "2", "--data-path", "a", "b", "--copuscope", "-x"]
 
@@ -63,6 +66,16 @@ def test_help_lists_the_flags_of_the_controller(capsys: pytest.CaptureFixture[st
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "--copus-layouts" in out and "pretrain_gpt.py" in out
+
+
+def test_help_needs_nothing_that_a_checkout_imports() -> None:
+    # Where triton is missing, all of a newer core is.
+    absent = (
+        "import runpy, sys; sys.modules['megatron.core'] = sys.modules['torch'] = None; "
+        "sys.argv[1:] = ['--help']; runpy.run_module('copus_ext.megatron_lm', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", absent], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "--copus-mode" in done.stdout, done.stderr
 
 
 def test_a_misspelt_flag_of_the_controller_is_met_before_the_script(tmp_path: Path) -> None:
